@@ -132,8 +132,6 @@ class Traffic:
         exchanged_bytes: that the rank receives in them.
         reductions: how many all-reduces there are.
         reduced_bytes: of the tensors that are all-reduced.
-        aggregations: how many sums an aggregator makes.
-        aggregated_bytes: of the tensors that it sums.
         added_rows: that the rank adds up.
     """
 
@@ -141,13 +139,11 @@ class Traffic:
     exchanged_bytes: float = 0.0
     reductions: int = 0
     reduced_bytes: float = 0.0
-    aggregations: int = 0
-    aggregated_bytes: float = 0.0
     added_rows: float = 0.0
 
     def received_bytes(self, ranks: int) -> float:
-        """By the rank, where all-reduces are rings; an aggregator sends it each sum once."""
-        return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks) + self.aggregated_bytes
+        """By the rank, where all-reduces are rings."""
+        return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
 
 
 def ring_bytes(n_bytes: float, ranks: int) -> float:
@@ -194,8 +190,6 @@ def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) 
         rest = 1.0 - share
         cold = _plain(plan.cold, form, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
         n_bytes, added_rows = len(hot) * form.flagged_bytes, most * share + len(hot) + cold.added_rows
-        if plan.aggregated:
-            return replace(cold, aggregations=1, aggregated_bytes=n_bytes, added_rows=added_rows)
         return replace(cold, reductions=1, reduced_bytes=n_bytes, added_rows=added_rows)
     return _plain(plan.path, form, ranks, touched, most, union)
 
@@ -237,8 +231,6 @@ class Pace:
         reduce_s: of an all-reduce of next to nothing.
         reduce_bytes_per_s: of the tensor that is reduced.
         add_bytes_per_s: of rows that one rank adds up.
-        aggregate_s: of a sum of next to nothing by an aggregator.
-        aggregate_bytes_per_s: of the tensor that it sums; 0 = there is none.
     """
 
     exchange_s: float
@@ -246,8 +238,6 @@ class Pace:
     reduce_s: float
     reduce_bytes_per_s: float
     add_bytes_per_s: float
-    aggregate_s: float = 0.0
-    aggregate_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +262,6 @@ class VolumeModel:
         parts = [
             (work.exchanges, pace.exchange_s, work.exchanged_bytes, pace.exchange_bytes_per_s),
             (work.reductions, pace.reduce_s, work.reduced_bytes, pace.reduce_bytes_per_s),
-            (work.aggregations, pace.aggregate_s, work.aggregated_bytes, pace.aggregate_bytes_per_s),
             (0, 0.0, work.added_rows * self.form.row_bytes, pace.add_bytes_per_s),
         ]
         return sum(n * start_s + (n_bytes and n_bytes / bytes_per_s) for n, start_s, n_bytes, bytes_per_s in parts)
@@ -280,25 +269,12 @@ class VolumeModel:
     # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def best_of(self, path: SparsePath) -> SparsePlan | None:
-        """The fastest plan of a path without an aggregator; None if it makes no sense here."""
+        """The fastest plan of a path; None if it makes no sense here."""
         plans = list(self._plans(path))
         return min(plans, key=self.seconds) if plans else None
 
-    def best_aggregated(self) -> SparsePlan | None:
-        """The fastest plan whose hot rows an aggregator sums; None without one, or without hot rows.
-
-        It has at least the rows up to the knee of the coverage curve, as the paper's switch: with a single row, which
-        is the fastest where an aggregator is slow, it would be there in name only.
-        """
-        if not self.pace.aggregate_bytes_per_s:
-            return None
-        plans = [replace(plan, aggregated=True) for plan in self._plans(SparsePath.HOT_COLD)]
-        bend = knee(coverage(self.counts.descending()))
-        least = min(bend, max((len(plan.hot_rows) for plan in plans), default=0))
-        return min((plan for plan in plans if len(plan.hot_rows) >= least), key=self.seconds, default=None)
-
     def ranked(self) -> list[SparsePlan]:
-        """The best plan of each path without an aggregator, the fastest first; alike on ranks that know the same."""
+        """The best plan of each path, the fastest first; alike on ranks that know the same."""
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 
@@ -381,11 +357,6 @@ class Seen:
     by_rank: Sequence[npt.NDArray[np.int64]] = ()
 
 
-def learns_hot_rows(fixed: SparsePath | None, *, tries: bool) -> bool:
-    """Which rows are hot is found out: where they are asked for, or where any path may be tried."""
-    return fixed is SparsePath.HOT_COLD or (fixed is None and tries)
-
-
 class SparseChoice:
     """Of one parameter.
 
@@ -413,7 +384,7 @@ class SparseChoice:
         self.learned: TouchCounts | None = None
         self.predicted_s: list[float] = []
         self.measured_s: list[float] = []
-        if learns_hot_rows(fixed, tries=tries):
+        if fixed is SparsePath.HOT_COLD or (fixed is None and tries):
             self._learn()
         else:
             self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)
@@ -460,20 +431,14 @@ class SparseChoice:
         self._try(checks=True)
 
     def choose(self, predicted: VolumeModel) -> None:
-        """Candidates follow from the model of what was learned.
-
-        Hot rows through an aggregator are tried whatever is predicted: who names one wants to know.
-        """
-        aggregated = predicted.best_aggregated()
+        """Candidates follow from the model of what was learned."""
         if self._fixed is not None:
-            best = aggregated or predicted.best_of(self._fixed)
+            best = predicted.best_of(self._fixed)
             self.candidates = [GATHER if best is None else best]
         else:
             ranked = predicted.ranked()
             limit_s = HOPELESS * predicted.seconds(ranked[0])
             self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
-            if aggregated is not None:
-                self.candidates.append(aggregated)
         self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
         self._try(checks=False)
 
@@ -482,16 +447,6 @@ class SparseChoice:
         self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
         if len(self.candidates) == 1:
             self._keep(self.candidates[0])
-
-    def lose_aggregator(self) -> None:
-        """Between iterations, on all ranks: what was chosen for its sake is chosen anew; a fixed path stays."""
-        if self.stage is Stage.LEARN or not any(plan.aggregated for plan in self.candidates):
-            return
-        if self._fixed is not None:
-            self.plan = replace(self.plan, aggregated=False)
-            self.candidates, self.predicted_s = [self.plan], []
-        elif self.stage is Stage.TRY or self.plan.aggregated:
-            self._learn()
 
     @property
     def has_tried(self) -> bool:

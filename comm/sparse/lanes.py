@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -43,8 +43,6 @@ class SparseLanes:
         route: that is used.
         streams: how many are open.
         exchange_streams, reduce_streams: of these, how many an exchange and an all-reduce use.
-        hot_sum: collective: the sum over ranks of a contiguous 1-d tensor on the host, bit by bit the same on all of
-            them, made elsewhere; or None on all of them, where it is not made there. None = there is no such thing.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
@@ -64,7 +62,6 @@ class SparseLanes:
         self.rank, self.size = control.rank, control.size
         self._router = Router(self._control, timeout_s=timeout_s)
         self._region: FlatBuffer | None = None
-        self.hot_sum: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self._closing = False
         self._wanted_bytes = 0
         self.route, self.streams = self._open_best(kind, streams)
@@ -200,14 +197,6 @@ class SparseLanes:
             region.tensor[: len(part)] = part
             self._wait([self._router.all_reduce(region, 0, len(part), route=self.route, stream=0)])
             part.copy_(region.tensor[: len(part)])
-
-    def sum_hot_(self, tensor: torch.Tensor) -> None:
-        """Collective: as `all_reduce_`, of a 1-d tensor, by `hot_sum` where that is possible."""
-        total = None if self.hot_sum is None else self.hot_sum(tensor)
-        if total is None:
-            self.all_reduce_(tensor)
-        else:
-            tensor.copy_(total)
 
     def _reduce_in_place(self, flat: torch.Tensor) -> None:
         n, width = flat.numel(), self.reduce_streams

@@ -34,7 +34,6 @@ class SparsePlan:
     Attributes:
         path: see above.
         hot_rows: ascending; of `HOT_COLD` only.
-        aggregated: hot rows are summed by an aggregator, while there is one; of `HOT_COLD` only.
         cold: how the other rows travel then.
         block_rows: consecutive rows in a block; of `BLOCKS` only.
 
@@ -44,15 +43,12 @@ class SparsePlan:
 
     path: SparsePath
     hot_rows: tuple[int, ...] = ()
-    aggregated: bool = False
     cold: SparsePath = SparsePath.GATHER
     block_rows: int = 1
 
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
             raise PlanError(f"hot rows belong to the path hot_cold, which has {len(self.hot_rows)} of them")
-        if self.aggregated and self.path is not SparsePath.HOT_COLD:
-            raise PlanError(f"an aggregator sums hot rows, and the path {self.path.value} has none")
         if any(low >= high for low, high in pairwise(self.hot_rows)):
             raise PlanError("hot rows must ascend")
         if self.cold not in COLD_PATHS:
@@ -67,14 +63,13 @@ class SparsePlan:
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are."""
-        text = repr((self.path.value, self.hot_rows, self.aggregated, self.cold.value, self.block_rows))
+        text = repr((self.path.value, self.hot_rows, self.cold.value, self.block_rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """In words."""
         if self.path is SparsePath.HOT_COLD:
-            through = " through the aggregator" if self.aggregated else ""
-            return f"hot_cold ({len(self.hot_rows)} hot rows{through}, the others by {self.cold.value})"
+            return f"hot_cold ({len(self.hot_rows)} hot rows, the others by {self.cold.value})"
         if self.path is SparsePath.BLOCKS:
             return f"blocks (of {self.block_rows})"
         return str(self.path.value)

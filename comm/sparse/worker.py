@@ -193,17 +193,14 @@ def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 
 
 def _sum_in_places(
-    rows: Rows, places: torch.Tensor, n_places: int, form: RowFormat, add_up_: Callable[[torch.Tensor], None]
+    rows: Rows, places: torch.Tensor, n_places: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: rows of all ranks, each in its place of a dense buffer: the sums, and how many ranks have each.
-
-    `add_up_` adds up a 1-d tensor over ranks, in place.
-    """
+    """Collective: rows of all ranks, each in its place of a dense buffer: the sums, and how many ranks have each."""
     buffer = torch.zeros(n_places * (form.width + 1), dtype=form.dtype)
     values, touched = buffer[: n_places * form.width].view(n_places, form.width), buffer[n_places * form.width :]
     values[places] = rows.values
     touched[places] = 1
-    add_up_(buffer)
+    lanes.all_reduce_(buffer)
     return values, touched.real if touched.is_complex() else touched
 
 
@@ -213,7 +210,7 @@ def _those_touched(values: torch.Tensor, touched: torch.Tensor, indices: torch.T
 
 
 def _dense(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
-    values, touched = _sum_in_places(rows, rows.indices, form.n_rows, form, lanes.all_reduce_)
+    values, touched = _sum_in_places(rows, rows.indices, form.n_rows, form, lanes)
     return Reduced(_those_touched(values, touched), int(touched.double().sum()))
 
 
@@ -234,7 +231,7 @@ def _blocks(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -
         return Reduced(Rows(blocks, total), int(np.unpackbits(everybody).sum()))
     indices = (blocks[:, None] * per_block + torch.arange(per_block)).view(-1)
     places = places * per_block + rows.indices % per_block
-    values, touched = _sum_in_places(rows, places, len(indices), form, lanes.all_reduce_)
+    values, touched = _sum_in_places(rows, places, len(indices), form, lanes)
     return Reduced(_those_touched(values, touched, indices), int(touched.double().sum()))
 
 
@@ -242,8 +239,7 @@ def _hot_cold(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes)
     hot = torch.from_numpy(plan.hot_indices)
     places = torch.searchsorted(hot, rows.indices)
     is_hot = hot[places.clamp(max=len(hot) - 1)] == rows.indices
-    add_up_ = lanes.sum_hot_ if plan.aggregated else lanes.all_reduce_
-    values, touched = _sum_in_places(rows.of(is_hot), places[is_hot], len(hot), form, add_up_)
+    values, touched = _sum_in_places(rows.of(is_hot), places[is_hot], len(hot), form, lanes)
     n_hot = int(touched.double().sum())
     cold = _PLAIN[plan.cold](rows.of(~is_hot), form, lanes)
     total = disjoint([_those_touched(values, touched, hot), cold.rows])

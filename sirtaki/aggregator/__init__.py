@@ -1,6 +1,5 @@
-"""Sums over ranks made by a process of its own, as Libra's switch makes them: `docs/how-to/aggregator.md`."""
+"""Libra's switch as a process on a host: an experiment with the paper's sums of hot rows, beside training jobs."""
 
-from .client import AggregatorClient, HeatLayout, Patience
-from .wire import Summation
+from .client import AggregatorClient, HeatLayout
 
-__all__ = ["AggregatorClient", "HeatLayout", "Patience", "Summation"]
+__all__ = ["AggregatorClient", "HeatLayout"]

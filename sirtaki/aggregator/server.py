@@ -1,4 +1,4 @@
-"""The aggregator: sums rows of all ranks of a step."""
+"""The aggregator: adds up the parts that the ranks of a job send, packet by packet, as Libra's switch does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import logging
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +16,12 @@ import numpy.typing as npt
 from sirtaki.host_port import Address
 
 from .wire import (
-    MOST_SEQS,
+    HEADER_BYTES,
     PACKET_BYTES,
     Bytes,
     Floats,
-    Headers,
     Kind,
     Numbers,
-    Registration,
-    Summation,
-    Welcome,
     Wire,
     floats_of,
     frames,
@@ -34,11 +29,9 @@ from .wire import (
     headers_of,
     packet,
     runs,
-    seqs_body,
-    seqs_of,
 )
 
-Integers = npt.NDArray[np.int64]
+# ── Sums by tables: Libra (sparse), §3.5 ─────────────────────────────────────────────────────────────────────────────
 
 ONE = 1 << 16
 """Logarithms have 16 binary places here."""
@@ -106,11 +99,11 @@ def table_sum(x: Floats, y: Floats) -> Floats:
     return total.astype(np.float32)
 
 
-def _is_nothing(bits: Integers) -> npt.NDArray[np.bool_]:
+def _is_nothing(bits: Numbers) -> npt.NDArray[np.bool_]:
     return np.asarray((bits >> 23) & 0xFF == 0)
 
 
-def _log2(bits: Integers) -> Integers:
+def _log2(bits: Numbers) -> Numbers:
     """log2 of the magnitude, 16 places: equation 1."""
     found = tables()
     m, rest = (bits >> _SPLIT) & 0x7FF, bits & 0xFFF
@@ -119,7 +112,7 @@ def _log2(bits: Integers) -> Integers:
     return np.asarray(found.exponent[(bits >> 23) & 0xFF] * ONE + found.log_m[m] + correction)
 
 
-def _power(logarithm: Integers, sign: Integers) -> npt.NDArray[np.float32]:
+def _power(logarithm: Numbers, sign: Numbers) -> npt.NDArray[np.float32]:
     """±2^logarithm; 0 where that is subnormal, infinite where it is too large."""
     exponent, fraction = (logarithm >> 16) + 127, tables().power[logarithm & 0xFFFF]
     carry = fraction >> 16
@@ -129,545 +122,254 @@ def _power(logarithm: Integers, sign: Integers) -> npt.NDArray[np.float32]:
     return np.asarray((bits | (sign << 31)).astype(np.uint32).view(np.float32))
 
 
-FEW_RUNS = 4
-"""So many are added one by one without looking each packet up."""
+# ── Registers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class StepRegisters:
     """Sums of one step, in packets."""
 
-    def __init__(self, *, ranks: int, packets: int, floats: int, summation: Summation) -> None:
-        self.frames = frames(packets, floats, Kind.SUM)
-        self._values = floats_of(self.frames)
-        self._headers = headers_of(self.frames)
-        self._seen = np.zeros((ranks, packets), np.bool_)
-        self._parts = np.zeros(packets, np.uint16)
+    def __init__(self, *, ranks: int, values: int, floats: int, by_tables: bool, **fields: int) -> None:
+        packets = -(-values // floats)
+        self.frames = frames(packets, floats, Kind.SUM, ranks=ranks, count=values, **fields)
+        self._sums = floats_of(self.frames)
+        self._seen = np.zeros((ranks, packets), np.bool_)  # the paper's guard against repeated writes
         self._final = np.zeros(packets, np.bool_)
-        self._ranks, self._summation = ranks, summation
-        self._final_count = 0
-        self.step, self.count, self.values = -1, 0, 0
-
-    @staticmethod
-    def bytes_for(*, ranks: int, packets: int, floats: int) -> int:
-        """What one of them takes."""
-        return packets * (32 + 4 * floats + ranks + 3)
-
-    def begin(self, step: int, *, session: int) -> None:
-        """Everything is 0 again, for another step."""
-        self.step, self.count, self.values, self._final_count = step, 0, 0, 0
-        self._headers["session"], self._headers["step"] = session, step
-        self._seen[:], self._parts[:], self._final[:] = False, 0, False
-
-    @property
-    def is_complete(self) -> bool:
-        """All sums are there."""
-        return 0 < self.count == self._final_count
-
-    def takes(self, seqs: Numbers, values: int) -> bool:
-        """Whether such packets belong here, of a step in which each rank gives so many values."""
-        count = -(-values // self._values.shape[1])
-        if not 0 < count <= len(self._parts) or self.values not in (0, values) or bool((seqs >= count).any()):
-            return False
-        if self.count == 0:
-            self.count, self.values = count, values
-            self._headers["count"] = values
-        return True
-
-    def differs(self, values: int) -> bool:
-        """Whether other ranks have given another number of values, of those that are possible."""
-        return self.values not in (0, values) and 0 < values <= self._values.size
+        self._add = table_sum if by_tables else np.add
+        self.values, self.bytes = values, self.frames.nbytes + self._seen.nbytes
 
     def add(self, rank: int, seqs: Numbers, values: Floats) -> tuple[Numbers, int]:
-        """Adds the parts of one rank that are not in yet.
-
-        Args:
-            rank: whose.
-            seqs: of the packets, (n,); a number may come twice.
-            values: (n, floats).
+        """Adds the parts of one rank that are not in yet; a number comes once.
 
         Returns:
-            Which packets have become complete, ascending, and how many parts were there already.
+            Which packets have become complete, and how many parts were there already.
         """
-        pieces = runs(seqs) if len(seqs) == 1 or bool((seqs[1:] > seqs[:-1]).all()) else []
-        if 0 < len(pieces) <= FEW_RUNS and self._are_new(rank, pieces):
-            at = 0
-            for begin, end in pieces:
-                self._add_run(rank, begin, end, values[at : at + end - begin])
-                at += end - begin
-            return np.asarray(seqs[self._final[seqs]]), 0
-        new = ~self._seen[rank, seqs] & ~self._final[seqs]
-        if len(seqs) > 1 and not (np.diff(seqs) > 0).all():  # one batch may hold a packet twice
-            first = np.zeros(len(seqs), np.bool_)
-            first[np.unique(seqs, return_index=True)[1]] = True
-            new &= first
+        new = ~(self._seen[rank, seqs] | self._final[seqs])
         repeated = len(seqs) - int(new.sum())
         if repeated:
             seqs, values = seqs[new], values[new]
         self._seen[rank, seqs] = True
-        self._accumulate(seqs, values)
-        self._parts[seqs] += 1
-        complete = np.sort(seqs[self._parts[seqs] == self._ranks])
-        self._finish(complete)
+        self._sums[seqs] = self._add(self._sums[seqs], values)
+        complete = seqs[self._seen[:, seqs].all(axis=0)]
+        self._final[complete] = True
         return complete, repeated
 
-    def _are_new(self, rank: int, pieces: list[tuple[int, int]]) -> bool:
-        """Whether nothing of this rank is in there, and no packet is empty while its neighbour is not."""
-        for begin, end in pieces:
-            empty = self._parts[begin:end] == 0
-            if (self._seen[rank, begin:end] | self._final[begin:end]).any() or (empty != empty[0]).any():
-                return False
-        return self._summation is Summation.FLOAT32
-
-    def _add_run(self, rank: int, begin: int, end: int, values: Floats) -> None:
-        """The usual case, quickly: new packets that follow each other."""
-        parts = self._parts[begin:end]
-        if parts[0]:
-            self._values[begin:end] += values
-        else:
-            self._values[begin:end] = values
-        parts += 1
-        self._seen[rank, begin:end] = True
-        complete = parts == self._ranks
-        self._final[begin:end] = complete
-        self._final_count += int(complete.sum())
-
-    def _accumulate(self, seqs: Numbers, values: Floats) -> None:
-        empty = self._parts[seqs] == 0
-        if empty.all():
-            self._values[seqs] = values
-            return
-        if empty.any():
-            self._values[seqs[empty]] = values[empty]
-            seqs, values = seqs[~empty], values[~empty]
-        if self._summation is Summation.TABLE:
-            self._values[seqs] = table_sum(self._values[seqs], values)
-        else:
-            self._values[seqs] += values
-
     def put(self, seqs: Numbers, values: Floats) -> Numbers:
-        """Takes sums that another aggregator has made, as they are; those that are here already stay.
-
-        Returns:
-            Which have become complete.
-        """
-        new = np.unique(seqs, return_index=True)[1]
-        new = new[~self._final[seqs[new]]]
-        seqs, values = seqs[new], values[new]
-        self._values[seqs] = values
-        self._finish(seqs)
-        return seqs
-
-    def _finish(self, seqs: Numbers) -> None:
+        """Takes sums that another aggregator has made, as they are; returns which were not complete here."""
+        new = ~self._final[seqs]
+        self._sums[seqs[new]] = values[new]
         self._final[seqs] = True
-        self._final_count += len(seqs)
-
-    def waiting(self, rank: int, seqs: Numbers) -> Numbers:
-        """Those of the packets in which this rank's part is, and another's is not."""
-        return np.asarray(seqs[self._seen[rank, seqs] & ~self._final[seqs]])
+        return seqs[new]
 
     def final(self, seqs: Numbers) -> Numbers:
-        """Those of the packets whose sums are there, ascending, once each."""
-        return np.unique(seqs[self._final[seqs]])
-
-
-STEPS = 2
-
-
-class Entry(NamedTuple):
-    """A rank that has come.
-
-    Attributes:
-        number: drawn by the rank each time it comes.
-        address: where it is.
-        step: the one that it works on.
-    """
-
-    number: int
-    address: Address
-    step: int
+        """Those of the packets whose sums are there."""
+        return seqs[self._final[seqs]]
 
 
 class Job:
-    """One job; it exists from the first rank that comes until all have left, or nothing was heard for long."""
+    """One job; it exists from its first packet until all ranks have left, or its place is needed and it is silent."""
 
-    def __init__(self, first: Registration, now_s: float) -> None:
-        self.agreed, self.key = first.agreed, first.job
-        self.ranks, self.floats, self.packets = first.ranks, first.floats, first.packets
-        self.bytes = self.bytes_for(first)
-        sizes = {"ranks": first.ranks, "packets": first.packets, "floats": first.floats}
-        self._steps = [StepRegisters(**sizes, summation=Summation(first.summation)) for _ in range(STEPS)]
-        self.entries: dict[int, Entry] = {}
+    def __init__(self, ranks: int, floats: int) -> None:
+        self.ranks, self.floats = ranks, floats
+        self.epoch = secrets.randbits(63) | 1
+        self.addresses: dict[int, Address] = {}
+        self.steps: dict[int, StepRegisters] = {}  # two: a rank may need sums that others have got already
         self.left: set[int] = set()
-        self.heard_s = now_s
-        self._draw_session()
-
-    @staticmethod
-    def bytes_for(registration: Registration) -> int:
-        """What a job would take."""
-        _, _, ranks, _, packets, floats, *_ = registration
-        return STEPS * StepRegisters.bytes_for(ranks=ranks, packets=packets, floats=floats)
-
-    def _draw_session(self) -> None:
-        self.session = secrets.randbits(63) | 1
-        self.first_step = -1
+        self.heard_s = 0.0
 
     @property
-    def is_open(self) -> bool:
-        """All ranks have come."""
-        return self.first_step >= 0
-
-    def enter(self, rank: int, entry: Entry) -> bool:
-        """A rank has come, or says once more that it has.
-
-        Returns:
-            Whether a session was ended by it.
-        """
-        ended = self.is_open and self.entries[rank].number != entry.number
-        if ended:
-            self.entries.clear()
-            self._draw_session()
-        if not self.is_open:
-            self.entries[rank] = entry
-            self.left.discard(rank)
-            if len(self.entries) == self.ranks:
-                self.first_step = min(entry.step for entry in self.entries.values())
-                for step in range(self.first_step, self.first_step + STEPS):
-                    self._steps[step % STEPS].begin(step, session=self.session)
-        return ended
-
-    @property
-    def is_torn(self) -> bool:
-        """Ranks are further apart than is possible, so they do not train together."""
-        steps = [entry.step for entry in self.entries.values()]
-        return max(steps) - min(steps) >= STEPS
-
-    def registers(self, step: int) -> StepRegisters | None:
-        """Those of a step; the older step's are taken for the next one, once the one between is complete."""
-        found = self._steps[step % STEPS]
-        if found.step == step:
-            return found
-        between = self._steps[(step + 1) % STEPS]
-        if step == found.step + STEPS and between.step == step - 1 and between.is_complete:
-            found.begin(step, session=self.session)
-            return found
-        return None
+    def bytes(self) -> int:
+        """Of its registers."""
+        return sum(registers.bytes for registers in self.steps.values())
 
 
 logger = logging.getLogger(__name__)
 
 LEAST_WINDOW, MOST_WINDOW = 16, 1024
-TIDY_EVERY_S = 1.0
-
-ASLEEP_S = 1.0
-"""After so long between two turns this process was stopped or starved, and has not heard who was there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What an aggregator gives away.
-
-    Attributes:
-        memory_bytes: for the registers of all jobs.
-        jobs: at once.
-        ranks: of a job.
-        silent_s: a job of which no rank has said anything for so long is forgotten; each says every 3 s that it lives.
-    """
-
-    memory_bytes: int = 256 * 2**20
-    jobs: int = 16
-    ranks: int = 1024
-    silent_s: float = 15.0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since it was started, in packets but for `sums`, `sessions` and `refusals`.
-
-    Attributes:
-        parts: added.
-        repeated: parts that were in already, and not added again.
-        sums: made.
-        taken_over: sums that ranks brought from another aggregator.
-        stale: of steps that are over or have not come yet.
-        unknown: of sessions that are not known here.
-        foreign: of a rank, but not from its address.
-        malformed: not understood.
-        pulls: requests for sums that a rank misses.
-        sessions: that all ranks of a job came to.
-        refusals: of jobs.
-    """
-
-    parts: int = 0
-    repeated: int = 0
-    sums: int = 0
-    taken_over: int = 0
-    stale: int = 0
-    unknown: int = 0
-    foreign: int = 0
-    malformed: int = 0
-    pulls: int = 0
-    sessions: int = 0
-    refusals: int = 0
 
 
 class Aggregator:
-    """Serves jobs until it is stopped; of one thread, but for `stop`."""
+    """Serves jobs until it is stopped; of one thread, but for `stop`.
 
-    def __init__(self, wire: Wire, *, limits: Limits = Limits(), standby: str = "") -> None:
-        self._wire, self._limits, self._standby = wire, limits, standby
-        self._jobs: dict[bytes, Job] = {}
-        self._sessions: dict[int, Job] = {}
-        self.counters = Counters()
-        self._complete: dict[tuple[Job, int], list[Numbers]] = {}
-        self._come: dict[tuple[Job, int, Address], list[Numbers]] = {}
+    Attributes:
+        counters: what has happened since it was started: `parts` added, `repeated` ones that were not, `sums`,
+            `taken_over` from an aggregator that is gone, `stale` and `malformed` packets, `refusals`.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        memory_bytes: int = 256 * 2**20,
+        jobs: int = 16,
+        silent_s: float = 15.0,
+        by_tables: bool = False,
+    ) -> None:
+        """Serves at a socket.
+
+        Args:
+            wire: the socket, which becomes its own.
+            memory_bytes: for the registers of all jobs.
+            jobs: at once.
+            silent_s: a job of which nothing was heard for so long gives its place to another one.
+            by_tables: adds as Libra's switch does.
+        """
+        self._wire, self._memory_bytes, self._most_jobs, self._silent_s = wire, memory_bytes, jobs, silent_s
+        self._by_tables = by_tables
+        self._jobs: dict[int, Job] = {}
         self._stopping = False
-        self._now_s = self._tidied_s = time.monotonic()
+        self.counters: Counter[str] = Counter()
 
     def serve(self) -> None:
         """Until `stop` is called; then ranks are told, and go elsewhere at once."""
         with np.errstate(all="ignore"):  # what ranks add up is theirs
             while not self._stopping:
                 self._wire.wait(0.2)
-                self.turn()
-        for job in self._jobs.values():
-            for entry in job.entries.values():
-                self._wire.send(packet(Kind.GONE, session=job.session), entry.address)
+                for rows, address in self._wire.batches():
+                    known = groups(rows)
+                    self.counters["malformed"] += len(rows) - sum(map(len, known))
+                    for group in known:
+                        self._take(group, address)
+        for key, job in self._jobs.items():
+            for address in job.addresses.values():
+                self._wire.send(packet(Kind.GONE, job=key, epoch=job.epoch), address)
         self._wire.close()
 
     def stop(self) -> None:
         """Also from a signal handler or another thread."""
         self._stopping = True
 
-    def turn(self) -> None:
-        """Takes what has come."""
-        before_s, self._now_s = self._now_s, time.monotonic()
-        if self._now_s - before_s > ASLEEP_S:
-            for job in self._jobs.values():
-                job.heard_s = self._now_s
-        for rows, address in self._wire.batches():
-            taken = 0
-            for group in groups(rows):
-                taken += len(group)
-                self._take(group, address)
-            self.counters.malformed += len(rows) - taken
-        self._answer()
-        if self._now_s - self._tidied_s > TIDY_EVERY_S:
-            self._tidy()
-
     def _take(self, rows: Bytes, address: Address) -> None:
         headers = headers_of(rows)
-        kind = int(headers["kind"][0])
-        if kind in (Kind.PART, Kind.SUM, Kind.PULL, Kind.PING, Kind.BYE, Kind.ALIVE):
-            self._take_of_session(kind, rows, headers, address)
-            return
-        for header, row in zip(headers, rows, strict=True):
-            body = row[32:].tobytes()
-            if kind == Kind.REGISTER:
-                self._register(int(header["rank"]), int(header["step"]), body, address)
-            elif kind == Kind.LOOK and len(body) == 16:
-                job = self._jobs.get(body)
-                self._wire.send(packet(Kind.SEEN, count=len(job.entries) if job else 0), address)
-            elif kind == Kind.STATUS and len(row) >= PACKET_BYTES:  # no answer is longer than its question
-                self._wire.send(packet(Kind.COUNTERS, body=self._told()), address)
-            else:
-                self.counters.malformed += 1
-
-    # ── ranks come ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _register(self, rank: int, step: int, body: bytes, address: Address) -> None:
-        registration = Registration.decoded(body)
-        if registration is None or rank >= registration.ranks:
-            self.counters.malformed += 1
-            return
-        job = self._jobs.get(registration.job)
-        refused = self._why_not(registration, job)
-        if refused and job is None:
-            # Of jobs that a rank has left no sum can be made any more; the others may have been killed.
-            for ended in [job for job in self._jobs.values() if job.left]:
-                self._forget(ended)
-            refused = self._why_not(registration, None)
-        if refused:
-            self.counters.refusals += 1
-            self._wire.send(packet(Kind.REFUSED, body=refused.encode()), address)
-            return
-        if job is None:
-            job = self._jobs[registration.job] = Job(registration, self._now_s)
-            logger.info("a job of %d ranks has come, with %d packets a step", job.ranks, job.packets)
-        job.heard_s = self._now_s
-        was_open, before = job.is_open, job.session
-        if job.enter(rank, Entry(registration.entry, address, step)):
-            self._sessions.pop(before, None)
-            was_open = False
-        if job.is_open and not was_open:
-            self._sessions[job.session] = job
-            self.counters.sessions += 1
-        if job.is_open and job.is_torn:
-            self._wire.send(packet(Kind.REFUSED, body=b"ranks of this job are several steps apart"), address)
-        elif job.is_open:
-            welcome = Welcome(job.session, job.first_step, self._window(job), self._standby)
-            self._wire.send(packet(Kind.WELCOME, rank=rank, body=welcome.encoded()), address)
-        else:
-            self._wire.send(packet(Kind.WAIT, rank=rank, count=len(job.entries)), address)
-
-    def _why_not(self, registration: Registration, job: Job | None) -> str:
-        if job is not None:
-            return "" if job.agreed == registration.agreed else "ranks of this job differ in ranks, layout or summation"
-        if len(self._jobs) >= self._limits.jobs:
-            return f"it serves {len(self._jobs)} jobs already, which is its limit"
-        if registration.ranks > self._limits.ranks:
-            return f"a job may have {self._limits.ranks} ranks, this one has {registration.ranks}"
-        wanted = Job.bytes_for(registration)
-        free = self._limits.memory_bytes - self._used_bytes()
-        if wanted > free:
-            return f"the job needs {wanted / 2**20:.1f} MiB of registers, and {max(free, 0) / 2**20:.1f} MiB are free"
-        return ""
-
-    def _used_bytes(self) -> int:
-        return sum(job.bytes for job in self._jobs.values())
-
-    def _window(self, job: Job) -> int:
-        """Packets of a rank under way: those of all ranks fit into half of the socket's buffer."""
-        ranks = sum(each.ranks for each in self._jobs.values())
-        fits = self._wire.receive_bytes // 2 // (2 * (32 + 4 * job.floats)) // ranks
-        return min(max(fits, LEAST_WINDOW), MOST_WINDOW)
-
-    # ── sums ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _take_of_session(self, kind: int, rows: Bytes, headers: Headers, address: Address) -> None:
-        rank, session, step = int(headers["rank"][0]), int(headers["session"][0]), int(headers["step"][0])
-        job = self._sessions.get(session)
-        if job is None:
-            if kind == Kind.BYE:
-                return  # it was said more than once, or the job was forgotten
-            self.counters.unknown += len(rows)
-            self._wire.send(packet(Kind.UNKNOWN, session=session), address)
-            return
-        if rank not in job.entries or job.entries[rank].address != address:
-            self.counters.foreign += len(rows)
-            return
-        job.heard_s = self._now_s
-        if kind == Kind.ALIVE:
-            return
-        if kind == Kind.PING:
-            self._wire.send(packet(Kind.PONG, session=session), address)
+        first = headers[0]
+        kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
+        if kind == Kind.STATUS and rows.shape[1] >= PACKET_BYTES:  # no answer is longer than its question
+            self._wire.send(packet(Kind.COUNTERS, body=self._told()), address)
         elif kind == Kind.BYE:
-            job.left.add(rank)
-            if len(job.left) == job.ranks:
-                self._forget(job)
-        elif kind == Kind.PULL:
-            for row in rows:
-                self._pull(job, rank, step, seqs_of(row[32:]))
-        elif rows.shape[1] != 32 + 4 * job.floats:
-            self.counters.malformed += len(rows)
+            if (job := self._jobs.get(key)) is not None:
+                job.left.add(rank)
+                if len(job.left) == job.ranks:
+                    del self._jobs[key]
+        elif kind in (Kind.PART, Kind.SUM) and rank < first["ranks"] and rows.shape[1] > HEADER_BYTES:
+            seqs, once = np.unique(headers["seq"].astype(np.int64), return_index=True)
+            size, floats = int(first["count"]), (rows.shape[1] - HEADER_BYTES) // 4
+            if rows.shape[1] % 4 or not size or seqs[-1] >= -(-size // floats):
+                self.counters["malformed"] += len(rows)
+                return
+            found = self._registers(key, int(first["ranks"]), floats, int(first["step"]), size)
+            if isinstance(found, str):
+                self.counters["refusals"] += 1
+                self._wire.send(packet(Kind.REFUSED, job=key, body=found.encode()), address)
+            elif found is not None:
+                job, registers = found
+                job.addresses[rank], job.heard_s = address, time.monotonic()
+                self._add(kind, job, registers, rank, seqs, floats_of(rows)[once], address)
         else:
-            self._values(kind, job, rank, rows, headers, address)
+            self.counters["malformed"] += len(rows)
 
-    def _values(self, kind: int, job: Job, rank: int, rows: Bytes, headers: Headers, address: Address) -> None:
-        registers = job.registers(int(headers["step"][0]))
+    def _registers(
+        self, key: int, ranks: int, floats: int, step: int, size: int
+    ) -> tuple[Job, StepRegisters] | str | None:
+        """A job's registers of a step, made for its first packet; why it is refused; None for a step that is over."""
+        job = self._jobs.get(key)
+        if job is None:
+            now_s = time.monotonic()
+            if len(self._jobs) >= self._most_jobs:
+                silent = {key for key, there in self._jobs.items() if now_s - there.heard_s > self._silent_s}
+                self._jobs = {key: there for key, there in self._jobs.items() if key not in silent}
+            if len(self._jobs) >= self._most_jobs:
+                return f"it serves {len(self._jobs)} jobs already, which is its limit"
+            job = Job(ranks, floats)
+        if (ranks, floats) != (job.ranks, job.floats):
+            return "ranks of this job differ in ranks or layout"
+        newest = max(job.steps, default=step)
+        if step < newest - 1:
+            self.counters["stale"] += 1
+            return None
+        registers = job.steps.get(step)
         if registers is None:
-            self.counters.stale += len(rows)
-            return
-        seqs, counts = headers["seq"].astype(np.int64), headers["count"]
-        if bool((counts != counts[0]).any()) or not registers.takes(seqs, int(counts[0])):
-            self.counters.malformed += len(rows)
-            if registers.differs(int(counts[0])):
-                reason = f"ranks give {counts[0]} and {registers.values} values in one step"
-                for entry in job.entries.values():
-                    self._wire.send(packet(Kind.REFUSED, session=job.session, body=reason.encode()), entry.address)
-            return
-        values = floats_of(rows)
+            steps = {number: there for number, there in job.steps.items() if number >= max(step, newest) - 1}
+            everyone = sum(there.ranks for there in {**self._jobs, key: job}.values())
+            fits = self._wire.receive_bytes // 2 // (2 * (HEADER_BYTES + 4 * floats)) // everyone
+            window = min(max(fits, LEAST_WINDOW), MOST_WINDOW)
+            needed = size * 4 + -(-size // floats) * (HEADER_BYTES + ranks)
+            free = self._memory_bytes - sum(there.bytes for there in self._jobs.values() if there is not job)
+            free -= sum(there.bytes for there in steps.values())
+            if needed > free:
+                return f"the step needs {needed / 2**20:.1f} MiB of registers, and {free / 2**20:.1f} MiB are free"
+            registers = StepRegisters(
+                ranks=ranks,
+                values=size,
+                floats=floats,
+                by_tables=self._by_tables,
+                job=key,
+                epoch=job.epoch,
+                step=step,
+                window=window,
+            )
+            job.steps = {**steps, step: registers}
+            if self._jobs.setdefault(key, job) is job and len(job.steps) == 1:
+                logger.info("a job of %d ranks has come, with %d values in its first step", ranks, size)
+        if registers.values != size:
+            return f"ranks give {size} and {registers.values} values in one step"
+        return job, registers
+
+    def _add(
+        self,
+        kind: int,
+        job: Job,
+        registers: StepRegisters,
+        rank: int,
+        seqs: Numbers,
+        values: Floats,
+        address: Address,
+    ) -> None:
         if kind == Kind.SUM:
             complete = registers.put(seqs, values)
-            self.counters.taken_over += len(complete)
+            self.counters["taken_over"] += len(complete)
         else:
             complete, repeated = registers.add(rank, seqs, values)
-            self.counters.repeated += repeated
-            self.counters.parts += len(rows) - repeated
-            self.counters.sums += len(complete)
-            if repeated:
-                self._send_sums(registers, np.setdiff1d(registers.final(seqs), complete), [address])
-        if len(complete):
-            self._complete.setdefault((job, registers.step), []).append(complete)
-        if len(complete) < len(seqs) or kind == Kind.SUM:
-            self._come.setdefault((job, registers.step, address), []).append(seqs)
+            self.counters["parts"] += len(seqs) - repeated
+            self.counters["repeated"] += repeated
+            self.counters["sums"] += len(complete)
+        for to in job.addresses.values():
+            self._send_sums(registers, complete, to)
+        there = registers.final(seqs)
+        self._send_sums(registers, np.setdiff1d(there, complete), address)
+        if not len(there):
+            self._wire.send(registers.frames[0, :HEADER_BYTES].tobytes().replace(_SUM, _ACK, 1), address)
 
-    def _answer(self) -> None:
-        """Sends what has become complete in this turn, and acknowledges what has come."""
-        for (job, step), parts in self._complete.items():
-            registers = job.registers(step)
-            if registers is not None:
-                addresses = [entry.address for entry in job.entries.values()]
-                self._send_sums(registers, np.sort(np.concatenate(parts)), addresses)
-        for (job, step, address), parts in self._come.items():
-            seqs = np.concatenate(parts)
-            for begin in range(0, len(seqs), MOST_SEQS):
-                body = seqs_body(seqs[begin : begin + MOST_SEQS])
-                self._wire.send(packet(Kind.ACK, session=job.session, step=step, body=body), address)
-        self._complete.clear()
-        self._come.clear()
-
-    def _pull(self, job: Job, rank: int, step: int, seqs: Numbers) -> None:
-        """A rank has heard nothing of some packets: it gets their sums, or hears that its parts have come."""
-        address = job.entries[rank].address
-        self.counters.pulls += 1
-        registers = job.registers(step)
-        if registers is None or not seqs.size or int(seqs.max()) >= job.packets:
-            self.counters.stale += 1
-            return
-        self._send_sums(registers, registers.final(seqs), [address])
-        if (waiting := registers.waiting(rank, seqs)).size:
-            self._come.setdefault((job, step, address), []).append(waiting)
-
-    def _send_sums(self, registers: StepRegisters, seqs: Numbers, addresses: list[Address]) -> None:
+    def _send_sums(self, registers: StepRegisters, seqs: Numbers, to: Address) -> None:
         for begin, end in runs(seqs):
-            for address in addresses:
-                self._wire.send_rows(registers.frames[begin:end], address)
-
-    # ── jobs end ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _forget(self, job: Job) -> None:
-        self._jobs.pop(job.key, None)
-        self._sessions.pop(job.session, None)
-
-    def _tidy(self) -> None:
-        self._tidied_s = self._now_s
-        for job in list(self._jobs.values()):
-            if self._now_s - job.heard_s > self._limits.silent_s:
-                logger.info(
-                    "a job of %d ranks was silent for %.0f s and is forgotten", job.ranks, self._limits.silent_s
-                )
-                self._forget(job)
+            self._wire.send_rows(registers.frames[begin:end], to)
 
     def _told(self) -> bytes:
+        jobs = self._jobs.values()
         return json.dumps(
             {
-                "jobs": len(self._jobs),
-                "open": len(self._sessions),
-                "ranks": sum(len(job.entries) for job in self._jobs.values()),
-                "memory_bytes": self._used_bytes(),
-                "memory_limit_bytes": self._limits.memory_bytes,
-                "standby": self._standby,
-                **asdict(self.counters),
+                "jobs": len(jobs),
+                "ranks": sum(len(job.addresses) for job in jobs),
+                "memory_bytes": sum(job.bytes for job in jobs),
+                "memory_limit_bytes": self._memory_bytes,
+                **self.counters,
             }
         ).encode()
 
 
-def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int | str] | None:
+_SUM, _ACK = (packet(kind)[:4] for kind in (Kind.SUM, Kind.ACK))
+
+
+def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int] | None:
     """What the aggregator at the other end of `wire` counts; None where nobody answers."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        wire.send(packet(Kind.STATUS, body=bytes(PACKET_BYTES - 32)))
-        if not wire.wait(0.3):
-            continue
+        wire.send(packet(Kind.STATUS, body=bytes(PACKET_BYTES - HEADER_BYTES)))
+        wire.wait(0.3)
         for rows, _ in wire.batches():
             for group in groups(rows):
                 if headers_of(group)["kind"][0] == Kind.COUNTERS:
                     with contextlib.suppress(ValueError):
-                        return dict(json.loads(group[0, 32:].tobytes()))
+                        return dict(json.loads(group[0, HEADER_BYTES:].tobytes()))
         if wire.refused:
             wire.refused = False
             time.sleep(0.1)
     return None
-
-
-assert MOST_SEQS * 4 + 32 <= PACKET_BYTES

@@ -1,4 +1,4 @@
-"""Messages between ranks and aggregator, and how they travel in datagrams."""
+"""Packets between ranks and aggregator, and the socket that they travel by."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.int64]
 Headers = npt.NDArray[Any]  # Any: a structured dtype has no static type
 
-MAGIC, VERSION = 0x5254, 1
+MAGIC, VERSION = 0x5254, 2
 PACKET_BYTES = 1472
 HEADER = np.dtype(
     [
@@ -31,155 +30,52 @@ HEADER = np.dtype(
         ("version", "u1"),
         ("kind", "u1"),
         ("rank", "<u2"),
-        ("spare", "<u2"),
-        ("session", "<u8"),
+        ("ranks", "<u2"),  # of the job
+        ("job", "<u8"),
+        ("epoch", "<u8"),  # drawn by an aggregator for each job that it takes: another one knows nothing of before
         ("step", "<u4"),
+        ("count", "<u4"),  # values of the step
+        ("window", "<u4"),  # packets that a rank may have under way, as the aggregator says
         ("seq", "<u4"),
-        ("count", "<u4"),
-        ("spare_too", "<u4"),
     ]
 )
 HEADER_BYTES = HEADER.itemsize
-ALIKE_BYTES = HEADER.fields["seq"][1] if HEADER.fields else 0
-"""So many bytes at its beginning are the same in packets of one kind, rank, session and step."""
-
 MOST_FLOATS = (PACKET_BYTES - HEADER_BYTES) // 4
-MOST_SEQS = 256
-"""That one acknowledgement or request names."""
-
-_OURS = struct.pack("<HB", MAGIC, VERSION)
-_REGISTRATION = struct.Struct("<16sQHBxIIII")
-_WELCOME = struct.Struct("<QII")
+_ALIKE_BYTES = HEADER_BYTES - 4
 
 
 class Kind(IntEnum):
     """What a packet says, and who sends it."""
 
-    REGISTER = 1  # rank: this is my job, my rank, my layout
-    WAIT = 2  # aggregator: known, but other ranks have not come yet
-    WELCOME = 3  # aggregator: all are here, begin
+    PART = 1  # rank: values to be added
+    SUM = 2  # aggregator: the sum; rank: a sum that it has from an aggregator that is gone
+    ACK = 3  # aggregator: it is there, and other ranks' parts are missing
     REFUSED = 4  # aggregator: no, with the reason
-    PART = 5  # rank: values to be added
-    SUM = 6  # aggregator: the sum; rank: a sum that it has from an aggregator that is gone
-    ACK = 7  # aggregator: these have come
-    PULL = 8  # rank: what has become of these?
-    PING = 9  # rank
-    PONG = 10  # aggregator
-    UNKNOWN = 11  # aggregator: there is no such session
-    GONE = 12  # aggregator: it ends
-    BYE = 13  # rank: it needs nothing more
-    STATUS = 14  # anybody
-    COUNTERS = 15  # aggregator: JSON
-    LOOK = 16  # rank: is anyone of my job there?
-    SEEN = 17  # aggregator: so many (in `count`)
-    ALIVE = 18  # rank: it needs nothing now, and will come again
+    GONE = 5  # aggregator: it ends
+    BYE = 6  # rank: it needs nothing more
+    STATUS = 7  # anybody
+    COUNTERS = 8  # aggregator: JSON
 
 
-class Summation(IntEnum):
-    """How an aggregator adds."""
-
-    FLOAT32 = 0
-    TABLE = 1
-
-
-class Registration(NamedTuple):
-    """What a rank says of its job, which all ranks have to say alike but for `entry`.
-
-    Attributes:
-        job: 16 bytes that name it; `job_key` makes them of a text.
-        entry: drawn anew each time that a rank comes to an aggregator.
-        ranks: of the job.
-        summation: a `Summation`.
-        packets: most that a step has.
-        floats: of each packet.
-        registers: of the heat layout.
-        width: float32 values of a row.
-    """
-
-    job: bytes
-    entry: int
-    ranks: int
-    summation: int
-    packets: int
-    floats: int
-    registers: int
-    width: int
-
-    def encoded(self) -> bytes:
-        """As the body of a packet."""
-        return _REGISTRATION.pack(*self)
-
-    @classmethod
-    def decoded(cls, body: bytes) -> Registration | None:
-        """What the body says; None where it is no registration."""
-        if len(body) != _REGISTRATION.size:
-            return None
-        found = cls._make(_REGISTRATION.unpack(body))
-        sane = all(found[4:]) and found.ranks and found.floats <= MOST_FLOATS and found.summation in tuple(Summation)
-        return found if sane else None
-
-    @property
-    def agreed(self) -> tuple[int, ...]:
-        """What has to be the same on all ranks."""
-        return self[2:]
-
-
-class Welcome(NamedTuple):
-    """What an aggregator tells each rank once all have come.
-
-    Attributes:
-        session: names these sums; whatever carries another number belongs to something that is over.
-        first_step: the earliest step that a rank still works on.
-        window: packets that a rank may have under way.
-        standby: `host:port` of another aggregator, or empty.
-    """
-
-    session: int
-    first_step: int
-    window: int
-    standby: str
-
-    def encoded(self) -> bytes:
-        """As the body of a packet."""
-        return _WELCOME.pack(*self[:3]) + self.standby.encode()
-
-    @classmethod
-    def decoded(cls, body: bytes) -> Welcome | None:
-        """What the body says; None where it is no welcome."""
-        if len(body) < _WELCOME.size:
-            return None
-        session, first_step, window = _WELCOME.unpack_from(body)
-        return cls(session, first_step, max(window, 1), body[_WELCOME.size :].decode(errors="replace"))
-
-
-def job_key(name: str) -> bytes:
-    """16 bytes for a job's name."""
-    return blake2b(name.encode(), digest_size=16).digest()
-
-
-def packet(
-    kind: Kind, *, rank: int = 0, session: int = 0, step: int = 0, seq: int = 0, count: int = 0, body: bytes = b""
-) -> bytes:
+def packet(kind: Kind, *, body: bytes = b"", **fields: int) -> bytes:
     """One packet."""
     header = np.zeros(1, HEADER)
-    header[0] = (MAGIC, VERSION, kind, rank, 0, session, step, seq, count, 0)
+    header["magic"], header["version"], header["kind"] = MAGIC, VERSION, kind
+    for name, value in fields.items():
+        header[name] = value
     return header.tobytes() + body
 
 
-def seqs_body(seqs: npt.NDArray[np.integer[Any]]) -> bytes:
-    """The body of an acknowledgement or a request."""
-    return seqs[:MOST_SEQS].astype("<u4").tobytes()
-
-
-def seqs_of(body: Bytes) -> Numbers:
-    """The sequence numbers that a body names; none where it is malformed."""
-    if body.size % 4 or body.size > 4 * MOST_SEQS:
-        return np.zeros(0, np.int64)
-    return np.frombuffer(body.tobytes(), "<u4").astype(np.int64)
+def frames(packets: int, floats: int, kind: Kind, **fields: int) -> Bytes:
+    """A matrix with a packet of `floats` values in each row, numbered from 0: (packets, bytes)."""
+    row = np.frombuffer(packet(kind, body=bytes(4 * floats), **fields), np.uint8)
+    matrix = np.repeat(row[None], packets, axis=0)
+    headers_of(matrix)["seq"] = np.arange(packets)
+    return matrix
 
 
 def headers_of(rows: Bytes) -> Headers:
-    """The headers of packets of one size, a view where it may be one: (packets,)."""
+    """The headers of packets of one size, a view: (packets,)."""
     return rows[:, :HEADER_BYTES].view(HEADER)[:, 0]
 
 
@@ -188,28 +84,15 @@ def floats_of(rows: Bytes) -> Floats:
     return rows[:, HEADER_BYTES:].view(np.float32)
 
 
-def frames(packets: int, floats: int, kind: Kind, rank: int = 0) -> Bytes:
-    """A matrix with a packet of `floats` values in each row, headers filled in but for session, step and count."""
-    matrix = np.zeros((packets, HEADER_BYTES + 4 * floats), np.uint8)
-    headers = headers_of(matrix)
-    headers["magic"], headers["version"], headers["kind"], headers["rank"] = MAGIC, VERSION, kind, rank
-    headers["seq"] = np.arange(packets)
-    return matrix
-
-
 def groups(rows: Bytes) -> list[Bytes]:
-    """Packets of one size, cut where kind, rank, session or step change; those that are none of ours are left out."""
+    """Packets of one size, cut where anything but their number changes; what is none of ours is left out."""
     if rows.shape[1] < HEADER_BYTES:
         return []
-    if (rows[:, :ALIKE_BYTES] == rows[0, :ALIKE_BYTES]).all():
-        return [rows] if rows[0, :3].tobytes() == _OURS else []
-    ours = (rows[:, :3] == np.frombuffer(_OURS, np.uint8)).all(axis=1)
-    if not ours.all():
-        rows = rows[ours]
-    if len(rows) < 2:
-        return [rows] if len(rows) else []
-    cuts = np.flatnonzero((rows[1:, :ALIKE_BYTES] != rows[:-1, :ALIKE_BYTES]).any(axis=1)) + 1
-    return np.split(rows, cuts) if cuts.size else [rows]
+    rows = rows[(rows[:, :3] == np.frombuffer(struct.pack("<HB", MAGIC, VERSION), np.uint8)).all(axis=1)]
+    if not len(rows):
+        return []
+    cuts = np.flatnonzero((rows[1:, :_ALIKE_BYTES] != rows[:-1, :_ALIKE_BYTES]).any(axis=1)) + 1
+    return np.split(rows, cuts)
 
 
 def runs(seqs: Numbers) -> list[tuple[int, int]]:
@@ -217,8 +100,7 @@ def runs(seqs: Numbers) -> list[tuple[int, int]]:
     if not seqs.size:
         return []
     cuts = np.flatnonzero(np.diff(seqs) != 1) + 1
-    begins, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, [seqs.size]))
-    return [(int(seqs[begin]), int(seqs[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)]
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(seqs, cuts)]
 
 
 _UDP_SEGMENT, _UDP_GRO = 103, 104

@@ -5,7 +5,7 @@ import logging
 import signal
 from argparse import ArgumentParser, Namespace
 
-from sirtaki.aggregator.server import Aggregator, Limits, ask_status
+from sirtaki.aggregator.server import Aggregator, ask_status
 from sirtaki.aggregator.wire import Wire
 from sirtaki.errors import AggregatorError, ConfigError
 from sirtaki.host_port import parse_address
@@ -19,7 +19,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this host only)")
     parser.add_argument("--memory", type=memory_bytes, default="256M", metavar="BYTES", help="for all jobs (256M)")
     parser.add_argument("--jobs", type=int, default=16, metavar="N", help="most jobs at once (16)")
-    parser.add_argument("--standby", default="", metavar="HOST:PORT", help="where ranks go when this one is gone")
+    parser.add_argument("--tables", action="store_true", help="add by tables, as the paper's switch does")
     parser.add_argument("--status", metavar="HOST:PORT", help="print what the one there has counted, as JSON, and end")
 
 
@@ -35,13 +35,9 @@ def main(options: Namespace) -> int:
         return 0
     if options.jobs < 1 or not 0 <= options.port < 65536:
         raise ConfigError(f"--jobs {options.jobs} --port {options.port}: expected a number from 1, and a port")
-    if options.standby:
-        parse_address(options.standby)
     logging.basicConfig(level=logging.INFO, format="sirtaki aggregator: %(message)s")
     wire = Wire.bound(options.host, options.port)
-    aggregator = Aggregator(
-        wire, limits=Limits(memory_bytes=options.memory, jobs=options.jobs), standby=options.standby
-    )
+    aggregator = Aggregator(wire, memory_bytes=options.memory, jobs=options.jobs, by_tables=options.tables)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: aggregator.stop())
     host, port = wire.address

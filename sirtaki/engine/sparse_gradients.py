@@ -10,7 +10,6 @@ gradients travel dense.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 
 import sirtaki
-from sirtaki.aggregator.client import HotRowAggregator
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     Pace,
@@ -32,7 +30,6 @@ from sirtaki.autotune.sparse import (
     TouchCounts,
     VolumeModel,
     curve_points,
-    learns_hot_rows,
     summarise,
 )
 from sirtaki.comm.control.failure import WAIT_SLICE_S
@@ -257,16 +254,13 @@ class Times(NamedTuple):
         return n_bytes / max(self.large_s - self.small_s, 1e-7)
 
 
-def measure(
-    control: ControlPlane, lanes: SparseLanes, *, streams: int | None, aggregator: HotRowAggregator | None = None
-) -> Pace:
+def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> Pace:
     """Collective, with nothing under way: probes, and has the lanes use the numbers of streams that were fastest.
 
     Args:
         control: the ranks.
         lanes: between them.
         streams: the only number that may be used; None = any.
-        aggregator: that sums hot rows for these lanes.
     """
 
     def timed(act: Callable[[int], None]) -> Times:
@@ -307,18 +301,13 @@ def measure(
     lanes.exchange_streams = fastest(exchanges, usual=in_use[0])
     lanes.reduce_streams = fastest(reductions, usual=in_use[1])
     one, other = exchanges[lanes.exchange_streams], reductions[lanes.reduce_streams]
-    pace = Pace(
+    return Pace(
         exchange_s=one.small_s,
         exchange_bytes_per_s=one.rate(PAIR_BYTES * (lanes.size - 1)),
         reduce_s=other.small_s,
         reduce_bytes_per_s=other.rate(PAIR_BYTES * lanes.size),
         add_bytes_per_s=total.numel() * total.itemsize / timed(add).small_s,
     )
-    if aggregator is not None and aggregator.is_open:
-        hot = timed(lambda size: lanes.sum_hot_(torch.zeros(size * lanes.size // 4)))
-        if aggregator.is_open:  # it may be lost meanwhile
-            pace = replace(pace, aggregate_s=hot.small_s, aggregate_bytes_per_s=hot.rate(PAIR_BYTES * lanes.size))
-    return pace
 
 
 def fastest(times: Mapping[int, Times], *, usual: int) -> int:
@@ -338,19 +327,13 @@ class SparseMemory:
 
     def __init__(self, control: ControlPlane, settings: Settings) -> None:
         self._control, self._settings = control, settings
-        self._topology, self._aggregator = "", False
+        self._topology = ""
         self._store: SafeStore | None = None
 
-    def recall(
-        self, learned: Mapping[str, tuple[RowFormat, TouchCounts]], *, aggregator: bool = False
-    ) -> dict[str, SparsePlan]:
-        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks.
-
-        `aggregator`: one is there that sums hot rows of float32.
-        """
+    def recall(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
+        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks."""
         if not learned:
             return {}
-        self._aggregator = aggregator
         if not self._topology:
             hosts = hosts_by_rank(self._control, self._settings)
             kinds = self._control.all_gather(Hardware.here(torch.device("cpu")))
@@ -398,7 +381,6 @@ class SparseMemory:
                 cold=plan.cold.value,
                 block_rows=plan.block_rows,
                 n_hot=len(plan.hot_rows),
-                aggregated=plan.aggregated,
                 span_s=min(choice.measured_s, default=0.0),
                 created_s=time.time(),
             )
@@ -413,7 +395,6 @@ class SparseMemory:
             n_rows=form.n_rows,
             row_bytes=form.row_bytes,
             dtype=str(form.dtype).removeprefix("torch."),
-            aggregator=self._aggregator and form.dtype is torch.float32,
             versions={"sirtaki": sirtaki.__version__},
             fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
         )
@@ -447,7 +428,6 @@ def plan_of(way: RowWay, counts: TouchCounts) -> SparsePlan | None:
         return SparsePlan(
             path=path,
             hot_rows=tuple(np.sort(counts.ranked()[: way.n_hot]).tolist()) if is_hot else (),
-            aggregated=way.aggregated,
             cold=cold if is_hot else COLD_PATHS[0],
             block_rows=way.block_rows if path is SparsePath.BLOCKS else 1,
         )
@@ -506,14 +486,12 @@ class _Means:
         lanes: between the ranks.
         streams: the only number of them that may be used; None = any.
         worker: the thread that uses them.
-        aggregator: that sums hot rows; None = the lanes do.
         log: where trials are written down.
     """
 
     lanes: SparseLanes
     streams: int | None
     worker: SparseWorker
-    aggregator: HotRowAggregator | None
     log: TrialLogWriter
 
 
@@ -563,20 +541,9 @@ class SparseCarrier:
         lanes = SparseLanes(
             control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
         )
-        with contextlib.ExitStack() as unless_joined:
-            unless_joined.callback(lanes.close)
-            aggregator = HotRowAggregator.joined(
-                control,
-                settings.aggregator,
-                used=learns_hot_rows(self._fixed, tries=self._tries),
-                stall_s=settings.transport_timeout_s,
-                check=lanes.check,
-            )
-            unless_joined.pop_all()
-        lanes.hot_sum = None if aggregator is None else aggregator.sum
         worker = SparseWorker(lanes, control.failures, prefix=self._prefix)
         writes = self._tries and control.rank == 0
-        return _Means(lanes, streams, worker, aggregator, TrialLogWriter(settings.trial_log if writes else None))
+        return _Means(lanes, streams, worker, TrialLogWriter(settings.trial_log if writes else None))
 
     @property
     def choices(self) -> dict[str, SparseChoice]:
@@ -620,8 +587,6 @@ class SparseCarrier:
         before, watched = self.plans, {name: self._parameters[name] for name in self._order}
         for name, one in watched.items():
             one.note(works[name], self._control.size)
-        if means.aggregator is not None and not means.aggregator.is_open:
-            self._lose_aggregator(means, means.aggregator)
         if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
             self._settle(tried)
         if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
@@ -633,16 +598,6 @@ class SparseCarrier:
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the way of sparse gradients")
         means.worker.begin(self._order)
-
-    def _lose_aggregator(self, means: _Means, aggregator: HotRowAggregator) -> None:
-        """It is lost for all ranks in the same iteration, or for none."""
-        aggregator.close()
-        means.aggregator = means.lanes.hot_sum = None
-        for one in self._parameters.values():
-            before = one.choice.plan
-            one.choice.lose_aggregator()
-            if one.choice.stage is Stage.KEEP and one.choice.plan != before:
-                one.told = False
 
     def _settle(self, tried: Mapping[str, _Parameter]) -> None:
         """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
@@ -662,19 +617,17 @@ class SparseCarrier:
     def _choose(self, means: _Means, learned: dict[str, _Parameter]) -> None:
         """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
         asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
-        recalled = self._memory.recall(asked, aggregator=means.aggregator is not None)
+        recalled = self._memory.recall(asked)
         for one in learned.values():
             one.spans_s = []
         for name, plan in recalled.items():
             learned.pop(name).choice.recall(plan)
         if not learned:
             return
-        pace = measure(self._control, means.lanes, streams=means.streams, aggregator=means.aggregator)
+        pace = measure(self._control, means.lanes, streams=means.streams)
         for name, one in learned.items():
             form, choice = one.form, one.choice
-            # An aggregator adds nothing but float32.
-            its_pace = pace if form.dtype is torch.float32 else replace(pace, aggregate_bytes_per_s=0.0)
-            choice.choose(VolumeModel(form, self._control.size, choice.counts, its_pace))
+            choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
             if choice.stage is Stage.KEEP:
                 self._memory.keep(name, form, choice)
                 if self._control.rank == 0:
@@ -701,6 +654,5 @@ class SparseCarrier:
         self._closed = True
         self._memory.close()
         if (means := self._means) is not None:
-            if means.worker.close() and means.aggregator is not None:
-                means.aggregator.close()
+            means.worker.close()
             means.log.close()

@@ -404,6 +404,7 @@ class RankValues:
         self.losses: dict[Over, int] = {}
         self._env: dict[Symbol, Value] = {}  # what names hold at the place that is looked at
         self._wrapped: dict[cst.CSTNode, Over] = {}
+        self._meant: set[cst.Call] = set()
         self._losses = {
             name.value
             for call in training.backward_passes()
@@ -954,8 +955,9 @@ class RankValues:
         if axis is not None and self._source.code(axis) not in ("0", "None"):
             return replace(MEAN, over=over, sure=False) if value.over in EACH else OWN
         if value.over is Over.PART and axis is None and name == "mean":
-            tensor = given[0]
-            self._edits.change(call, lambda inner: _mean_of(f"{self._ranks}.mean", inner, tensor))
+            if call not in self._meant:
+                self._meant.add(call)
+                self._edits.change(call, lambda inner: _mean_of(f"{self._ranks}.mean", inner))
             return MEAN
         followed = value.over in EACH or (value.over is Over.PART and name == "sum")
         return Value(over=over, sure=value.sure and followed)
@@ -1074,7 +1076,7 @@ def _multiplied(left: Value, right: Value) -> Value:
     return Value(over=Over.ROWS, dims=max(left.dims, right.dims, 2)) if apart else OWN
 
 
-def _mean_of(function: str, call: cst.BaseExpression, tensor: cst.BaseExpression) -> cst.BaseExpression:
+def _mean_of(function: str, call: cst.BaseExpression) -> cst.BaseExpression:
     """`function(tensor)` in the place of `tensor.mean()` or `torch.mean(tensor)`."""
     assert isinstance(call, cst.Call)
     inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute

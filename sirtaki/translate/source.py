@@ -311,6 +311,7 @@ class Edits:
         self._before: dict[cst.CSTNode, list[str]] = defaultdict(list)
         self._after: dict[cst.CSTNode, list[str]] = defaultdict(list)
         self._removed: set[cst.CSTNode] = set()
+        self._wrapped: set[cst.CSTNode] = set()
         self._around: dict[cst.CSTNode, str] = {}
 
     def replace(self, node: cst.BaseExpression, code: str) -> None:
@@ -323,7 +324,8 @@ class Edits:
 
     def wrap(self, node: cst.BaseExpression, function: str) -> None:
         """In a call: `function(node)`, or what `function` says with `_` for the node. A second time does nothing."""
-        if node not in self._changes:
+        if node not in self._wrapped:
+            self._wrapped.add(node)
             self.change(node, lambda inner: _call(function, inner))
 
     def changes_in(self, node: cst.CSTNode) -> bool:

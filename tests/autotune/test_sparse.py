@@ -103,12 +103,6 @@ def test_hot_rows_travel_dense_and_only_the_others_with_numbers() -> None:
     assert found.received_bytes(RANKS) == pytest.approx(3 * 10 * 36 + 1.5 * 10 * 36)
 
 
-def test_an_aggregator_sends_each_rank_its_hot_rows_once() -> None:
-    found = of(SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(range(10)), aggregated=True))
-    assert (found.reductions, found.aggregations, found.aggregated_bytes) == (0, 1, 10 * 36)
-    assert found.received_bytes(RANKS) == pytest.approx(3 * 10 * 36 + 10 * 36)
-
-
 def test_blocks_of_one_row_are_a_bitmap_and_the_rows_that_any_rank_has() -> None:
     found = of(SparsePlan(path=SparsePath.BLOCKS))
     assert (found.exchanged_bytes, found.reduced_bytes) == (3 * 125, 50 * 32)
@@ -205,24 +199,6 @@ def test_what_would_not_fit_is_not_tried_dense() -> None:
     huge = VolumeModel(RowFormat(1 << 30, 64, torch.float32), RANKS, model(np.full(100, 0.5)).counts, PACE)
     assert huge.best_of(SparsePath.DENSE) is None
     assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
-
-
-def test_more_rows_are_hot_where_an_aggregator_sums_them_faster_and_never_fewer_than_to_the_knee() -> None:
-    chances = zipf_chances(100_000, 20_000, 1.1)
-    without = model(chances)
-    assert without.best_aggregated() is None
-    bend = knee(coverage(without.counts.of(without.counts.ranked())))
-    for faster, slow in ((10.0, 1e-4), (0.01, 1e-1)):
-        aggregates = {"aggregate_s": slow, "aggregate_bytes_per_s": faster * PACE.reduce_bytes_per_s}
-        there = model(chances, pace=replace(PACE, **aggregates))
-        usual, plan = there.best_of(SparsePath.HOT_COLD), there.best_aggregated()
-        assert usual is not None
-        assert plan is not None
-        assert usual == without.best_of(SparsePath.HOT_COLD)
-        assert (plan.path, plan.aggregated) == (SparsePath.HOT_COLD, True)
-        assert len(plan.hot_rows) > len(usual.hot_rows) if faster > 1.0 else len(plan.hot_rows) == bend
-        assert (there.seconds(plan) < there.seconds(usual)) == (faster > 1.0)
-        assert not any(plan.aggregated for plan in there.ranked())
 
 
 # ── the choice of one parameter ───────────────────────────────────────────────────────────────────────────────────────
@@ -347,57 +323,12 @@ def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
         assert (iterations_until_it_learns_again(choice, seen(n=n)) is not None) == expected
 
 
-def with_aggregator(counts: TouchCounts) -> VolumeModel:
-    plain = quick(counts)
-    return replace(plain, pace=replace(plain.pace, aggregate_s=10.0, aggregate_bytes_per_s=1.0))
-
-
-def aggregated_choice(fixed: SparsePath | None = None) -> SparseChoice:
-    choice = SparseChoice(fixed=fixed, tries=True)
-    for _ in range(LEARNING_ITERATIONS):
-        choice.note(seen())
-    choice.choose(with_aggregator(choice.counts))
-    return choice
-
-
 def settled(choice: SparseChoice, fastest: int) -> SparseChoice:
     n = len(choice.candidates)
     while not choice.has_tried:
         choice.note(seen())
     choice.settle([1.0 + (number % n != fastest) for number in range(ROUNDS * n)])
     return choice
-
-
-def test_an_aggregator_is_tried_whatever_is_predicted() -> None:
-    choice = aggregated_choice()
-    assert [plan.aggregated for plan in choice.candidates] == [False] * N_CANDIDATES + [True]
-    assert settled(choice, N_CANDIDATES).plan.aggregated
-
-
-def test_where_an_aggregator_is_lost_what_was_chosen_for_it_is_chosen_anew() -> None:
-    in_trials, kept_it, kept_another = (
-        aggregated_choice(),
-        settled(aggregated_choice(), 3),
-        settled(aggregated_choice(), 0),
-    )
-    for choice in (in_trials, kept_it, kept_another):
-        choice.lose_aggregator()
-    assert (in_trials.stage, kept_it.stage, kept_another.stage) == (Stage.LEARN, Stage.LEARN, Stage.KEEP)
-    learned(kept_it)
-    assert not any(plan.aggregated for plan in kept_it.candidates)
-    untouched = SparseChoice(fixed=None, tries=True)
-    untouched.lose_aggregator()
-    learned(untouched)
-    untouched.lose_aggregator()
-    assert untouched.stage is Stage.TRY
-
-
-def test_where_hot_rows_are_fixed_they_stay_so_without_an_aggregator() -> None:
-    choice = aggregated_choice(SparsePath.HOT_COLD)
-    assert (choice.stage, choice.plan.aggregated) == (Stage.KEEP, True)
-    hot = choice.plan.hot_rows
-    choice.lose_aggregator()
-    assert (choice.stage, choice.plan.aggregated, choice.plan.hot_rows) == (Stage.KEEP, False, hot)
 
 
 def recalled(plan: SparsePlan) -> SparseChoice:

@@ -158,7 +158,7 @@ def test_of_all_rows_it_makes_packets_of_consecutive_ones_without_conflicts(
     rows: int, width: int, registers: int
 ) -> None:
     layout = HeatLayout(rows=rows, width=width, registers=registers)
-    packed = pack(range(rows), registers=layout.register_count, capacity=layout.packet_rows)
+    packed = pack(range(rows), registers=registers, capacity=layout.floats // width)
     assert [row for packet in packed for row in packet] == list(range(rows))
-    assert conflicts(packed, registers=layout.register_count) == 0
+    assert conflicts(packed, registers=registers) == 0
     assert conflicts([[0, 1, 2], [0, 4, 8], [1]], registers=4) == 2

@@ -17,19 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from sirtaki.aggregator import AggregatorClient, HeatLayout, Patience
-from sirtaki.aggregator.server import Aggregator, Limits
+from sirtaki.aggregator import AggregatorClient, HeatLayout
+from sirtaki.aggregator.server import Aggregator
 from sirtaki.aggregator.wire import Wire
 
-LIMITS = Limits()
 FORK = mp.get_context("fork")
 
 
 @contextmanager
-def serving(*, limits: Limits = LIMITS, standby: str = "", batches: bool = True) -> Iterator[tuple[str, Aggregator]]:
+def serving(*, batches: bool = True, **options: Any) -> Iterator[tuple[str, Aggregator]]:
     """An aggregator in a thread: its address and itself."""
     wire = Wire.bound("127.0.0.1", 0, batches=batches)
-    aggregator = Aggregator(wire, limits=limits, standby=standby)
+    aggregator = Aggregator(wire, **options)
     address = f"127.0.0.1:{wire.address[1]}"
     thread = threading.Thread(target=aggregator.serve)
     thread.start()
@@ -118,10 +117,8 @@ def check_sums(sums: Sequence[np.ndarray[Any, Any]], step: int) -> None:
 
 def client_of(addresses: Sequence[str], rank: int, ranks: int, layout: HeatLayout, **options: Any) -> AggregatorClient:
     """A client that is less patient than in a real job."""
-    patience = options.pop("patience", Patience(lost_s=1.0, stall_s=60.0))
-    return AggregatorClient(
-        addresses, job=options.pop("job", "job"), rank=rank, ranks=ranks, layout=layout, patience=patience, **options
-    )
+    given = {"job": "job", "lost_s": 1.0, "stall_s": 60.0, **options}
+    return AggregatorClient(addresses, rank=rank, ranks=ranks, layout=layout, **given)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ranks.elastic_member import Log, hash_of
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.comm.sparse.plan import SparsePlan
 from sirtaki.engine import job, membership, sparse_gradients
 from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
@@ -36,13 +35,11 @@ class Plan:
     Attributes:
         iterations: of the whole job.
         events: `[generation, worker, stage, phase, action]`: once, where the choice of ways has got to that stage.
-        single: float32, which an aggregator adds.
         with_set: another model is trained by ranks 0 and 1 only, who are a process set.
     """
 
     iterations: int
     events: list[tuple[int, int, str, str, str]]
-    single: bool = False
     with_set: bool = False
 
 
@@ -56,12 +53,12 @@ def looked_up(rank: int, iteration: int, salt: int) -> torch.Tensor:
 class Model(nn.Module):
     """Two embeddings before a dense layer."""
 
-    def __init__(self, *, single: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tables = nn.ModuleList(nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
-        self.to(torch.float32 if single else torch.float64)
+        self.to(torch.float64)
 
     def loss(self, rank: int, iteration: int) -> torch.Tensor:
         """What that rank minimises in that iteration."""
@@ -125,13 +122,8 @@ def stage() -> str:
 
 
 def ways() -> list[str]:
-    """By which rows go, and whether an aggregator sums some of them."""
-    return [_way(carrier, plan) for carrier in carriers() for plan in carrier.plans.values()]
-
-
-def _way(carrier: sparse_gradients.SparseCarrier, plan: SparsePlan) -> str:
-    hot = None if carrier._means is None else carrier._means.aggregator
-    return "aggregator" if plan.aggregated and hot is not None and hot.is_open else plan.path.value
+    """By which rows go."""
+    return [plan.path.value for carrier in carriers() for plan in carrier.plans.values()]
 
 
 def weights_of(model: nn.Module) -> list[list[float]]:
@@ -139,7 +131,7 @@ def weights_of(model: nn.Module) -> list[list[float]]:
 
 
 def main() -> None:
-    model, inner = Model(single=plan.single), Model(single=plan.single)
+    model, inner = Model(), Model()
     outer = [hvd.DistributedOptimizer(optimizer) for optimizer in model.optimizers()]
     made = inner.optimizers() if plan.with_set else []
     inside = [hvd.DistributedOptimizer(optimizer, process_set=members) for optimizer in made]

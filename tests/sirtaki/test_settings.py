@@ -47,8 +47,6 @@ def test_an_empty_environment_gives_the_defaults():
         ({"HOROVOD_LOG_HIDE_TIME": "1"}, "log_time", False),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "timeline", "DYNAMIC"),
         ({"SIRTAKI_REGISTRY": "off"}, "registry", "off"),
-        ({"SIRTAKI_AGGREGATOR": "10.0.0.5:9500"}, "aggregator", ("10.0.0.5:9500",)),
-        ({"SIRTAKI_AGGREGATOR": "a:7000, [::1]:7001"}, "aggregator", ("a:7000", "[::1]:7001")),
         ({"SIRTAKI_STREAMS": "  "}, "streams", None),
         ({"SIRTAKI_METRICS_PORT": "9400"}, "metrics", ("127.0.0.1", 9400)),
         ({"SIRTAKI_METRICS_PORT": "0.0.0.0:9400"}, "metrics", ("0.0.0.0", 9400)),
@@ -86,7 +84,6 @@ def test_a_variable_sets_its_field(environ, field, value):
         ("SIRTAKI_LOG_LEVEL", "loud"),
         *(("SIRTAKI_METRICS_PORT", text) for text in ("0", ":9400", "a:b", "x")),
         *(("SIRTAKI_PROFILE", text) for text in ("?edges=1", "here?edges", "here?edges=2", "here?what=1")),
-        *(("SIRTAKI_AGGREGATOR", text) for text in ("10.0.0.5", "a:", "a:7000,", "a:x", "a:7000,a:7000")),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_with_what_is_accepted(name, value):

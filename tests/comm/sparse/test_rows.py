@@ -36,7 +36,6 @@ from sirtaki.errors import CommError, ConfigError, PlanError
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not by dense"),
         ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
-        ({"path": SparsePath.OWNER, "aggregated": True}, "the path owner has none"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], found: str) -> None:
@@ -51,12 +50,10 @@ def test_fingerprints_differ_where_anything_does() -> None:
         SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 2)),
         SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3)),
         SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3), cold=SparsePath.OWNER),
-        SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3), aggregated=True, cold=SparsePath.OWNER),
     ]
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
-    assert plans[-1].describe() == "hot_cold (2 hot rows through the aggregator, the others by owner)"
-    assert plans[-2].describe() == "hot_cold (2 hot rows, the others by owner)"
-    assert plans[-5].describe() == "blocks (of 2)"
+    assert plans[-1].describe() == "hot_cold (2 hot rows, the others by owner)"
+    assert plans[-4].describe() == "blocks (of 2)"
     assert plans[0].describe() == "gather"
 
 

@@ -33,7 +33,6 @@ def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--port", "70000"], "expected a number from 1, and a port"),
         (["--jobs", "0"], "expected a number from 1, and a port"),
-        (["--standby", "nowhere"], "expected HOST:PORT"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:9500"),
         (["--status", "nowhere"], "expected HOST:PORT"),
     ],

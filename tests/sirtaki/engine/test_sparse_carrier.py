@@ -1,14 +1,9 @@
 """The carrier: sums are right on all ranks, plans follow from what all of them see, and are told, kept and recalled."""
 
-import contextlib
 import json
-import logging
 import re
-import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import RunRanks
-from fakes.aggregators import process, serving
-from fakes.meshes import on_planes, until
+from fakes.meshes import on_planes
 
-from sirtaki.aggregator import Patience
-from sirtaki.aggregator import client as client_module
-from sirtaki.aggregator.client import HotRowAggregator
-from sirtaki.aggregator.server import Limits
-from sirtaki.aggregator.wire import Wire
 from sirtaki.autotune.sparse import (
     CHECKS,
     LEARNING_ITERATIONS,
@@ -44,7 +33,6 @@ from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
 from sirtaki.engine import sparse_gradients as module
 from sirtaki.engine.sparse_gradients import SparseCarrier, SparseMemory, Times, fastest, measure, plan_of, skew_of
-from sirtaki.errors import PeerLostError
 from sirtaki.registry.entry import RowsKey, RowWay
 from sirtaki.registry.safe_store import open_store
 from sirtaki.settings import REGISTRY_OFF, Settings
@@ -103,11 +91,6 @@ class Ranks:
     @property
     def stage(self) -> Stage:
         return self.carrier.choices["a"].stage
-
-    @property
-    def is_aggregated(self) -> bool:
-        assert self.carrier._means is not None
-        return self.plan.aggregated and self.carrier._means.aggregator is not None
 
 
 def on_ranks(
@@ -258,38 +241,6 @@ def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch
     assert on_planes(2, act) == [(4, 4)] * 2
 
 
-class Elsewhere:
-    """Sums over ranks by other lanes; ends after so many."""
-
-    def __init__(self, lanes: SparseLanes, most: int) -> None:
-        self._lanes, self._left = lanes, most
-
-    @property
-    def is_open(self) -> bool:
-        return self._left > 0
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor | None:
-        self._left -= 1
-        total = values.clone()
-        self._lanes.all_reduce_(total)
-        return total if self.is_open else None
-
-
-@pytest.mark.parametrize("most", [0, 3, 100])
-def test_sums_elsewhere_are_measured_where_they_are_possible(most: int) -> None:
-    def act(control: ControlPlane) -> bool:
-        lanes, others = (SparseLanes(control, timeout_s=20.0, kind=None, streams=1) for _ in range(2))
-        elsewhere = Elsewhere(others, most)
-        lanes.hot_sum = elsewhere.sum
-        pace = measure(control, lanes, streams=None, aggregator=elsewhere)
-        lanes.close()
-        others.close()
-        control.reclaim()
-        return pace.aggregate_bytes_per_s > 1e6
-
-    assert on_planes(2, act) == [most == 100] * 2
-
-
 # ── what earlier jobs have kept ──────────────────────────────────────────────────────────────────────────────────────
 
 MOST = LEARNING_ITERATIONS + 2 * CHECKS + ROUNDS * N_CANDIDATES + 1
@@ -328,11 +279,10 @@ def recalled(
     *,
     keeps: SparsePlan | None = None,
     form: RowFormat = FORM,
-    aggregator: bool = False,
 ) -> list[dict[str, SparsePlan]]:
     def run(control: ControlPlane) -> dict[str, SparsePlan]:
         memory = SparseMemory(control, Settings(registry=str(path)))
-        found = memory.recall({"table": (form, learned)}, aggregator=aggregator)
+        found = memory.recall({"table": (form, learned)})
         if keeps is not None:
             memory.keep("table", form, kept(keeps, learned))
         memory.close()
@@ -361,16 +311,6 @@ def test_rows_of_another_shape_or_curve_start_anew(tmp_path: Path) -> None:
     assert recalled(path, even) == [{"table": GATHER}] * 2
     assert recalled(path, even, form=RowFormat(ROWS + 1, WIDTH, torch.float32)) == [{}, {}]
     assert recalled(path, popular)[0]["table"].path is SparsePath.HOT_COLD
-
-
-def test_what_was_tried_with_an_aggregator_is_recalled_where_there_is_one(tmp_path: Path) -> None:
-    path, aggregated = tmp_path / "registry.db", replace(HOT, aggregated=True)
-    recalled(path, counts(), keeps=aggregated, aggregator=True)
-    assert recalled(path, counts()) == [{}, {}]
-    assert recalled(path, counts(), aggregator=True)[0]["table"].aggregated
-    doubles = RowFormat(ROWS, WIDTH, torch.float64)  # which an aggregator does not add
-    recalled(path, counts(), keeps=HOT, form=doubles, aggregator=True)
-    assert recalled(path, counts(), form=doubles)[0]["table"].path is SparsePath.HOT_COLD
 
 
 def test_where_the_registry_is_off_or_broken_nothing_is_recalled(
@@ -452,239 +392,3 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
     assert "are touched like those of weight" in logs[4]
     ways = open_store(str(registry)).row_ways()
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}
-
-
-# ── hot rows through an aggregator ───────────────────────────────────────────────────────────────────────────────────
-
-
-def hot_cold(ranks: Ranks) -> bool:
-    ranks.iterate(ENOUGH)
-    assert ranks.plan.path is HOT_COLD
-    return ranks.is_aggregated
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_hot_rows_go_there_where_their_way_is_fixed(size: int, caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (address, aggregator):
-        assert on_ranks(size, hot_cold, sparse=HOT_COLD, aggregator=(address,)) == [True] * size
-        assert aggregator.counters.sums > 10
-    assert not warnings(caplog)
-
-
-def test_large_tensors_go_in_several_turns_and_others_than_float32_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "STEP_FLOATS", 1000)
-
-    def act(control: ControlPlane) -> None:
-        hot = HotRowAggregator.joined(control, (address,), used=True, stall_s=60.0, check=lambda: None)
-        assert hot is not None
-        for numel in (1, 1000, 4500):
-            values = torch.arange(float(numel)) * (control.rank + 1)
-            total = hot.sum(values)
-            assert total is not None
-            assert torch.equal(total, torch.arange(float(numel)) * 3)
-            assert torch.equal(values, torch.arange(float(numel)) * (control.rank + 1))
-        assert hot.sum(torch.ones(3, dtype=torch.float64)) is None
-        assert hot.is_open
-        hot.close()
-        hot.close()
-        assert hot.sum(torch.ones(3)) is None
-        control.reclaim()
-
-    with serving() as (address, _):
-        on_planes(2, act)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_numbers_other_than_float32_stay_between_the_ranks(dtype: torch.dtype) -> None:
-    with serving() as (address, _):
-        assert on_ranks(2, hot_cold, dtype=dtype, sparse=HOT_COLD, aggregator=(address,)) == [False] * 2
-
-
-def test_it_is_tried_beside_the_other_ways() -> None:
-    def act(ranks: Ranks) -> tuple[int, int, Stage]:
-        ranks.iterate(LEARNING_ITERATIONS)
-        candidates = ranks.carrier.choices["a"].candidates
-        ranks.iterate(ROUNDS * len(candidates) + 2)
-        return sum(plan.aggregated for plan in candidates), sum(not plan.aggregated for plan in candidates), ranks.stage
-
-    with serving() as (address, aggregator):
-        for through, others, stage in on_ranks(3, act, aggregator=(address,)):
-            assert (through, stage) == (1, Stage.KEEP)
-            assert others >= 1
-        assert aggregator.counters.sums >= ROUNDS
-
-
-@pytest.mark.parametrize("settings", [{"sparse": SparsePath.GATHER}, {"tune": False}])
-def test_it_says_where_it_has_no_effect(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (address, aggregator):
-        on_ranks(2, lambda ranks: ranks.iterate(2), aggregator=(address,), **settings)
-        assert aggregator.counters.sums == 0
-    assert len(warnings(caplog)) == 1
-    assert (
-        "SIRTAKI_AGGREGATOR has no effect: it sums hot rows, which there are with SIRTAKI_SPARSE=hot_cold"
-        in caplog.text
-    )
-
-
-@pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "Patience", partial(Patience, lost_s=0.5))
-
-
-@pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize("problem", ["unknown", "nobody", "full"])
-def test_where_it_cannot_be_had_it_is_told_once_and_nobody_uses_it(
-    problem: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving() as (nobody, _):
-        pass
-    with serving(limits=Limits(memory_bytes=1 << 20)) as (full, _):
-        address = {"unknown": "256.1.1.1:7000", "nobody": nobody, "full": full}[problem]
-        assert on_ranks(3, hot_cold, sparse=HOT_COLD, aggregator=(address,)) == [False] * 3
-    assert len(warnings(caplog)) == 1
-    why = {
-        "unknown": "rank 0: no aggregator can be reached",
-        "nobody": f"no aggregator answers ({address})",
-        "full": "refuses this job: the job needs 4.1 MiB of registers, and 1.0 MiB are free",
-    }
-    assert f"SIRTAKI_AGGREGATOR={address} is not used, ranks sum all rows themselves: " in caplog.text
-    assert why[problem] in caplog.text
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_what_rank_0_names_holds_for_all(first: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (address, aggregator):
-        named = [(address,), None, ("256.1.1.1:7000",)] if first else [None, (address,), (address,)]
-        assert on_ranks(3, hot_cold, sparse=HOT_COLD, aggregator=named) == [first] * 3
-        assert bool(aggregator.counters.sums) == first
-    assert len(warnings(caplog)) == 1
-    other = "rank 1 has nothing, rank 2 has 256.1.1.1:7000" if first else f"rank 1 has {address}"
-    shown = address if first else "nothing"
-    assert f"differs between ranks; rank 0's holds for all, {shown}: {other}" in caplog.text
-
-
-def test_when_it_ends_in_the_middle_of_training_ranks_go_on_by_themselves(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (address, aggregator):
-
-        def act(ranks: Ranks) -> bool:
-            before = hot_cold(ranks)
-            if ranks.control.rank == 0:
-                aggregator.stop()
-            ranks.iterate(6)
-            plan, (told,) = ranks.plan, ranks.carrier.summaries
-            assert told.plan == plan.describe()
-            return before and plan.path is HOT_COLD and not plan.aggregated
-
-        assert on_ranks(3, act, sparse=HOT_COLD, aggregator=(address,)) == [True] * 3
-    assert len(warnings(caplog)) == 1
-    assert "is lost, ranks sum all rows themselves from this step on" in caplog.text
-
-
-def test_when_it_ends_while_it_is_tried_ways_are_learned_anew() -> None:
-    with serving() as (address, aggregator):
-
-        def act(ranks: Ranks) -> tuple[Stage, int]:
-            ranks.iterate(LEARNING_ITERATIONS + 2)
-            assert ranks.stage is Stage.TRY
-            ranks.control.barrier()
-            if ranks.control.rank == 1:
-                aggregator.stop()
-            while ranks.stage is Stage.TRY:
-                ranks.iterate()
-            learns = ranks.stage
-            ranks.iterate(LEARNING_ITERATIONS + 1)
-            return learns, sum(plan.aggregated for plan in ranks.carrier.choices["a"].candidates)
-
-        assert on_ranks(2, act, aggregator=(address,)) == [(Stage.LEARN, 0)] * 2
-
-
-def test_a_standby_takes_over_from_one_that_is_killed() -> None:
-    with process() as (standby, _), process() as (address, first):
-
-        def act(ranks: Ranks) -> bool:
-            before = hot_cold(ranks)
-            if ranks.control.rank == 0:
-                first.kill()
-            ranks.iterate(6)
-            return before and ranks.is_aggregated
-
-        assert on_ranks(3, act, sparse=HOT_COLD, aggregator=(address, standby)) == [True] * 3
-
-
-@pytest.mark.usefixtures("_impatient")
-def test_one_that_is_killed_is_done_without() -> None:
-    with process() as (address, only):
-
-        def act(ranks: Ranks) -> bool:
-            before = hot_cold(ranks)
-            if ranks.control.rank == 1:
-                only.kill()
-            ranks.iterate(6)
-            return before and not ranks.is_aggregated
-
-        assert on_ranks(2, act, sparse=HOT_COLD, aggregator=(address,)) == [True] * 2
-
-
-def test_each_optimizer_is_a_job_of_its_own_and_leaves_it() -> None:
-    def act(ranks: Ranks) -> bool:
-        again = Ranks(
-            ranks.control, Settings(registry=REGISTRY_OFF, sparse=HOT_COLD, aggregator=(address,)), torch.float32
-        )
-        found = hot_cold(ranks) and hot_cold(again)
-        again.carrier.close()
-        return found
-
-    with serving() as (address, aggregator):
-        assert on_ranks(2, act, sparse=HOT_COLD, aggregator=(address,)) == [True] * 2
-        assert aggregator.counters.sessions == 2
-        until(lambda: not aggregator._jobs)
-
-
-def test_a_wait_for_a_rank_that_does_not_come_ends_when_the_carrier_is_closed() -> None:
-    def act(ranks: Ranks) -> bool:
-        assert hot_cold(ranks)
-        if ranks.control.rank == 0:
-            ranks.carrier.start("a", rows(0, 0, torch.float32))
-            thread = ranks.carrier._means.worker._thread
-            ranks.carrier.close()
-            return not thread.is_alive()
-        return True
-
-    with serving() as (address, _):
-        assert on_ranks(2, act, sparse=HOT_COLD, aggregator=(address,)) == [True] * 2
-
-
-def test_a_wait_for_a_rank_that_is_lost_ends_with_the_job() -> None:
-    def act(ranks: Ranks) -> None:
-        assert hot_cold(ranks)
-        if ranks.control.rank == 0:
-            work = ranks.carrier.start("a", rows(0, 0, torch.float32))
-            threading.Timer(0.1, ranks.control.failures.report, [PeerLostError("rank 1 is gone")]).start()
-            while not work.wait(WAIT_SLICE_S):
-                pass
-
-    with serving() as (address, _), pytest.raises(PeerLostError, match="rank 1 is gone"):
-        on_ranks(2, act, sparse=HOT_COLD, aggregator=(address,))
-
-
-def test_a_job_that_is_lost_while_it_joins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody, closed, close = Wire.bound("127.0.0.1", 0), [], SparseLanes.close
-    monkeypatch.setattr(SparseLanes, "close", lambda lanes: closed.append(lanes) or close(lanes))
-
-    def act(control: ControlPlane) -> None:
-        threading.Timer(0.2, control.failures.report, [PeerLostError("rank 1 is gone")]).start()
-        address = f"127.0.0.1:{nobody.address[1]}"
-        carrier = SparseCarrier(control, Settings(registry=REGISTRY_OFF, sparse=HOT_COLD, aggregator=(address,)))
-        try:
-            carrier.watch({"a": torch.zeros(ROWS, WIDTH)})
-        finally:
-            carrier.close()
-
-    with contextlib.closing(nobody), pytest.raises(PeerLostError, match="rank 1 is gone"):
-        on_planes(2, act)
-    assert len(closed) == 2
-    assert all(thread.name != "sirtaki-heartbeat" for thread in threading.enumerate())

@@ -72,6 +72,7 @@ EQUAL = {
     "a sum and a penalty": ("", "loss = F.mse_loss(out, t, reduction='sum') + model[0].weight.pow(2).sum()"),
     "a module's": (FOCAL, "loss = focal(out, y)"),
     "terms that are added up": ("", "loss = 0.0; loss += F.mse_loss(out, t); loss += 0.1 * out.abs().mean()"),
+    "a product with what a mask leaves": ("", f"{KEEP}; loss = F.cross_entropy(out, y) * each[keep].mean()"),
     "a product": ("", "loss = F.mse_loss(out, t) * F.cross_entropy(out, y)"),
 }
 

@@ -9,13 +9,8 @@ from types import MappingProxyType
 import pytest
 import torch
 from elastic_jobs import ElasticJob, Judge, Line
-from fakes.aggregators import process
 from rank_jobs import Launcher
 from ranks.elastic_rows import Model
-
-from sirtaki.aggregator.server import ask_status
-from sirtaki.aggregator.wire import Wire
-from sirtaki.host_port import parse_address
 
 Play = Callable[..., Judge]
 Event = tuple[int, int, str, str, str]
@@ -47,19 +42,18 @@ def play(launcher: Launcher, tmp_path: Path) -> Play:
         *,
         env: Mapping[str, str] = MappingProxyType({}),
         iterations: int = 40,
-        single: bool = False,
         with_set: bool = False,
     ) -> Judge:
         env = {"SIRTAKI_SPARSE": way, "SIRTAKI_WARMUP_ITERATIONS": "4", **env}
         events = comings_and_goings(moments)
-        plan = {"events": events, "iterations": iterations, "single": single, "with_set": with_set}
+        plan = {"events": events, "iterations": iterations, "with_set": with_set}
         with ElasticJob(launcher, tmp_path, ranks=2, env=env, program="elastic_rows.py", **plan) as job:
             judge = job.run(100.0)
         judge.iterations = iterations
         assert [line["action"] for line in judge.lines("event")] == ["add", "kill"] * len(moments), judge.output
         assert len(judge.lines("end")) == 2, judge.output
         history = judge.effective()
-        tolerance = 1e-4 if single else 1e-9
+        tolerance = 1e-9
         check(history, "weights", "hash", tolerance=tolerance)
         if with_set:
             check([lines[:2] for lines in history], "inner", "inner_hash", tolerance=tolerance)
@@ -70,7 +64,7 @@ def play(launcher: Launcher, tmp_path: Path) -> Play:
 
 def check(history: list[list[Line]], weights: str, digest: str, *, tolerance: float) -> None:
     """All ranks have the same weights, which are those of float64, given who took part."""
-    alone = Model(single=False)
+    alone = Model()
     optimizers = alone.optimizers()
     for number, lines in enumerate(history):
         for optimizer in optimizers:
@@ -104,30 +98,7 @@ def test_each_way(play: Play, way: str, env: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, GLOO], ids=["shared_memory", "gloo"])
-def test_where_the_way_is_chosen(play: Play, env: dict[str, str]) -> None:
-    judge = play("auto", [LEARN, PROBE, TRY, KEEP], env=env, iterations=260)
+@pytest.mark.parametrize(("env", "with_set"), [({}, False), (GLOO, True)], ids=["shared_memory", "gloo"])
+def test_where_the_way_is_chosen(play: Play, env: dict[str, str], with_set: bool) -> None:
+    judge = play("auto", [LEARN, PROBE, TRY, KEEP], env=env, iterations=260, with_set=with_set)
     assert judge.lines("iteration")[-1]["stage"] == "keep"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_set", [False, True])
-@pytest.mark.parametrize("way", ["hot_cold", "auto"])
-def test_an_aggregator_serves_whoever_is_there(play: Play, way: str, with_set: bool) -> None:
-    moments = [LEARN, PROBE, KEEP] if way == "hot_cold" else [LEARN, PROBE, TRY, KEEP]
-    with process("--jobs", "2" if with_set else "1") as (address, _):
-        judge = play(
-            way,
-            moments,
-            env={"SIRTAKI_AGGREGATOR": address},
-            iterations=260,
-            single=True,
-            with_set=with_set,
-        )
-        wire = Wire.connected(parse_address(address))
-        counted = ask_status(wire) or {}
-        wire.close()
-    generations = 1 + 2 * len(moments)
-    assert counted["sessions"] == generations * (2 if with_set else 1), judge.output
-    assert "not used" not in judge.output
-    assert way == "auto" or last_ways(judge)[generations] == {"aggregator"}
