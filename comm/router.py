@@ -47,7 +47,10 @@ class Router:
     Attributes:
         device: where the gradients are.
         transports: those that exist, no stream of which need be open.
+        between_nodes: plans use no hierarchical route, whose sums within nodes cannot be compressed.
     """
+
+    between_nodes = False
 
     def __init__(
         self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
@@ -170,7 +173,11 @@ class Router:
     @property
     def routes(self) -> tuple[Route, ...]:
         """What a plan may use here, the best guess first; routes that have turned out not to open are left out."""
-        return tuple(route for route in self._possible() if self._refused.get(route, 2) > 1)
+        return tuple(
+            route
+            for route in self._possible()
+            if self._refused.get(route, 2) > 1 and not (self.between_nodes and route[1] is TREE)
+        )
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
         """The largest number of streams that every one of these routes (all) offers.

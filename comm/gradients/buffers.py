@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import repeat
 from operator import attrgetter, is_
@@ -15,6 +15,7 @@ import torch
 
 from sirtaki.errors import ConfigError
 
+from ..compress import Feedback, Scheme
 from ..device import Device, Event, copy_
 from ..plan import GradientLayout
 from ..router import Router
@@ -153,12 +154,16 @@ class Reduction:
 
     Attributes:
         wire_dtype: the type in which gradients of each dtype travel; those not named travel as they are.
+        compression: how they travel in fewer bytes than that; None = they do not.
+        feedback: what compression owes.
     """
 
     op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     wire_dtype: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
+    compression: Scheme | None = None
+    feedback: Feedback = field(default_factory=Feedback, compare=False)
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype on the wire of gradients of `dtype`."""

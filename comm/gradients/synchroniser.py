@@ -39,6 +39,7 @@ from sirtaki.comm.router import Router
 from sirtaki.errors import PlanError
 
 from .. import recorder, timeline
+from ..compress import CompressedUnits
 from ..device import Event
 from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_
@@ -163,6 +164,11 @@ class Synchroniser:
         self._default_plan, self._unused_as_none = default_plan, unused_as_none
         self._device = router.device
         self._device.users += 1
+        self._compressed: CompressedUnits | None = None
+        if reduction.compression is not None and not router.device.streams:
+            self._compressed = CompressedUnits(
+                router, reduction.compression, reduction.feedback, rank=control.rank, size=control.size
+            )
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
@@ -215,6 +221,8 @@ class Synchroniser:
             held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
         )
         self.plans = tuple(plans)
+        if self._compressed is not None:
+            self._compressed.lay_out(buffers.groups)
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
@@ -391,7 +399,8 @@ class Synchroniser:
         if reduction.prescale != 1.0:
             self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
         issued = None if now.trace is None else self._device.record_event()
-        work = self._router.all_reduce(
+        carrier = self._router if self._compressed is None or self.profiling else self._compressed
+        work = carrier.all_reduce(
             buffer,
             unit.start,
             unit.stop,
@@ -636,7 +645,8 @@ class Synchroniser:
         )
 
     def close(self) -> bool:
-        """Ends the negotiation thread; gradients keep their values. Once. False if its communicator stays in use."""
+        """Ends the threads; gradients keep their values. Once. False if a thread stays, and uses its communicator."""
         self._device.users -= 1
         del self._default_plan  # it leads back to whom it belongs
-        return self._negotiation is None or self._negotiation.close()
+        ended = self._compressed is None or self._compressed.close()
+        return (self._negotiation is None or self._negotiation.close()) and ended

@@ -18,9 +18,12 @@ from sirtaki.engine.reducing.reducer import ReducerOptions
 from sirtaki.errors import ConfigError
 
 from .basics import record_if_wanted
+from .compression import Choice, Compression, reduction_options
 
 
-def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None) -> None:
+def attach(
+    model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none
+) -> None:
     """Collective, before the first backward pass: from now on Sirtaki averages the gradients of `model`.
 
     Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more, if it has
@@ -30,6 +33,7 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
     Args:
         model: whose process group has all ranks; on one device.
         arms: search techniques to tune with, instead of the usual ones.
+        compression: how gradients travel, as `DistributedOptimizer` takes it.
 
     Raises:
         ConfigError: the model's process group has not all ranks in it, or Sirtaki has been initialised with other
@@ -61,7 +65,8 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
         return
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-    options = ReducerOptions(reduction=Reduction(postscale=1.0 / current.size), unused_as_none=True, arms=arms)
+    reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
+    options = ReducerOptions(reduction=reduction, unused_as_none=True, arms=arms)
     gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
     if model.static_graph:
         gradients.count_arrivals()

@@ -96,7 +96,9 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    state = broadcast_state(optimizer.state_dict(), root_rank, "optimizer_state")
+    state = optimizer.state_dict()
+    state.pop("sirtaki_compression", None)  # of each rank its own
+    state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         optimizer.load_state_dict(state)
     for group in optimizer.param_groups:

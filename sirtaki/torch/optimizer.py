@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
+from sirtaki.comm.compress import Feedback
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.reducing.optimizer_gradients import CLOSED, OptimizerGradients, reducers_of
@@ -29,7 +30,7 @@ from sirtaki.engine.tuning.warmup import NO_LOG
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import Overlap
 
-from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
+from .compression import Choice, Compression, Compressor, reduction_options
 from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
 from .mpi_ops import Adasum, Average, Sum, allreduce, allreduce_async_, synchronize
 from .overlap import (
@@ -55,7 +56,8 @@ class GradientRecipe:
 
     Attributes:
         named: all parameters of the optimizer with their names, frozen ones too.
-        wire_dtype: see `Reduction`.
+        compression: fields of `Reduction` that say how gradients travel.
+        feedback: see `Reduction`; the same in all generations of a job.
         passes: backward passes whose gradients are added up.
         op: Average or Sum.
         predivide: divides before the sum and multiplies after it.
@@ -67,7 +69,7 @@ class GradientRecipe:
     """
 
     named: list[tuple[str, torch.Tensor]]
-    wire_dtype: tuple[tuple[torch.dtype, torch.dtype], ...]
+    compression: dict[str, Any]
     passes: int
     op: int
     predivide: float
@@ -76,6 +78,7 @@ class GradientRecipe:
     arms: Sequence[Arm] | None
     process_set: ProcessSet
     overlaps: bool = False
+    feedback: Feedback = field(default_factory=Feedback)
 
     @property
     def signature(self) -> str:
@@ -101,7 +104,8 @@ class GradientRecipe:
         reduction = Reduction(
             prescale=1.0 / self.predivide,
             postscale=self.predivide / count if self.op == Average else 1.0,
-            wire_dtype=self.wire_dtype,
+            feedback=self.feedback,
+            **self.compression,
         )
         options = ReducerOptions(
             reduction=reduction,
@@ -119,6 +123,9 @@ class GradientRecipe:
         there = require_opened(self.process_set)
         return current.rank_sets.members(there.number) if there.engine is not None else None
 
+
+OWED = "sirtaki_compression"
+"""In an optimizer's state: what its rank owes, see `Feedback`."""
 
 UNSKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -254,6 +261,19 @@ class AveragingOptimizer(Distributed):
         self._recipe.named = [*self._recipe.named, *added]
         if self._gradients is not None:
             self._gradients.extend(added)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
+        state: dict[str, Any] = super().state_dict()
+        return (
+            state | {OWED: self._recipe.feedback.state_dict()} if "compression" in self._recipe.compression else state
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; takes over what is owed, too, if the state says it."""
+        super().load_state_dict(state_dict)
+        if OWED in state_dict:
+            self._recipe.feedback.load_state_dict(state_dict[OWED])
 
     def close(self) -> None:
         """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
@@ -648,7 +668,7 @@ NamedParameters = Iterable[tuple[str, torch.Tensor]]
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Choice = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -665,7 +685,8 @@ def DistributedOptimizer(
     Args:
         optimizer: the optimizer to wrap; its parameter groups and state are shared.
         named_parameters: names for messages; the same on all ranks.
-        compression: how gradients travel.
+        compression: how gradients travel: one of `Compression`'s, or an object that packs numbers into bytes, with the
+            methods of `sirtaki.comm.compress.Codec`.
         backward_passes_per_step: backward passes whose gradients are added up before they are reduced.
         op: Average or Sum of the gradients, or Adasum of the updates.
         gradient_predivide_factor: divides before the sum and multiplies after it, with Average only.
@@ -704,13 +725,15 @@ def DistributedOptimizer(
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if not isinstance(compression, type) or not issubclass(compression, Compressor):
+            raise ConfigError("op=Adasum takes Compression.none, .fp16 or .bf16: it combines updates, not gradients")
         logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
         combining = wrap_adasum(optimizer, named, compression=compression)
         keep(combining, current)
         return combining
     recipe = GradientRecipe(
         named=named,
-        wire_dtype=_wire_dtypes(compression),
+        compression=reduction_options(compression),
         passes=backward_passes_per_step,
         op=op,
         predivide=gradient_predivide_factor,
@@ -785,15 +808,6 @@ def _named_parameters(
             "Python list of all parameters must be passed, including frozen ones."
         )
     return [(name_of[id(param)], param) for param in params]
-
-
-def _wire_dtypes(compression: type[Compressor]) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-    if issubclass(compression, NoneCompressor):
-        return ()
-    if not issubclass(compression, _CastCompressor):
-        raise ConfigError(f"compression= takes Compression.none, .fp16 or .bf16, not {compression!r}")
-    # Of all parameters that there are or may be, so that optimizers of one compression agree on those that they share.
-    return tuple((dtype, compression.wire) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 def sparse_gradients() -> list[SparseSummary]:

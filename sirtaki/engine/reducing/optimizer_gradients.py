@@ -154,7 +154,10 @@ class OptimizerGradients:
         mine, other = self._options, owner.options
         if mine.sparse_as_dense != other.sparse_as_dense:
             return f"sparse_as_dense={other.sparse_as_dense} (here: {mine.sparse_as_dense})"
-        if mine.reduction.travels_as(dtype) != other.reduction.travels_as(dtype):
+        if (
+            mine.reduction.travels_as(dtype) != other.reduction.travels_as(dtype)
+            or mine.reduction.compression != other.reduction.compression
+        ):
             return "another compression"
         if replace(mine.reduction, wire_dtype=()) != replace(other.reduction, wire_dtype=()):
             return "another op or gradient_predivide_factor"

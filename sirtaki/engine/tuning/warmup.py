@@ -271,6 +271,7 @@ class TunedSynchroniser:
         self._key = "" if carried is None else key_of(names, params)
         self._kept: Knobs | None = None  # by the last warm-up or re-tune of this generation
         self.router = open_router(control, settings, params)
+        self.router.between_nodes = reduction.compression is not None
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)

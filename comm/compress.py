@@ -1,0 +1,464 @@
+"""Sends gradients in fewer bytes than they have, with what is lost given back in the next step (error feedback).
+
+A unit is compressed where it leaves, so that everything before and behind it stays as it is: hooks, accumulation, plans
+and their trials. Each stream has a thread, in which a unit goes through these hands:
+
+    all_reduce ─▶ the stream's queue ─▶ what was lost before is added ─▶ a scheme's `reduce` ─▶ what is lost now is kept
+
+What is lost is kept for each parameter by name (`Feedback`), so that it outlives plans, buffers, and generations of a
+job. A scheme may leave out what it likes: the sum over steps of what is applied stays the sum of the gradients. Numbers
+that are not finite come out not finite on all ranks, as a loss scaler expects, and leave no trace in the next step.
+
+Units are compressed between hosts, over TCP; where ranks share memory, and on GPUs, they travel as they are. So do the
+control flags at a buffer's end, and iterations in which the order of gradients is profiled.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from sirtaki.errors import CommError, ConfigError
+
+from .plan import Algorithm, GradientLayout, Route, TransportKind
+from .router import Router
+from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work
+
+FEWEST = 1024
+"""Units of fewer elements travel as they are."""
+
+FLAGS = "sirtaki.control_flags"
+
+
+@runtime_checkable
+class Codec(Hashable, Protocol):
+    """How numbers become fewer bytes; a user's own may take the place of ours. Equal on all ranks."""
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """Bytes, `(m,)` uint8, that stand for `(n,)` float32; m follows from n. Not finite must stay not finite."""
+        ...
+
+    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        """`(count,)` float32 that come close to what was packed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blockwise:
+    """A byte a number, and a float32 for each block of them: its largest number, as the dtype's largest.
+
+    Attributes:
+        dtype: int8, or one of float8.
+        block: numbers that share a scale.
+    """
+
+    dtype: torch.dtype = torch.int8
+    block: int = 256
+
+    @property
+    def _largest(self) -> float:
+        return float(torch.finfo(self.dtype).max if self.dtype.is_floating_point else torch.iinfo(self.dtype).max)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """The scales, then the numbers."""
+        count = values.numel()
+        padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
+        scales = padded.abs().amax(1).div_(self._largest)
+        # What is too small to be divided by is left to the next step.
+        shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
+        if not self.dtype.is_floating_point:
+            shares.round_()
+        return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
+
+    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        """See `Codec`."""
+        n_blocks = -(-count // self.block)
+        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # bytes of a message need not be aligned
+        numbers = packed[4 * n_blocks :].view(self.dtype).float()
+        padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
+        return padded.mul_(scales[:, None]).view(-1)[:count]
+
+
+class Scheme(Protocol):
+    """A way to add up vectors of all ranks roughly."""
+
+    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: the sum of `unit.values` over the ranks, the same bits on all; and what of it this rank owes.
+
+        What all ranks owe together is the exact sum less the result, but for rounding.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A vector that is to be added up over the ranks, with the means to do so.
+
+    Attributes:
+        values: `(n,)` float32, of this rank; not to be changed.
+        pieces: of which parameters it has elements, see `Piece`.
+        factors: what PowerSGD keeps of each piece, by its key.
+    """
+
+    values: torch.Tensor
+    pieces: Sequence[Piece]
+    factors: dict[str, torch.Tensor]
+    rank: int
+    size: int
+    _router: Router
+    _route: Route
+    _stream: int
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Collective: adds up a contiguous vector exactly, in place."""
+        if tensor.numel():
+            buffer = FlatBuffer(tensor)
+            work = self._router.all_reduce(buffer, 0, tensor.numel(), route=self._route, stream=self._stream)
+            self._router.wait_for([work])
+        return tensor
+
+    def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Collective: sends bytes to each rank but itself, and returns what comes, by sender.
+
+        Args:
+            parcels: by receiver; the one to itself is left out.
+            lengths: by receiver: of each parcel that it gets.
+        """
+        by_sender = np.tile(np.array(lengths, dtype=np.int64), (self.size, 1))
+        np.fill_diagonal(by_sender, 0)
+        others = [parcel for to, parcel in enumerate(parcels) if to != self.rank]
+        return self._carry(torch.cat(others), Parcels(by_sender))
+
+    def gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Collective: the bytes of all ranks, of these lengths."""
+        return self._carry(parcel, Parcels.to_all(lengths))
+
+    def _carry(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
+        received = parcels.received_by(self.rank)
+        incoming = torch.empty(sum(received), dtype=torch.uint8)
+        work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, route=self._route, stream=self._stream)
+        self._router.wait_for([work])
+        return list(torch.split(incoming, received))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `[start, stop)` of a unit that are some rows of a parameter, as a matrix of its outermost dimension.
+
+    Attributes:
+        key: the parameter's name and the first of these rows.
+        columns: of the matrix; the elements are whole rows of it.
+    """
+
+    key: str
+    start: int
+    stop: int
+    columns: int
+
+
+@lru_cache(maxsize=4096)
+def _packed_bytes(codec: Codec, count: int) -> int:
+    return codec.pack(torch.zeros(count)).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Each rank adds up a part of the unit: parts are sent to it packed, and its sum to all, packed again.
+
+    That way sums are made of float32, and both roundings are given back: that of a part by who has packed it.
+    """
+
+    codec: Codec = field(default_factory=Blockwise)
+
+    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Scheme`."""
+        values, codec, me, size = unit.values, self.codec, unit.rank, unit.size
+        edges = [values.numel() * number // size for number in range(size + 1)]
+        counts = [stop - start for start, stop in pairwise(edges)]
+        parts, owed = torch.split(values, counts), torch.empty_like(values)
+        lengths = [_packed_bytes(codec, count) for count in counts]
+        packed = [part.new_empty(0) if to == me else codec.pack(part) for to, part in enumerate(parts)]
+        arriving = unit.exchange(packed, lengths)
+        for to, (part, debt) in enumerate(zip(parts, torch.split(owed, counts), strict=True)):
+            if to != me:
+                torch.sub(part, codec.unpack(packed[to], counts[to]), out=debt)
+        total = parts[me].clone()
+        for sender, parcel in enumerate(arriving):
+            if sender != me:
+                total += codec.unpack(parcel, counts[me])
+        mine = codec.pack(total)
+        sums = unit.gather(mine, lengths)
+        result = torch.cat([codec.unpack(parcel, count) for parcel, count in zip(sums, counts, strict=True)])
+        owed[edges[me] : edges[me + 1]] = total - result[edges[me] : edges[me + 1]]
+        return result, owed
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The largest numbers of each rank, with their places, are sent to all; the bytes grow with the ranks."""
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio <= 1.0:
+            raise ConfigError(
+                f"topk takes the part of the numbers that is sent, above 0 and at most 1, not {self.ratio}"
+            )
+
+    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Scheme`."""
+        values = unit.values
+        count = max(1, math.ceil(self.ratio * values.numel()))
+        if count * unit.size >= values.numel():  # eight bytes for each of those, and for each number of an all-reduce
+            return unit.sum_(values.clone()), torch.zeros_like(values)
+        places = torch.topk(values.abs(), count, sorted=False).indices
+        parcel = torch.cat([places.int().view(torch.uint8), values[places].view(torch.uint8)])
+        result, owed = torch.zeros_like(values), values.clone()
+        for sent in unit.gather(parcel, [parcel.numel()] * unit.size):
+            there, numbers = torch.split(sent.clone().view(torch.int32), count)
+            result.index_add_(0, there, numbers.view(torch.float32))
+        owed[places] = 0.0
+        return result, owed
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSgd:
+    """Matrices as products of two narrow ones (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
+
+    A parameter's outermost dimension are the rows; a unit's part of it is a matrix by itself. What is no matrix, or too
+    small to gain, is added up exactly.
+
+    Attributes:
+        rank: columns of the narrow ones.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"powersgd takes a rank of at least 1, not {self.rank}")
+
+    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Scheme`."""
+        values, plain = unit.values, torch.ones(unit.values.numel(), dtype=torch.bool)
+        blocks: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
+        for piece in unit.pieces:
+            matrix = values[piece.start : piece.stop].view(-1, piece.columns)
+            rows, columns = matrix.shape
+            if rows * columns > 2 * self.rank * (rows + columns):
+                plain[piece.start : piece.stop] = False
+                blocks.append((piece, matrix, self._factor(unit, piece)))
+        # What is not finite stays so, and a decomposition of it might not end.
+        narrow = [
+            torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
+            for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
+        ]
+        rights = [matrix.T @ left for (_, matrix, _), left in zip(blocks, narrow, strict=True)]
+        *rights, exact = _summed(unit, [*rights, values[plain]])
+        result, owed = torch.empty_like(values), torch.zeros_like(values)
+        result[plain] = exact
+        for (piece, matrix, _), left, right in zip(blocks, narrow, rights, strict=True):
+            unit.factors[piece.key] = right.clone()
+            product = result[piece.start : piece.stop].view(-1, piece.columns)
+            torch.mm(left, right.T, out=product)
+            torch.sub(matrix, product, alpha=1.0 / unit.size, out=owed[piece.start : piece.stop].view_as(matrix))
+        return result, owed
+
+    def _factor(self, unit: Unit, piece: Piece) -> torch.Tensor:
+        """The right factor of the step before; where there is none, or a useless one, the same noise on all ranks."""
+        shape = (piece.columns, self.rank)
+        known = unit.factors.get(piece.key)
+        if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
+            return known
+        generator = torch.Generator().manual_seed(zlib.crc32(piece.key.encode()))
+        return torch.randn(shape, generator=generator)
+
+
+def _summed(unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Collective: several tensors, each added up over the ranks, in one message."""
+    if not tensors:
+        return []
+    flat = unit.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@dataclass(eq=False)
+class Feedback:
+    """What a rank owes of each parameter's gradient; outlives whatever reduces them.
+
+    Attributes:
+        owed: by the parameter's name, `(n,)` float32 in the order of memory.
+        factors: see `Unit`.
+    """
+
+    owed: dict[str, torch.Tensor] = field(default_factory=dict)
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of all, of this rank."""
+        return {
+            "owed": {name: owed.clone() for name, owed in self.owed.items()},
+            "factors": {name: factor.clone() for name, factor in self.factors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Goes on from there; parameters that are not in it owe nothing."""
+        for name, owed in self.owed.items():
+            there = state["owed"].get(name)
+            if there is None or there.shape != owed.shape:
+                owed.zero_()
+            else:
+                owed.copy_(there)
+        self.owed |= {name: there.clone() for name, there in state["owed"].items() if name not in self.owed}
+        self.factors.clear()
+        self.factors |= {name: there.clone() for name, there in state["factors"].items()}
+
+
+class Laid(Protocol):
+    """What is needed of a `GradientGroup`."""
+
+    layout: GradientLayout
+    buffer: FlatBuffer
+    places: list[torch.Tensor]
+
+
+class CompressedUnits:
+    """Carries units as the router does, in fewer bytes where that is possible."""
+
+    def __init__(self, router: Router, scheme: Scheme, feedback: Feedback, *, rank: int, size: int) -> None:
+        """Starts no thread yet.
+
+        Args:
+            router: carries what is left; closed by the caller, after this.
+            scheme: how to compress.
+            feedback: see there.
+            rank: of this process.
+            size: how many ranks there are.
+        """
+        self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
+        self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._owed: dict[int, torch.Tensor] = {}
+        self._laid: dict[int, Laid] = {}
+
+    def lay_out(self, groups: Sequence[Laid]) -> None:
+        """With nothing under way: gradients lie in these buffers from now on, and leave by another plan."""
+        self._feedback.factors.clear()  # they are of other pieces
+        self._owed, self._laid = {}, {id(group.buffer): group for group in groups}
+        for group in groups:
+            if not group.buffer.tensor.is_floating_point():
+                continue
+            owed = self._owed[id(group.buffer)] = torch.zeros(group.layout.numel)
+            for name, start, stop in _spans(group.layout):
+                before = self._feedback.owed.get(name)
+                if before is not None and before.numel() == stop - start:
+                    owed[start:stop] = before
+                self._feedback.owed[name] = owed[start:stop]
+
+    def all_reduce(
+        self,
+        buffer: FlatBuffer,
+        start: int,
+        stop: int,
+        *,
+        route: Route,
+        stream: int,
+        threads: int | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        scale: float = 1.0,
+    ) -> Work:
+        """As `Router.all_reduce`; all units of a stream go through here, or none."""
+        sockets = route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
+        if not sockets or op is not ReduceOp.SUM:
+            return self._router.all_reduce(
+                buffer, start, stop, route=route, stream=stream, threads=threads, op=op, scale=scale
+            )
+        work = ThreadWork()
+
+        def task() -> None:
+            try:
+                end = min(stop, self._laid[id(buffer)].layout.offsets[-2]) if self._has_flags(buffer) else stop
+                compressible = id(buffer) in self._owed and end - start >= FEWEST
+                plain = end if compressible else start
+                if compressible:
+                    self._reduce(buffer, start, end, route, stream, scale)
+                if plain < stop:
+                    self._router.wait_for(
+                        [self._router.all_reduce(buffer, plain, stop, route=route, stream=stream, scale=scale)]
+                    )
+            except CommError as err:
+                work.finish(err)
+            except Exception as err:  # whatever it is, the waiting thread must hear of it
+                work.finish(CommError(f"elements [{start}, {stop}) of a gradient could not be compressed: {err!r}"))
+            else:
+                work.finish()
+
+        self._queue(stream).put(task)
+        return work
+
+    def _has_flags(self, buffer: FlatBuffer) -> bool:
+        return self._laid[id(buffer)].layout.names[-1:] == (FLAGS,)
+
+    @torch.no_grad()
+    def _reduce(self, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float) -> None:
+        target, owed = buffer.tensor[start:stop], self._owed[id(buffer)][start:stop]
+        values = owed.add_(target)
+        pieces = [] if not isinstance(self._scheme, PowerSgd) else self._pieces(buffer, start, stop)
+        unit = Unit(values, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream)
+        result, now_owed = self._scheme.reduce(unit)
+        owed.copy_(now_owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        target.copy_(result if scale == 1.0 else result.mul_(scale))
+
+    def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:
+        """Of all parameters of which `[start, stop)` has whole rows."""
+        group, pieces = self._laid[id(buffer)], []
+        for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
+            if end <= start or first >= stop or first == end or place.dim() < 2:
+                continue
+            outermost = max(range(place.dim()), key=lambda dim: (place.shape[dim] > 1, place.stride(dim)))
+            columns = (end - first) // place.shape[outermost]
+            low = first + -(-max(0, start - first) // columns) * columns
+            high = first + (min(end, stop) - first) // columns * columns
+            if low < high:
+                pieces.append(Piece(f"{name}[{(low - first) // columns}:]", low - start, high - start, columns))
+        return pieces
+
+    def _queue(self, stream: int) -> queue.SimpleQueue[Callable[[], None] | None]:
+        tasks = self._tasks.get(stream)
+        if tasks is None:
+            tasks = self._tasks[stream] = queue.SimpleQueue()
+            thread = threading.Thread(target=_run, args=(tasks,), name=f"sirtaki-compress-{stream}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return tasks
+
+    def close(self) -> bool:
+        """Ends the threads; what is under way ends first, or fails. False if one waits for other ranks."""
+        for tasks in self._tasks.values():
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _run(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds buffers
+
+
+def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:
+    """Names of parameters, and where they lie."""
+    there = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
+    return [(name, start, stop) for name, start, stop in there if name != FLAGS]
