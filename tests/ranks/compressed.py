@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from conformance.training import assert_equal_on_all_ranks, batch, main
+from torch import distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError
+from sirtaki.torch import ddp
 
 
 class Halves:
@@ -242,6 +246,30 @@ def sets_of_ranks_sparse_rows_and_joined_ranks_go_along() -> None:
         hvd.remove_process_set(pair)
 
 
+def gradients_of_ddp_are_compressed_too() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = hvd.broadcast_object(store.port if store else None)
+    store = store or TCPStore("127.0.0.1", port, size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(80, 60))
+    ddp.attach(model, compression=hvd.Compression.int8)
+    applied, truth = torch.zeros(60, 80), torch.zeros(60, 80)
+    for step in range(8):
+        model.zero_grad()
+        inputs = batch(rank, step, 4, 80, dtype=torch.float32)
+        model(inputs).sum().backward()
+        exact = inputs.sum(0).expand(60, 80).contiguous()
+        truth += hvd.allreduce(exact, name="exact")
+        applied += model.module.weight.grad
+        if step == 7 and size > 1:
+            lost = float((applied - truth).norm() / truth.norm())
+            assert 0.0 < lost < 0.01, lost  # of eight steps only the last one's is owed
+    assert_equal_on_all_ranks(model)
+    dist.destroy_process_group()
+
+
 def raises(words: str, act: Callable[[], Any]) -> None:
     try:
         act()
@@ -275,6 +303,7 @@ CASES = (
     a_state_that_is_loaded_owes_the_same,
     all_dtypes_train,
     sets_of_ranks_sparse_rows_and_joined_ranks_go_along,
+    gradients_of_ddp_are_compressed_too,
     what_cannot_be_compressed_is_told,
 )
 

@@ -18,7 +18,7 @@ def optimizer() -> Any:
     made._begin(
         GradientRecipe(
             named=[("param", param)],
-            wire_dtype=(),
+            compression={},
             passes=1,
             op=Average,
             predivide=1.0,

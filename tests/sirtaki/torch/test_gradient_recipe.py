@@ -17,7 +17,7 @@ from sirtaki.torch.process_sets import Average, ProcessSet, Sum, global_process_
 def recipe(*shape: int, name: str = "weight", **changes: Any) -> GradientRecipe:
     made = GradientRecipe(
         named=[(name, torch.zeros(*shape))],
-        wire_dtype=(),
+        compression={},
         passes=1,
         op=Average,
         predivide=1.0,
