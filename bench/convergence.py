@@ -77,6 +77,8 @@ class Recommender(nn.Module):
     def __init__(self, words: int) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(words, 32), nn.Embedding(words, 32)
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Scores of all words, for each that has gone before."""

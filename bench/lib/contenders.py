@@ -242,7 +242,13 @@ class Sirtaki(Contender):
     """An ordinary Horovod loop over `sirtaki.torch`."""
 
     def __init__(
-        self, make_model: ModelMaker, *, tune: bool, overlap_forward: bool = False, **fixed: TransportKind | int
+        self,
+        make_model: ModelMaker,
+        *,
+        tune: bool,
+        overlap_forward: bool = False,
+        compression: Any = None,
+        **fixed: TransportKind | int,
     ) -> None:
         """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up.
 
@@ -250,6 +256,7 @@ class Sirtaki(Contender):
             make_model: the model and its input.
             tune: as the setting.
             overlap_forward: as the argument of DistributedOptimizer.
+            compression: the same; None = none.
             fixed: knobs, as settings.
         """
         import sirtaki.torch as hvd
@@ -262,7 +269,10 @@ class Sirtaki(Contender):
         current.settings = replace(settings, tune=tune, **fixed)  # type: ignore[arg-type]  # knobs
         try:
             self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer, named_parameters=self.model.named_parameters(), overlap_forward=overlap_forward
+                self.optimizer,
+                named_parameters=self.model.named_parameters(),
+                compression=compression or hvd.Compression.none,
+                overlap_forward=overlap_forward,
             )
         finally:
             current.settings = settings
