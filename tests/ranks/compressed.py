@@ -248,6 +248,8 @@ def sets_of_ranks_sparse_rows_and_joined_ranks_go_along() -> None:
 
 def gradients_of_ddp_are_compressed_too() -> None:
     rank, size = hvd.rank(), hvd.size()
+    if size == 1:  # where nothing is attached
+        return
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = hvd.broadcast_object(store.port if store else None)
     store = store or TCPStore("127.0.0.1", port, size, is_master=False)
@@ -263,7 +265,7 @@ def gradients_of_ddp_are_compressed_too() -> None:
         exact = inputs.sum(0).expand(60, 80).contiguous()
         truth += hvd.allreduce(exact, name="exact")
         applied += model.module.weight.grad
-        if step == 7 and size > 1:
+        if step == 7:
             lost = float((applied - truth).norm() / truth.norm())
             assert 0.0 < lost < 0.01, lost  # of eight steps only the last one's is owed
     assert_equal_on_all_ranks(model)
