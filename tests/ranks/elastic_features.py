@@ -135,7 +135,36 @@ def less_often() -> None:
     )
 
 
-PLAYS = {"waits": waits, "sets": sets, "beginning": beginning, "less_often": less_often}
+def compressed() -> None:
+    """A rank is lost, and another comes, while gradients lose something on their way."""
+    torch.manual_seed(there.worker)
+    model = torch.nn.Linear(60, 50)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), hvd.Compression.topk(0.1))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 60:
+            optimizer.zero_grad()
+            (model.weight - torch.arange(3000.0).view(50, 60) / 3000).square().sum().mul(0.5).backward()
+            optimizer.step()
+            state.step += 1
+            if there.worker == 1 and state.step == 12:
+                os.kill(os.getpid(), signal.SIGKILL)
+            owed = optimizer.state_dict()["sirtaki_compression"]["owed"]["weight"]
+            state.commit()
+            log("step", step=state.step, size=hvd.size(), owed=owed.norm().item())
+            while state.step == 16 and hvd.size() < 3:  # until the next one has come
+                time.sleep(0.01)
+                state.commit()
+
+    train(state)
+    off = (model.weight - torch.arange(3000.0).view(50, 60) / 3000).abs().max()
+    log("hash", hash=hash_of(model), off=off.item())
+
+
+PLAYS = {"compressed": compressed, "waits": waits, "sets": sets, "beginning": beginning, "less_often": less_often}
 
 if __name__ == "__main__":
     there = ToldMembership()

@@ -238,6 +238,19 @@ def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_pa
         assert steps == list(range(1, 25)), steps
 
 
+def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_path: Path) -> None:
+    env = {"SIRTAKI_TRANSPORT": "gloo"}
+    with ElasticJob(launcher, tmp_path, ranks=3, env=env, program="elastic_features.py", play="compressed") as job:
+        job.replaces = True
+        judge = job.run(60.0)
+    assert judge.codes == {0: 0, 1: -9, 2: 0, 3: 0}, judge.output
+    ends = judge.lines("hash")
+    assert len({line["hash"] for line in ends}) == 1, ends
+    assert all(line["off"] < 0.1 for line in ends), ends
+    owed = {(line["worker"], line["step"]): line["owed"] for line in judge.lines("step")}
+    assert all(owed[worker, step] > 0.0 for worker in (0, 2) for step in (11, 12, 13, 17)), owed
+
+
 # ── repeating ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

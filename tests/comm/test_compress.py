@@ -1,0 +1,73 @@
+"""Codecs of compressed gradients, and what a rank owes; test_compressed.py trains with them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.comm.compress import Blockwise, Codec, Feedback, PowerSgd, TopK
+from sirtaki.errors import ConfigError
+
+CODECS = [Blockwise(), Blockwise(torch.float8_e4m3fn), Blockwise(block=7)]
+FINEST = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
+"""What a number may be off by, of its block's largest; of float8, of itself."""
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(count=st.integers(0, 700), seed=st.integers(0, 99), decades=st.integers(-30, 30))
+def test_numbers_come_out_close_to_what_they_were(codec: Blockwise, count: int, seed: int, decades: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 10.0**decades
+    packed = codec.pack(values)
+    assert packed.dtype is torch.uint8
+    assert packed.numel() == count + 4 * math.ceil(count / codec.block) == codec.pack(torch.zeros(count)).numel()
+    there = torch.cat([torch.zeros(1, dtype=torch.uint8), packed])[1:]  # as it lies in a message, at any address
+    back = codec.unpack(there, count)
+    for block, restored in zip(values.split(codec.block), back.split(codec.block), strict=True):
+        if block.numel():
+            assert (restored - block).abs().max() <= 1.01 * FINEST[codec.dtype] * block.abs().max()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so_and_spoils_its_block_only(codec: Blockwise, value: float) -> None:
+    values = torch.ones(3 * codec.block)
+    values[codec.block + 1] = value
+    back = codec.unpack(codec.pack(values), values.numel())
+    assert not back[codec.block + 1].isfinite()
+    assert torch.equal(back[: codec.block], torch.ones(codec.block))
+    assert torch.equal(back[2 * codec.block :], torch.ones(codec.block))
+
+
+def test_numbers_too_small_to_be_divided_by_come_out_as_zeros() -> None:
+    values = torch.full((300,), 1e-42)
+    assert not Blockwise().unpack(Blockwise().pack(values), 300).any()
+
+
+def test_an_object_with_the_two_methods_is_a_codec() -> None:
+    assert isinstance(Blockwise(), Codec)
+    assert not isinstance(object(), Codec)
+
+
+def test_what_is_owed_goes_on_where_it_fits() -> None:
+    before, now = Feedback(), Feedback()
+    before.owed |= {"kept": torch.ones(3), "other shape": torch.ones(2), "gone": torch.ones(1)}
+    before.factors["kept[0:]"] = torch.ones(2, 1)
+    now.owed |= {"kept": torch.zeros(3), "other shape": torch.full((4,), 5.0), "new": torch.full((2,), 5.0)}
+    lying = now.owed["kept"]  # in a flat buffer, which is written in place
+    now.load_state_dict(before.state_dict())
+    before.owed["kept"].zero_()
+    assert torch.equal(lying, torch.ones(3))
+    assert not now.owed["other shape"].any()
+    assert not now.owed["new"].any()
+    assert torch.equal(now.owed["gone"], torch.ones(1))
+    assert torch.equal(now.factors["kept[0:]"], torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("wrong", [lambda: TopK(0.0), lambda: TopK(1.5), lambda: TopK(math.nan), lambda: PowerSgd(0)])
+def test_parts_and_ranks_out_of_range_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError):
+        wrong()  # type: ignore[operator]
