@@ -4,9 +4,10 @@
 
 Four emulated nodes (`bench.lib.cluster`), one rank each, train six layers of 512 × 512, 6.3 MB of gradients, whose
 computation takes next to no time: what is measured is communication. PyTorch's DDP runs plain, with
-`quantization_pertensor_hook` and with `powerSGD_hook`; Sirtaki tuned, with int8 and with PowerSGD of the same rank. All
-live in the same processes and take turns. Afterwards DiLoCo (H = 32, four fragments) trains the same model, with a
-pause of 20 ms in each step for its computation, in turns with the same loop without any communication.
+`quantization_pertensor_hook` (made to work over Gloo, see `_Gathered`) and with `powerSGD_hook`; Sirtaki tuned, with
+int8 and with PowerSGD of the same rank. All live in the same processes and take turns. Afterwards DiLoCo (H = 32, four
+fragments) trains the same model, with a pause of 20 ms in each step for its computation, in turns with the same loop
+without any communication.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from bench.lib.cluster import NetLab, why_unavailable
@@ -60,6 +62,21 @@ def block(step: Callable[[], None], steps: int, *, barrier: Callable[[], None]) 
     return timed
 
 
+class _Gathered:
+    """Gives `quantization_hooks` what it expects of a gather: NCCL's futures hold a list of lists, Gloo's a list."""
+
+    group, get_rank = dist.group, staticmethod(dist.get_rank)
+
+    @staticmethod
+    def all_gather(*args: Any, **options: Any) -> _Gathered:
+        made = _Gathered()
+        made._work = dist.all_gather(*args, **options)
+        return made
+
+    def get_future(self) -> Any:
+        return self._work.get_future().then(lambda future: [future.value()])
+
+
 def hooked(model: Callable[[], Any], kind: str) -> Ddp:
     """Collective: DDP with PyTorch's hook."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, quantization_hooks
@@ -68,6 +85,7 @@ def hooked(model: Callable[[], Any], kind: str) -> Ddp:
     assert isinstance(made.forward, nn.parallel.DistributedDataParallel)
     group = made.forward.process_group
     if kind == DDP_INT8:
+        quantization_hooks.dist = _Gathered  # type: ignore[assignment]
         made.forward.register_comm_hook(group, quantization_hooks.quantization_pertensor_hook)  # type: ignore[no-untyped-call]
     elif kind == DDP_POWERSGD:
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=2)  # type: ignore[no-untyped-call]
