@@ -12,6 +12,7 @@ from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from sirtaki.errors import ConfigError
 
@@ -219,12 +220,19 @@ WRITTEN = -1
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 """What Python counts of a view that is in `GradientBuffers.views` and in a part of that list, and nowhere else."""
 
+# How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
+_USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
+_NOBODYS = torch.empty(0).untyped_storage()
+
 
 class GradientBuffers:
     """The flat buffers of one optimizer in one order of its parameters.
 
     Users get `views`, tensors of their own over the same memory as the places: `model.half()` and the like swap the
-    memory behind a `.grad`, and a version counter of its own tells a user's write from ours.
+    memory behind a `.grad`, and a version counter of its own tells a user's write from ours. What the user keeps of
+    them stays what it is: a view that is kept is given memory of its own; and where another tensor of the user's has a
+    place's memory (`p.grad.detach()`, `p.grad[0]`), which is seen on the host only, what lies there is put back after
+    the place was used.
 
     All lists are in the order in which gradients are expected, and a *position* is a number in that order.
 
@@ -237,6 +245,7 @@ class GradientBuffers:
         places: where gradients lie in the flat buffers.
         addresses: of the places.
         views: what a parameter's `.grad` is while its gradient lies in the flat buffer.
+        lent: what is to be put back into places, by position.
         outdated: a gradient came with other strides or another dtype than its place has: the parameter was changed.
     """
 
@@ -271,7 +280,12 @@ class GradientBuffers:
         self._device.launch(first.buffer.tensor[first.layout.offsets[-2] :].zero_)
         place_of = {i: place for group in self.groups for i, place in zip(group.indices, group.places, strict=True)}
         self.places = [place_of[index] for index in order]
-        self.views = [place.data for place in self.places]
+        self.lent: dict[int, torch.Tensor] = {}
+        self.views = list(map(self._make_view, self.places))
+        # Each view has a storage of its own, whose users PyTorch counts; it is kept, so that its number stays valid.
+        self._storages = list(map(self._storage_of, self.views))
+        self._storage_ids = [storage._cdata for storage in self._storages]
+        self._users = list(map(_USERS, self._storage_ids))
         self.addresses = [place.data_ptr() for place in self.places]
         self._dtypes = [param.dtype for param in self.params]
         # A place of another dtype never is `.grad`; of one dimension there is one way to be dense.
@@ -320,6 +334,16 @@ class GradientBuffers:
             if param.grad is view:
                 param.grad = view.clone()
 
+    def _make_view(self, place: torch.Tensor) -> torch.Tensor:
+        return place.data if self._device.streams or not place.numel() else from_dlpack(place)
+
+    def _storage_of(self, view: torch.Tensor) -> torch.UntypedStorage:
+        return _NOBODYS if self._device.streams or not view.numel() else view.untyped_storage()
+
+    def has_users(self, part: slice) -> bool:
+        """Somebody has another tensor over the memory of some of these views."""
+        return list(map(_USERS, self._storage_ids[part])) != self._users[part]
+
     def is_intact(self, position: int) -> bool:
         """The view still lies in the flat buffer."""
         return self.views[position].data_ptr() == self.addresses[position]
@@ -327,7 +351,9 @@ class GradientBuffers:
     def view(self, position: int) -> torch.Tensor:
         """What to put into a parameter's `.grad`."""
         if not self.is_intact(position):
-            self.views[position] = self.places[position].data
+            self.views[position] = view = self._make_view(self.places[position])
+            self._storages[position] = self._storage_of(view)
+            self._storage_ids[position] = self._storages[position]._cdata
         return self.views[position]
 
     def fits(self, position: int) -> bool:
@@ -365,12 +391,12 @@ class GradientBuffers:
         return self.views[position]
 
     def part_with(self, positions: Sequence[int]) -> None:
-        """Gives views that somebody has kept, and that are no gradients now, memory of their own.
-
-        So a gradient that the user keeps over `zero_grad()` stays what it was. Other tensors over its memory, such as
-        `param.grad.detach()`, do not count.
-        """
+        """Before these places are used for other gradients: what the user keeps of those that lie there stays."""
         for position in positions:
+            if position not in self.lent and self.has_users(slice(position, position + 1)):
+                self.lent[position] = self.places[position].clone()
+            if position in self.lent:
+                continue
             if max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES and self.is_intact(position):
                 view = self.views[position]
                 view.data = view.detach().clone()
@@ -407,11 +433,16 @@ class GradientBuffers:
         )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copies reduced gradients from their places into tensors of another dtype or other strides."""
+        """Copies reduced gradients from their places into tensors that do not lie there; puts back what does."""
         if pairs:
             with torch.no_grad():  # a gradient made with create_graph=True has a graph
                 targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
+
+    def put_back(self, positions: Sequence[int]) -> None:
+        """Reduced gradients are out of these places: what somebody keeps of earlier ones goes back there."""
+        for position in self.lent.keys() & set(positions):
+            self._device.launch(self.places[position].copy_, self.lent.pop(position))
 
 
 class Arrivals:
@@ -499,7 +530,9 @@ class Arrivals:
             return False
         if all(map(is_, views, fresh)):  # autograd has added to what is there
             return list(map(torch.Tensor.data_ptr, views)) == buffers.addresses[part]
-        if max(map(sys.getrefcount, views)) > REFERENCES or not buffers.have_form(part, fresh):
+        if max(map(sys.getrefcount, views)) > REFERENCES or buffers.has_users(part):
+            return False
+        if not buffers.have_form(part, fresh):
             return False
         buffers.fill(own, fresh)
         try:
@@ -524,6 +557,8 @@ class Arrivals:
             copied.append(position)
             sources.append(gradient)
             param, view = buffers.params[position], buffers.views[position]
+            if position in buffers.lent:
+                continue
             if not buffers.is_intact(position) or not buffers.have_form(slice(position, position + 1), [gradient]):
                 misfits.append(number)
             elif param.grad is gradient:
@@ -624,12 +659,14 @@ class Arrivals:
                 continue
             else:
                 self.lost_replaced.append(position)
-            if buffers.fits(position):
+            if buffers.fits(position) and position not in buffers.lent:
                 param.grad = buffers.view(position)
             else:
                 param.grad = torch.empty_like(param)  # type: ignore[arg-type]  # a tensor in truth
                 copies.append((position, param.grad))
         buffers.copy_out(copies)
+        if buffers.lent:
+            buffers.put_back([self.positions[number] for number in numbers])
 
 
 logger = logging.getLogger(__name__)

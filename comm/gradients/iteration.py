@@ -225,7 +225,8 @@ class InFlight:
     @property
     def busy(self) -> bool:
         """The device is not done with these iterations. Any thread may ask."""
-        return bool(self._iterations) and not all(self.device.is_reached(it.reduced) for it in self._iterations)
+        iterations = self._iterations  # none on a device without streams
+        return bool(iterations) and not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
         """The iteration of which the backward pass is over on the device but not the reduction, and since when.

@@ -296,7 +296,7 @@ class Synchroniser:
     def can_put_off(self) -> bool:
         """The units of this iteration may be waited for one by one, once they have left."""
         recorded = self._now.trace is not None and self._now.trace.recorded is not None
-        return not (self.profiling or self._unused_as_none or recorded)
+        return not (self.profiling or self._unused_as_none or recorded or self._buffers.lent)
 
     def detach(self) -> None:
         """Every `.grad` is the user's alone from now on."""

@@ -114,6 +114,10 @@ class Participant(Protocol):
         """What a device may still be busy with; None where nothing is reduced. Any thread."""
 
     @property
+    def busy(self) -> bool:
+        """A device is not done with iterations that have ended on the host. Any thread."""
+
+    @property
     def running(self) -> Running | None:
         """What its iterations run; None where nothing is reduced. Any thread."""
 
@@ -257,9 +261,11 @@ class Joining:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
         with self._lock:
-            for mine in self._taking_part:
-                mine.ended |= mine.key == participant.key
-            self._forget_ended()
+            for mine in self._taking_part.copy():
+                if mine.key == participant.key:
+                    mine.ended = True
+                if mine.ended and not participant.busy:
+                    self._taking_part.remove(mine)
 
     def forget(self, key: Key) -> None:
         """Its iteration has ended, or it is dropped with what was begun. Any thread, at any time: takes no lock."""
@@ -269,10 +275,7 @@ class Joining:
 
     def _forget_ended(self) -> None:
         """What has ended on the device, too: the others may drop that optimizer."""
-        busy = set()
-        for participant in self._participants:
-            if _is_busy(participant):
-                busy.add(participant.key)
+        busy = {participant.key for participant in self._participants if participant.busy}
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
@@ -306,7 +309,7 @@ class Joining:
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
         self._participants.settle()
-        while any(map(_is_busy, self._participants)):  # may wait for one that has joined
+        while any(participant.busy for participant in self._participants):  # may wait for one that has joined
             self._watchdog.failures.check()
             self.attend()
             time.sleep(SHORTEST_PAUSE_S)
@@ -337,11 +340,6 @@ class Joining:
             self._joined = {rank: number for rank, number in self._joined.items() if number >= self._round}
         engine.finish(all_have_joined)
         return engine.rounds.last_joined
-
-
-def _is_busy(participant: Participant) -> bool:
-    """A device is not done with iterations that have ended on the host."""
-    return (in_flight := participant.in_flight) is not None and in_flight.device.streams and in_flight.busy
 
 
 def _pause_s(moved_s: float) -> float:

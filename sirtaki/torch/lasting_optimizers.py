@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +16,8 @@ import torch
 from sirtaki.engine import job
 from sirtaki.engine.job import Job
 from sirtaki.errors import ConfigError, NotInitializedError
+
+logger = logging.getLogger(__name__)
 
 Mixin = TypeVar("Mixin", bound="Distributed")
 
@@ -55,6 +60,13 @@ class Distributed(torch.optim.Optimizer):
         # Copies and pickles are plain optimizers of the wrapped class.
         return _bare, (type(self._wrapped),), self.__getstate__()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        memo[id(self)] = copied = _bare(type(self._wrapped))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if job.is_initialized() and job.current().size > 1:
+            copied.register_step_pre_hook(_warn_of_copy)
+        return copied
+
     def _detach(self, why: str) -> None:
         """Not collective: it belongs to no ranks; gradients of an iteration that has not ended do not count."""
         self._detached = why
@@ -90,6 +102,21 @@ def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
 def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """An instance to which a state is given next."""
     return object.__new__(base)
+
+
+def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A step pre-hook of copies."""
+    if not isinstance(optimizer, Distributed):
+        _warn_once(type(optimizer).__name__)
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    logger.warning(
+        "a copy of a DistributedOptimizer is stepped, which is a plain %s: what it trains is not kept equal over the "
+        "ranks; wrap the copy, hvd.DistributedOptimizer(copy, …), if it should be",
+        name,
+    )
 
 
 _kept: list[weakref.ref[Distributed]] = []

@@ -5,10 +5,13 @@ step with a model that saw the whole batch.
 """
 
 import copy
+import itertools
+import logging
 from collections.abc import Callable
 
 import torch
 from conformance.training import main
+from torch.utils.checkpoint import checkpoint
 
 import sirtaki.torch as hvd
 from sirtaki.errors import GradientError
@@ -78,8 +81,14 @@ def replace(model: torch.nn.Module, step: int) -> None:
 
 
 def gradients_that_are_kept_stay_what_they_were() -> None:
-    """As PCGrad and hand-made momentum keep them, over one iteration and over several."""
-    for unused in (False, True):
+    """As PCGrad and hand-made momentum keep them, over one iteration and over several; or others over their memory."""
+    ways = (
+        lambda grad: grad,
+        torch.Tensor.detach,
+        lambda grad: grad[:1],
+        lambda grad: grad if grad.dim() > 1 else grad.data,
+    )
+    for unused, keep in itertools.product((False, True), ways):
         model, optimizer, truth, reference = both_sides(unused=unused)
         kept: list[tuple[int, list[torch.Tensor | None], list[torch.Tensor | None]]] = []
         for step in range(3 * STEPS):
@@ -95,14 +104,14 @@ def gradients_that_are_kept_stay_what_they_were() -> None:
                 truth.spare.grad = torch.zeros_like(truth.spare)
                 optimizer.synchronize()
             if step % 3:
-                kept.append((step, *([param.grad for param in side.parameters()] for side in (model, truth))))
+                kept.append((step, *([keep(param.grad) for param in side.parameters()] for side in (model, truth))))
             for before, ours, theirs in kept:
                 for one, other in zip(ours, theirs, strict=True):
                     assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (before, step)
             if len(kept) > 1:  # the last difference of gradients, added to this gradient
                 for side, place in ((model, 1), (truth, 2)):
                     for param, new, old in zip(side.parameters(), kept[-1][place], kept[-2][place], strict=True):
-                        param.grad = param.grad + 0.1 * (new - old)
+                        param.grad = param.grad + 0.1 * (new - old)  # of the first row, where that was kept
             if len(kept) == 4:
                 del kept[0]
             if unused:
@@ -112,6 +121,58 @@ def gradients_that_are_kept_stay_what_they_were() -> None:
                 optimizer.step()
             reference.step()
             compare(model, truth, f"kept gradients, step {step}")
+
+
+def what_is_kept_of_gradients_is_copied_only_while_it_is_kept() -> None:
+    model, optimizer, _, _ = both_sides()
+    kept: list[torch.Tensor] = []
+    for step in range(9):
+        inputs, wanted = batch(step)
+        optimizer.zero_grad()
+        loss_of(model, inputs[own_rows()], wanted[own_rows()]).backward()
+        grads = [param.grad for param in model.parameters()]
+        if hvd.size() > 1:
+            buffers = optimizer._gradients.reducers[0].tuned.synchroniser._buffers  # type: ignore[attr-defined]
+            apart = [grad.data_ptr() for grad in grads if grad.data_ptr() not in buffers.addresses]
+            assert len(apart) == (2 if step == 5 else 0), (step, apart)
+            assert not buffers.lent
+        kept[:] = [grads[0].detach(), grads[3][:1]] if step == 4 else []
+        optimizer.step()
+        del grads
+
+
+def reentrant_checkpoints_that_share_a_parameter_are_told_what_helps() -> None:
+    if hvd.size() == 1:
+        return
+    model, optimizer, _, _ = both_sides()
+    inputs = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
+    hidden = checkpoint(model[2], checkpoint(model[2], inputs, use_reentrant=True), use_reentrant=True)
+    try:
+        hidden.sum().backward()
+    except AssertionError as err:
+        assert "use_reentrant=False" in str(err), err
+    else:
+        raise AssertionError("a gradient came twice, and nobody noticed")
+    optimizer.close()
+
+
+def a_copy_that_is_trained_on_is_warned_of_once() -> None:
+    model, optimizer, _, _ = both_sides()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sirtaki").addHandler(handler)
+    try:
+        twin, its = copy.deepcopy((model, optimizer))
+        again = copy.deepcopy(its)
+        assert not isinstance(its, type(optimizer))
+        for each in (its, again, its):
+            loss_of(twin, *batch(0)).backward()
+            each.step()
+    finally:
+        logging.getLogger("sirtaki").removeHandler(handler)
+    assert len([text for text in told if "copy of a DistributedOptimizer" in text]) == (hvd.size() > 1), told
+    assert all(mine is not its for mine, its in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> None:
@@ -217,6 +278,9 @@ def unused_gradients_are_zeros_or_none() -> None:
 
 CASES = (
     gradients_that_are_kept_stay_what_they_were,
+    what_is_kept_of_gradients_is_copied_only_while_it_is_kept,
+    reentrant_checkpoints_that_share_a_parameter_are_told_what_helps,
+    a_copy_that_is_trained_on_is_warned_of_once,
     a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write,
     a_write_on_one_rank_is_an_error_on_all_of_them,
     a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks,

@@ -39,12 +39,16 @@ CLOSED = (
 class DdpGradients(GradientReducer):
     """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
 
-    too_often = TOO_OFTEN
     may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
 
     _due = _begun = False
     _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
+
+    @property
+    def too_often(self) -> str:
+        """See `GradientReducer`."""
+        return TOO_OFTEN
 
     def count_arrivals(self) -> None:
         """The graph stays: a parameter may get gradients several times in a pass, as often as in the first one."""

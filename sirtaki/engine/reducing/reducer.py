@@ -28,6 +28,7 @@ mid-training is reduced by itself once, until there is a hook on it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -35,10 +36,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.operations import Kind, Signature
@@ -61,6 +64,11 @@ if TYPE_CHECKING:
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+IN_CHECKPOINTS = (
+    "a parameter has got a gradient twice in one backward pass, since reentrant checkpoints share it, each of which "
+    "has a backward pass of its own: checkpoint(use_reentrant=False) avoids it, backward_passes_per_step does not"
 )
 
 NEVER_CAME = (
@@ -171,7 +179,6 @@ class GradientReducer:
         closed: why it is closed; empty while it is open.
     """
 
-    too_often = TOO_OFTEN
     may_begin_apart = True
     """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
     failed_in: int | None
@@ -252,6 +259,7 @@ class GradientReducer:
         self._sync: Synchroniser | None = None
         self._has_sparse, self._dense_index = False, dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
+        self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # gradients of each group
         self._come, self._at_once = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
@@ -278,7 +286,7 @@ class GradientReducer:
         self._dense_index = dict(zip(dense, range(len(dense)), strict=True))
         self._number_of = number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
-        self._group_sizes = [len(group) for group in groups]
+        self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
         # Else gradients that come in the expected order can go to the synchroniser as they come.
         self._looks_at_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
@@ -306,7 +314,8 @@ class GradientReducer:
         # How many passes a gradient is wanted of still: of each, or of each that the synchroniser has not got yet.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
-        self._waiting = [list[tuple[int, torch.Tensor, int]]() for _ in self._group_sizes]
+        for waiting in self._waiting:
+            waiting.clear()
         self._come.clear()
         self.phase, self.failed_in = Phase.COMING, None
 
@@ -358,6 +367,11 @@ class GradientReducer:
                 self._passes_left = self._counted()
             for param in new:
                 self._count(self._number_of[id(param)], self._passes_left)
+
+    @property
+    def too_often(self) -> str:
+        """What is wrong where a gradient comes that is not wanted any more."""
+        return IN_CHECKPOINTS if _in_reentrant_checkpoint() else TOO_OFTEN
 
     def _counted(self) -> list[int]:
         """Of how many backward passes a gradient of each parameter is wanted still."""
@@ -433,7 +447,7 @@ class GradientReducer:
             self.fail_backward()
             raise
         self._come.clear()
-        if not self._can_reduce():
+        if (self._sync is None or not self._sync.can_reduce) and not (self._has_sparse and self._can_reduce_sparse()):
             return
         for other in self._job.participants:  # for which other ranks may wait first
             if other is not self:
@@ -448,17 +462,10 @@ class GradientReducer:
         if self._sync is not None and self._sync.problem:
             self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
 
-    def _can_reduce(self) -> bool:
-        """All dense gradients of this iteration have come, or were reduced before and all sparse ones have come."""
-        sync, sparse = self._sync, self.sparse
-        if sync is not None and sync.can_reduce:
-            return True
-        return (
-            self._has_sparse
-            and sparse.pending
-            and not (sparse.missing or self.phase is Phase.REDUCED)
-            and (sync is None or sync.complete)
-        )
+    def _can_reduce_sparse(self) -> bool:
+        """All dense gradients of this iteration were reduced before, and all sparse ones have come."""
+        done = self._sync is None or self._sync.complete
+        return self.sparse.pending and done and not (self.sparse.missing or self.phase is Phase.REDUCED)
 
     def reduce(self) -> None:
         """Blocks until what has come is reduced, unless this rank is needed elsewhere.
@@ -626,7 +633,7 @@ class GradientReducer:
         thawed = self.thawed if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self._counted(), self.hooked)
-        if sync is None or self._looks_at_each or sync.missing:
+        if sync is None or self._looks_at_each or (not sync.complete and sync.missing):
             self._put_in_missing()
         if self._has_sparse and self.phase is not Phase.REDUCED:
             sparse.put_in_missing(joined=joined)
@@ -679,6 +686,8 @@ class GradientReducer:
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        if self._passes_left is None and self._passes_left_of_all == self.passes:
+            return
         if self._accumulated and not self.pending:
             for (_, param), wanted, left in zip(self.hooked, self._wanted, self._counted(), strict=True):
                 if left != wanted:
@@ -712,6 +721,11 @@ class GradientReducer:
     def in_flight(self) -> InFlight | None:
         """What a device may still be busy with; None where nothing is reduced."""
         return None if self._sync is None else self._sync.in_flight
+
+    @property
+    def busy(self) -> bool:
+        """A device is not done with iterations that have ended on the host."""
+        return self._sync is not None and self._sync.in_flight.busy
 
     @property
     def running(self) -> Running | None:
@@ -753,6 +767,16 @@ class GradientReducer:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
             self._job.disposal.put(self._open.close)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """The backward pass that calls this is one that a checkpoint runs within another."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.utils.checkpoint.CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _version(gradient: torch.Tensor | None) -> int:
