@@ -530,7 +530,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
         self._stop_watching()
         if self._updates is not None:
-            if self._updates.phase is Phase.KEPT and self._should_synchronize:
+            if self._updates.phase is Phase.GATED and self._should_synchronize:
                 self._tell_once(SYNCHRONIZED)
             self._updates.settle()
         super().synchronize()
@@ -538,10 +538,10 @@ class OverlappedOptimizer(AveragingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
-        if updates is None or updates.phase not in (Phase.KEPT, Phase.STEPPED):
+        if updates is None or updates.phase not in (Phase.GATED, Phase.STEPPED):
             with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)  # which reads no parameter
-        elif updates.phase is Phase.KEPT:  # its step was left out
+        elif updates.phase is Phase.GATED:  # its step was left out
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:

@@ -525,7 +525,7 @@ class Zeroing(Enum):
 
 
 class PutOffUpdates:
-    """Of one optimizer; it is the keeper of its reducer, while it uses one alone.
+    """Of one optimizer; it is the gate of its reducer, while it uses one alone.
 
     Attributes:
         uncovered: parameters, by id, that something reads past Python: these are waited for in `step()`.
@@ -563,7 +563,7 @@ class PutOffUpdates:
     def use(self) -> None:
         """The optimizer's reducers are as they are now; called again when they change."""
         if (reducer := self._reducer) is not None:
-            reducer.keeper = weakref.ref(self)
+            reducer.gate = weakref.ref(self)
 
     @property
     def _reducer(self) -> GradientReducer | None:
@@ -584,10 +584,10 @@ class PutOffUpdates:
         if reducer.hooked is not self._hooked:
             self._hooked, self._params = reducer.hooked, [param for _, param in reducer.hooked]
             self._number_of = {id(param): number for number, param in enumerate(self._params)}
-        return reducer.phase is Phase.KEPT or all(map(can_be_held, self._params))
+        return reducer.phase is Phase.GATED or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
-        """Holds all parameters, if it can; see `Keeper`."""
+        """Holds all parameters, if it can; see `ForwardGate`."""
         with self._lock:
             if (reducer := self._reducer) is None or not self._can(reducer):
                 return False
@@ -601,7 +601,7 @@ class PutOffUpdates:
     def withdraw(self) -> None:
         """Before `step()`: nothing is put off, and gradients are as after a backward pass that has waited for them."""
         with self._lock:
-            if (reducer := self._reducer) is not None and reducer.phase is Phase.KEPT:
+            if (reducer := self._reducer) is not None and reducer.phase is Phase.GATED:
                 self._let_go_all()
                 reducer.reduce()
 
@@ -619,7 +619,7 @@ class PutOffUpdates:
             if reducer is None or not self._can(reducer):
                 self.withdraw()
                 return False
-            kept = reducer.phase is Phase.KEPT
+            kept = reducer.phase is Phase.GATED
             reducer.put_off()
             if not kept:  # some gradients did not come in the backward pass
                 self._hold()
@@ -655,7 +655,7 @@ class PutOffUpdates:
             if number not in self._waiting or reducer is None:
                 let_go(tensor)
                 return
-            if reducer.phase is Phase.KEPT:
+            if reducer.phase is Phase.GATED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
             if not arrived:  # this rank is needed elsewhere
@@ -665,7 +665,7 @@ class PutOffUpdates:
             self._waiting.difference_update(arrived)
             for param in params:
                 let_go(param)
-            if reducer.phase is Phase.KEPT:
+            if reducer.phase is Phase.GATED:
                 reducer.hand_out(arrived)
             else:
                 self._update(reducer, arrived, params)
@@ -697,7 +697,7 @@ class PutOffUpdates:
             self._gradients.finish()
 
     def close(self) -> None:
-        """Nothing will be put off any more; see `Keeper`."""
+        """Nothing will be put off any more; see `ForwardGate`."""
         self._closed()
 
     def drop(self) -> None:

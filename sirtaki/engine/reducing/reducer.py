@@ -6,7 +6,7 @@ An iteration of a reducer is in one of these phases; methods lead from one to an
                    │ │ │
                    │ │ └─ end_backward(), all have come ─┬─▶ REDUCED ─ finish() ──────────────────────▶ the next one
                    │ │ ◀─ this rank is needed elsewhere ─┤                                                    ▲
-                   │ │                                   └─▶ KEPT, by a keeper: nobody has waited             │
+                   │ │                                   └─▶ GATED, by a forward gate: nobody has waited │
                    │ │                                         │ put_off()                                    │
                    │ ├─ put_off(): zeros for what is missing ─▶ STEPPED ─ wait_for(), hand_out(), finish() ───┤
                    │ └─ finish(): zeros for what is missing, waits for the rest ──────────────────────────────┤
@@ -19,7 +19,7 @@ nobody knows whether the rest will come, and finish() waits. So a pass that brin
 FAILED: a backward pass has raised. What has come does not count, and `.grad` stays as the script has it, unless the
 script steps without having touched it. The iteration ends on all ranks alike, in the next pass or `finish`.
 
-KEPT and STEPPED need no message: all units have left on this rank, the other ranks' leave when they come to their
+GATED and STEPPED need no message: all units have left on this rank, the other ranks' leave when they come to their
 `step()`, and so whoever waits for one waits for nothing that a rank does after that.
 
 The synchroniser knows only dense gradients that are ready or not; sparse ones go beside it, and what is thawed in
@@ -81,7 +81,7 @@ class Phase(Enum):
     """Where an iteration is; the drawing above shows what leads from one to another."""
 
     COMING = "some gradients may still come; units leave as they are full"
-    KEPT = "all have left in the backward pass, and whoever looks at a parameter waits"
+    GATED = "all have left in the backward pass, and whoever looks at a parameter waits"
     STEPPED = "step() has returned, and whoever looks at a parameter waits, and has it updated"
     REDUCED = "every .grad holds the reduced gradient"
     FAILED = "a backward pass has raised"
@@ -108,7 +108,7 @@ class ReducerOptions:
     overlaps: bool = False
 
 
-class Keeper(Protocol):
+class ForwardGate(Protocol):
     """Keeps everybody from gradients that are under way, and from parameters that wait for them."""
 
     def keep(self) -> bool:
@@ -175,7 +175,7 @@ class GradientReducer:
         shared: several optimizers may use it; the same on all ranks.
         users: those optimizers of this rank that do.
         n_reduced: iterations in which gradients were reduced; a shared reducer may find nothing to reduce.
-        keeper: who may have the end of an iteration put off.
+        gate: who may have the end of an iteration put off.
         closed: why it is closed; empty while it is open.
     """
 
@@ -213,7 +213,7 @@ class GradientReducer:
         self.progress = Progress()
         self.shared, self.n_reduced = False, 0
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
-        self.keeper: weakref.ref[Keeper] | None = None
+        self.gate: weakref.ref[ForwardGate] | None = None
         settings = job.settings
         self._settings = replace(settings, unused_as_none=options.unused_as_none or settings.unused_as_none)
         carrier = SparseCarrier(members.control, self._settings, prefix=f"optimizer.{self.key[1]}.")
@@ -453,10 +453,10 @@ class GradientReducer:
             if other is not self:
                 other.flush()
         self._job.joining.begins(self, Stage.REDUCE)
-        if self.keeper is not None and self.can_put_off and (keeper := self.keeper()) is not None:
+        if self.gate is not None and self.can_put_off and (gate := self.gate()) is not None:
             self.flush()
-            if keeper.keep():
-                self.phase = Phase.KEPT
+            if gate.keep():
+                self.phase = Phase.GATED
                 return
         self.reduce()
         if self._sync is not None and self._sync.problem:
@@ -475,7 +475,7 @@ class GradientReducer:
         """
         sync, sparse, interrupted = self._sync, self.sparse, partial(self._job.blocked.need, self)
         with self.progress.waits(Stage.REDUCE):
-            if self.phase is Phase.KEPT:
+            if self.phase is Phase.GATED:
                 self.phase = Phase.COMING
             if sync is not None and not sync.complete and not sync.reduce(interrupted):
                 return
@@ -562,8 +562,8 @@ class GradientReducer:
 
     def settle(self) -> None:
         """Blocks until no end of an iteration is put off any more; not collective."""
-        if self.keeper is not None and (keeper := self.keeper()) is not None:
-            keeper.settle()
+        if self.gate is not None and (gate := self.gate()) is not None:
+            gate.settle()
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
@@ -756,8 +756,8 @@ class GradientReducer:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
         if not self.closed:
             self.closed = reason
-            if self.keeper is not None and (keeper := self.keeper()) is not None:
-                keeper.close()
+            if self.gate is not None and (gate := self.gate()) is not None:
+                gate.close()
             self._job.participants.remove(self)
             self._open.close()
             self._unhook()

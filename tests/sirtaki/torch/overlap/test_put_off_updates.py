@@ -75,7 +75,7 @@ class Made:
 
     def keep(self) -> bool:
         kept = self.updates.keep()
-        self.late.phase = Phase.KEPT if kept else Phase.COMING
+        self.late.phase = Phase.GATED if kept else Phase.COMING
         return kept
 
     def backward_and_step(self) -> None:
