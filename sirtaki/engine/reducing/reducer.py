@@ -6,7 +6,7 @@ An iteration of a reducer is in one of these phases; methods lead from one to an
                    │ │ │
                    │ │ └─ end_backward(), all have come ─┬─▶ REDUCED ─ finish() ──────────────────────▶ the next one
                    │ │ ◀─ this rank is needed elsewhere ─┤                                                    ▲
-                   │ │                                   └─▶ GATED, by a forward gate: nobody has waited │
+                   │ │                                   └─▶ GATED, by a forward gate: nobody has waited      │
                    │ │                                         │ put_off()                                    │
                    │ ├─ put_off(): zeros for what is missing ─▶ STEPPED ─ wait_for(), hand_out(), finish() ───┤
                    │ └─ finish(): zeros for what is missing, waits for the rest ──────────────────────────────┤
