@@ -76,20 +76,32 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Whether each step follows one backward pass: if not, gradients are to be reduced in `step()`."""
-        steps = [call for call, _ in self.steps()]
-        for loop in self.loops:
-            if len(self._one_after_the_other(self.backward_passes(loop))) > 1:
-                return False
-            inside = [step for step in steps if self.source.contains(loop, step)]
-            if not all(self._in_each_pass(step, loop) for step in inside):
-                return False
-        bodies = [function.body for function in self.source.functions.values()]
-        return all(len(self._one_after_the_other(self.backward_passes(body))) <= 1 for body in bodies) and not any(
-            isinstance(there, cst.For | cst.While) and there not in self.loops and not self._has_step(there, steps)
-            for call in self.backward_passes()
-            for there in self.source.above(call)
-        )
+        """Whether each backward pass is followed by its step: if not, gradients are to be reduced in `step()`."""
+        return all(self._has_its_step(call) for call in self.backward_passes())
+
+    def _has_its_step(self, call: cst.Call) -> bool:
+        """Whether a step follows a backward pass in each case, in its block or one around, and no other pass before."""
+        steps, source = [step for step, _ in self.steps()], self.source
+        if any(step.args and source.code(step.args[0].value) in source.function_of(call).split(".") for step in steps):
+            return True  # the closure that a step calls
+
+        def has_step(node: cst.CSTNode) -> bool:
+            return any(source.contains(node, step) for step in steps)
+
+        here: cst.CSTNode = source.statement(call)
+        while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
+            block = source.parent(here)
+            siblings = list(block.children) if isinstance(block, cst.IndentedBlock | cst.Module) else [here]
+            for sibling in siblings[siblings.index(here) + 1 :]:
+                if self.trains(sibling):
+                    return False
+                if has_step(sibling):
+                    either_way = not isinstance(sibling, cst.If) or (
+                        has_step(sibling.body) and sibling.orelse is not None and has_step(sibling.orelse)
+                    )
+                    return either_way
+            here = source.parent(here)
+        return False
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """The names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`."""
@@ -135,44 +147,6 @@ class Training:
     def _is_read_in_training(self, call: cst.Call) -> bool:
         around = [there for there in self.source.above(call) if isinstance(there, cst.For | cst.While)]
         return any(self.trains(loop) for loop in around)
-
-    def _one_after_the_other(self, calls: list[cst.Call]) -> list[cst.Call]:
-        """Without those that stand in an `else` of an `if` that holds one of the others."""
-        alone: list[cst.Call] = []
-        for call in calls:
-            ifs = {there for there in self.source.above(call) if isinstance(there, cst.If)}
-            apart = any(
-                there in ifs and self.source.contains(there.body, call) != self.source.contains(there.body, other)
-                for other in alone
-                for there in self.source.above(other)
-                if isinstance(there, cst.If)
-            )
-            if not apart:
-                alone.append(call)
-        return alone
-
-    def _in_each_pass(self, step: cst.Call, loop: Loop) -> bool:
-        """Whether a step happens whenever its backward pass does: both stand under the same conditions."""
-        return not any(
-            isinstance(there, cst.If)
-            and self.source.contains(loop, there)
-            and not self.backward_passes(there)
-            and any(isinstance(node, cst.Modulo | cst.FloorDivide) for node in self._deciding(there))
-            for there in self.source.above(step)
-        )
-
-    def _deciding(self, branch: cst.If) -> Iterator[cst.CSTNode]:
-        """What a condition is computed from, one name deep."""
-        yield from walk(branch.test)
-        names = {name.value for name in self.source.all(cst.Name, branch.test)}
-        for assign in self.source.all(cst.Assign):
-            if any(isinstance(t.target, cst.Name) and t.target.value in names for t in assign.targets):
-                yield from walk(assign.value)
-
-    def _has_step(self, node: cst.CSTNode, steps: list[cst.Call]) -> bool:
-        return any(self.source.contains(node, step) for step in steps) or not any(
-            self.source.function_of(step) == self.source.function_of(node) for step in steps
-        )
 
 
 def _counts(node: cst.BaseExpression) -> bool:

@@ -591,6 +591,8 @@ class Flows:
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
+            else:
+                self._put(node.target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:

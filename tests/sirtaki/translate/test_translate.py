@@ -132,6 +132,26 @@ def test_what_a_loss_is_made_of_is_left_alone_and_gradients_are_reduced_at_the_s
     assert "backward_passes_per_step=1_000_000" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("body", "counted"),
+    [
+        ("loss.backward()\noptimizer.step()\nif epoch % 10 == 0:\n    print(epoch)", True),
+        ("if amp:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()", True),
+        ("if amp:\n    loss.backward()\n    optimizer.step()", True),
+        ("loss.backward()\nif amp:\n    scaler.step(optimizer)\nelse:\n    optimizer.step()", True),
+        ("loss.backward()\nfor each in [optimizer]:\n    each.step()", True),
+        ("def closure():\n    loss.backward()\n    return loss\noptimizer.step(closure)", True),
+        ("loss.backward()\nif epoch % 4 == 0:\n    optimizer.step()", False),
+        ("last = (epoch + 1) % 4 == 0\nloss.backward()\nif last:\n    optimizer.step()", False),
+        ("loss.backward()\nloss.backward()\noptimizer.step()", False),
+        ("for part in range(2):\n    loss.backward()\noptimizer.step()", False),
+    ],
+)
+def test_gradients_leave_in_the_backward_pass_only_where_a_step_follows_each(body: str, counted: bool) -> None:
+    script = HEAD[: HEAD.index("        loss.backward()")] + "".join(f"        {line}\n" for line in body.splitlines())
+    assert ("backward_passes_per_step" not in translate(script).after) == counted
+
+
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 CUT = """\
