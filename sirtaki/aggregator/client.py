@@ -72,8 +72,9 @@ REORDER = 32
 MOST_AT_ONCE = 88
 """New packets between two looks at what has come."""
 
+FEW = 8
 LEAST_WINDOW = 16
-ASK_EVERY_S = 0.2
+ASK_EVERY_S, ASLEEP_S = 0.2, 0.1
 FIRST_TIMEOUT_S, LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 0.005, 0.5
 MOST_RANKS = 65535
 
@@ -139,10 +140,11 @@ class _Step:
             return
         open_ = missing[missing < missing[0] + window]
         tries, waited_s = self._tries[open_], now_s - self._sent_s[open_]
-        lost = waited_s > np.minimum(usual_s * 2.0 ** (tries - 1), MOST_TIMEOUT_S)
-        lost |= (open_ + REORDER < self._top) & (waited_s > usual_s / 4)
         fresh = open_[tries == 0][:MOST_AT_ONCE]
-        again = open_[(tries > 0) & lost]
+        lost = (tries > 0) & (waited_s > np.minimum(usual_s * 2.0 ** (tries - 1), MOST_TIMEOUT_S))
+        overtaken = open_ + REORDER < self._top
+        # Of those that nothing has overtaken a few ask what has become of all: if ranks are late, they are not lost.
+        again = np.concatenate((open_[lost & overtaken], open_[lost & ~overtaken][:FEW]))
         self.resent += again.size
         due = np.sort(np.concatenate((fresh, again)))
         self._sent_s[due] = now_s
@@ -251,7 +253,7 @@ class AggregatorClient:
                 step.send(wire, now_s, window=self._window, usual_s=usual_s)
             wire.wait(0.002)
             before_s, self._now_s = now_s, time.monotonic()
-            if self._now_s - before_s > self._lost_s / 4:  # stopped or starved: that says nothing of the aggregator
+            if self._now_s - before_s > ASLEEP_S:  # stopped or starved: that says nothing of the aggregator
                 self._heard_s += self._now_s - before_s
             if not self._receive(wire):
                 continue

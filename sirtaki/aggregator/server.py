@@ -324,7 +324,7 @@ class Aggregator:
         address: Address,
     ) -> None:
         if kind == Kind.SUM:
-            complete = registers.put(seqs, values)
+            complete, repeated = registers.put(seqs, values), len(seqs)
             self.counters["taken_over"] += len(complete)
         else:
             complete, repeated = registers.add(rank, seqs, values)
@@ -333,10 +333,11 @@ class Aggregator:
             self.counters["sums"] += len(complete)
         for to in job.addresses.values():
             self._send_sums(registers, complete, to)
-        there = registers.final(seqs)
-        self._send_sums(registers, np.setdiff1d(there, complete), address)
-        if not len(there):
-            self._wire.send(registers.frames[0, :HEADER_BYTES].tobytes().replace(_SUM, _ACK, 1), address)
+        if repeated:  # this rank asks
+            there = registers.final(seqs)
+            self._send_sums(registers, np.setdiff1d(there, complete), address)
+            if not len(there):
+                self._wire.send(registers.frames[0, :HEADER_BYTES].tobytes().replace(_SUM, _ACK, 1), address)
 
     def _send_sums(self, registers: StepRegisters, seqs: Numbers, to: Address) -> None:
         for begin, end in runs(seqs):
