@@ -779,6 +779,8 @@ class RankValues:
             return ALL
         if name == "zip" and len(values) == 1 and call.args[0].star:  # columns of rows
             return values[0]
+        if name == "len" and values and values[0].over in REDUCED:
+            return ALL  # of a list of such values
         if name == "len" and values:
             return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
         if name in ("float", "int", "round") and self._source.is_builtin(full):

@@ -73,6 +73,9 @@ EQUAL = {
     "a module's": (FOCAL, "loss = focal(out, y)"),
     "terms that are added up": ("", "loss = 0.0; loss += F.mse_loss(out, t); loss += 0.1 * out.abs().mean()"),
     "a product with what a mask leaves": ("", f"{KEEP}; loss = F.cross_entropy(out, y) * each[keep].mean()"),
+    "a list of terms": ("", "terms = [F.mse_loss(out, t), F.l1_loss(out, t)]; loss = sum(terms) / len(terms)"),
+    "picked likelihoods": ("", "loss = -F.log_softmax(out, -1).gather(1, y[:, None]).mean()"),
+    "a mean times a count": ("", "loss = F.mse_loss(out, t) * len(x)"),
     "a product": ("", "loss = F.mse_loss(out, t) * F.cross_entropy(out, y)"),
 }
 
@@ -80,6 +83,9 @@ NAMED = {
     "in-batch negatives": "z = F.normalize(out); loss = F.cross_entropy(z @ z.t(), torch.arange(len(z)))",
     "distances between samples": "loss = torch.cdist(out, out).mean()",
     "pairs": "loss = (out[None] - out[:, None]).abs().mean()",
+    "parts of a sequence of samples": "loss = F.mse_loss(out[:-1], t[1:])",
+    "a norm over all samples": "loss = torch.norm(out - t)",
+    "what a library has computed": "loss = strange(out, y).loss",
     "mined samples": f"{EACH}; loss = each.topk(3).values.mean()",
     "the largest": f"{EACH}; loss = each.max()",
     "a deviation": "loss = F.mse_loss(out, t) + out.std()",
