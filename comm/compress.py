@@ -391,12 +391,10 @@ class CompressedUnits:
                 end = min(stop, self._laid[id(buffer)].layout.offsets[-2]) if self._has_flags(buffer) else stop
                 compressible = id(buffer) in self._owed and end - start >= FEWEST
                 plain = end if compressible else start
+                rest = self._router.all_reduce(buffer, plain, stop, route=route, stream=stream, scale=scale)
                 if compressible:
                     self._reduce(buffer, start, end, route, stream, scale)
-                if plain < stop:
-                    self._router.wait_for(
-                        [self._router.all_reduce(buffer, plain, stop, route=route, stream=stream, scale=scale)]
-                    )
+                self._router.wait_for([rest])
             except CommError as err:
                 work.finish(err)
             except Exception as err:  # whatever it is, the waiting thread must hear of it

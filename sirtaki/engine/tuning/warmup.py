@@ -19,6 +19,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm
+from sirtaki.comm.compress import PowerSgd
 from sirtaki.comm.gradients.buffers import Pace, Reduction
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
@@ -275,6 +276,10 @@ class TunedSynchroniser:
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
+        if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
+            # Whole matrices compress more, and a unit takes two rounds however little is left of it.
+            low, high = space.unit_bytes
+            space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._space, self._default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = Synchroniser(
             params,
