@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 
@@ -41,7 +42,27 @@ class History:
 
 def wrongs(history: History) -> list[str]:
     """What must not be, in words."""
-    return [*_generations(history), *_membership(history), *_commits(history)]
+    return [*_orders(history), *_generations(history), *_membership(history), *_commits(history)]
+
+
+def _orders(history: History) -> list[str]:
+    """Ranks of a host are neighbours; who holds the state comes first there, in the order of before; so does rank 0."""
+    found, before = [], ()
+    for note in history.of("formed"):
+        workers, places, (least, most) = note.more["workers"], note.more["places"], note.more["limits"]
+        hosts = [host for host, _ in places]
+        if len([host for host, _ in groupby(hosts)]) != len(set(hosts)):
+            found.append(f"ranks of a host are apart: {hosts}")
+        if not least <= len(workers) <= (most or len(workers)):
+            found.append(f"{len(workers)} ranks, not {least} to {most}")
+        if places[0][1] and not all(is_new for _, is_new in places):
+            found.append(f"rank 0 is new, and others are not: {places}")
+        for host in set(hosts):
+            old = [worker for worker, place in zip(workers, places, strict=True) if place == (host, False)]
+            if old != sorted(old, key=lambda worker: before.index(worker) if worker in before else len(before)):
+                found.append(f"workers {old} of {host} have changed their order of {before}")
+        before = workers
+    return found
 
 
 def _generations(history: History) -> list[str]:

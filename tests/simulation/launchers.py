@@ -23,7 +23,7 @@ from sirtaki.run.elastic.agent import (
 )
 from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord, Heard, Lost
 from sirtaki.run.elastic.driver import Direction, has_waited
-from sirtaki.run.elastic.job_members import HostPool, JobMembers, RankEnd
+from sirtaki.run.elastic.job_members import Form, HostPool, JobMembers, RankEnd
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -103,6 +103,10 @@ class DriverProcess(Process):
         self.agent_list.stop(host)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        if isinstance(message, Form):
+            places = [(member.host, member.is_new) for member in message.members]
+            limits = self.world.policy.min_ranks, self.world.policy.max_ranks
+            self.world.history.note("formed", "driver", workers=message.workers, places=places, limits=limits)
         self.agent_list.send_to(hosts, message)
 
     def tell_each_other(self) -> None:
