@@ -15,7 +15,6 @@ from sirtaki.analysis.global_graph import StepTimes, global_graph, recorded, rep
 from sirtaki.analysis.job_model import (
     JobModel,
     Marks,
-    ShareClock,
     Stretch,
     Wait,
     barriers,
@@ -37,7 +36,7 @@ from sirtaki.analysis.recording import (
     Recording,
     UnitId,
 )
-from sirtaki.autotune.model.replayer import Activity, Phase, Server, replay
+from sirtaki.autotune.model.replayer import Activity, Phase, replay
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
 
@@ -164,17 +163,6 @@ def test_other_operations_are_barriers_too() -> None:
     loss = Collective(name="loss", kind="allreduce", begin_s=1.0, agreed_s=1.5, end_s=2.0, n_bytes=4)
     (one,) = barriers({0: iteration_of(collectives=(loss,))}, {0: same}, (), {})
     assert (one.activity, one.name, one.ranks, one.end_s) == (Activity.COLLECTIVE, "loss", (0,), 2.0)
-
-
-# ── share clock ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_clock_runs_at_each_jobs_share() -> None:
-    clock = ShareClock(Server(name="processors", totals=(1.0, 2.0)), [(0.0, 10.0, 1), (2.0, 6.0, 1), (4.0, 5.0, 2)])
-    assert clock.between(0.0, 2.0) == 2.0
-    assert clock.between(2.0, 4.0) == 2.0  # two jobs, two processors
-    assert clock.between(4.0, 5.0) == 0.5  # four
-    assert clock.between(0.0, 12.0) == pytest.approx(11.5)
 
 
 # ── processor use ─────────────────────────────────────────────────────────────────────────────────────────────────

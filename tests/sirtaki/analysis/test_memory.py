@@ -17,8 +17,6 @@ from sirtaki.analysis.global_graph import play, replayed
 from sirtaki.analysis.job_model import JobModel
 from sirtaki.analysis.memory import (
     ADDING,
-    CALL_S,
-    OPERATOR_S,
     Fitting,
     MemoryQuestion,
     MemoryRemedy,
@@ -31,7 +29,6 @@ from sirtaki.analysis.memory import (
     peak_words,
     recomputation,
     with_accumulation,
-    with_recomputation,
 )
 from sirtaki.analysis.recording import Holds
 from sirtaki.analysis.what_if import Baseline
@@ -52,12 +49,6 @@ def test_a_curve_tells_what_for() -> None:
     assert highest.total_bytes == replay_of().peak().n_bytes
     assert highest.n_bytes[Holds.ACTIVATIONS] == 4 * (LEFT + OUTPUT)
     assert moments[-1].total_bytes == THERE
-
-
-def test_what_a_block_leaves_is_neither_its_output_nor_what_is_gone_when_it_ends() -> None:
-    replay = replay_of()
-    assert [replay.memory.allocations[place].n_bytes for place in replay.saved(2)] == [LEFT]
-    assert replay.saved(2, needed=replay.saved(2)) == []
 
 
 def test_blocks_that_compute_again_hold_what_they_leave_only_then() -> None:
@@ -108,14 +99,6 @@ def step_s(job: JobModel) -> float:
     return replayed(play(job)).iteration_s
 
 
-def test_a_block_is_what_lies_below_its_name_and_of_one_model() -> None:
-    was = job()
-    assert step_s(with_recomputation(was, {(0, "blocks")})) == pytest.approx(
-        step_s(was) + 0.4 + CALL_S + 8 * OPERATOR_S
-    )
-    assert with_recomputation(was, {(1, "blocks"), (0, "block")}) == was
-
-
 def test_passes_share_what_samples_take_and_repeat_the_rest() -> None:
     was = job(gap_s=0.02)
     program = was.iterations[0].programs[0]
@@ -155,13 +138,6 @@ def question(budget_bytes: int, *, kind: str = "Block", batch: int = 8) -> Memor
 def only(one: Callable[[MemoryQuestion], Iterable[MemoryRemedy]], asked: MemoryQuestion) -> MemoryRemedy:
     (found,) = one(asked)
     return found
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_no_more_modules_compute_again_than_the_budget_asks_for(count: int) -> None:
-    remedy = only(recomputation, question(WHOLE - count * LEFT))
-    assert remedy.peak_bytes == WHOLE - count * LEFT
-    assert remedy.words.startswith(f"re-computation of {count} module")
 
 
 def test_where_the_budget_cannot_be_met_it_comes_as_near_as_it_can() -> None:

@@ -34,10 +34,8 @@ from sirtaki.analysis.page import (
     problems,
     render,
     sentences,
-    signed_ms,
 )
 from sirtaki.analysis.recording import JOB_FILE, Detail, Operator, Recording, rank_path
-from sirtaki.analysis.svg import Html, table
 from sirtaki.analysis.timeline_plot import (
     MOST_BOXES,
     TICKS_PER_S,
@@ -48,7 +46,6 @@ from sirtaki.analysis.timeline_plot import (
     coarsened,
     drawn_path,
     exposures,
-    kind_of,
     lanes_of,
     late_units,
     step_parts,
@@ -63,22 +60,6 @@ from sirtaki.errors import RecordingError, ReplayError
 
 def stretch(activity: Activity = Activity.COMPUTE, phase: Phase = Phase.BACKWARD, **fields) -> Stretch:
     return Stretch(begin_s=0.0, end_s=1.0, activity=activity, phase=phase, **fields)
-
-
-@pytest.mark.parametrize(
-    ("one", "kind"),
-    [
-        (stretch(), Kind.BACKWARD),
-        (stretch(Activity.DATA, Phase.DATA), Kind.DATA),
-        (stretch(Activity.COPY), Kind.COPY),
-        (stretch(phase=Phase.OTHER), Kind.OTHER),
-        (stretch(waits=((0, 0, 8),)), Kind.EXPOSED),
-        (stretch(waits=((-1, 0, 0), (0, 0, 8))), Kind.EXPOSED),
-        (stretch(waits=((-1, 0, 0),)), Kind.COLLECTIVE),
-    ],
-)
-def test_a_moment_is_of_the_kind_that_it_is_spent_on(one: Stretch, kind: Kind) -> None:
-    assert kind_of(one) is kind
 
 
 # ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,17 +111,6 @@ def test_units_that_end_after_the_backward_pass_are_late() -> None:
     assert last.late_s == last.done_s == pytest.approx(10_000 * per_byte)
     assert last.begin_s == pytest.approx(0.0, abs=1e-9)
     assert last.issue_s == pytest.approx(0.0, abs=1e-9)
-
-
-def test_where_nothing_is_exchanged_nothing_is_late() -> None:
-    recording = record(over_a_link())
-    ranks = {
-        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
-        for number, rank in recording.ranks.items()
-    }
-    found = histories(replace(recording, ranks=ranks))
-    assert late_units(found) == ()
-    assert [one.exposed_s for one in exposures(found)] == [0.0, 0.0]
 
 
 # ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -387,22 +357,6 @@ def test_the_first_sentence_says_so_where_nothing_is_waited_for_or_nothing_is_su
         "is sure to help."
     )
     assert next(sentences(replace(found, base=None))).endswith("cannot be told, as the replay does not fit.")
-
-
-def test_numbers_are_short() -> None:
-    assert (ms(0.19823), signed_ms(0.0012345), signed_ms(-1e-3)) == ("198.2 ms", "+1.23 ms", "-1 ms")
-    assert (percent(0.5249), percent(0.0349)) == ("52 %", "3.5 %")
-
-
-# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_cells_are_escaped_unless_they_are_html() -> None:
-    made = table(["<t>"], [["<b>"], [Html("<i>x</i>")]], text=(0,), last=["&"])
-    assert "&lt;t&gt;" in made
-    assert "<td>&lt;b&gt;</td>" in made
-    assert "<td><i>x</i></td>" in made
-    assert '<tr class="sum"><td>&amp;</td></tr>' in made
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -21,7 +21,6 @@ from sirtaki.analysis import plan_search as other_passes
 from sirtaki.analysis.global_graph import parts, replayed
 from sirtaki.analysis.job_model import JobModel, Piece
 from sirtaki.analysis.plan_search import (
-    BF16,
     EVERY,
     FEW_RANKS,
     MOST_RIVALS,
@@ -37,19 +36,16 @@ from sirtaki.analysis.plan_search import (
     Search,
     Tensor,
     View,
-    bf16,
     choices_of,
     fuse,
     optimize,
     passes,
-    place_of,
     planned,
     split,
     units_of,
 )
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline, with_knobs
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.replayer import Activity
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import ConfigError, ReplayError
 from sirtaki.measures import LinkModel
@@ -76,34 +72,6 @@ def test_units_cover_each_element_once_and_take_the_streams_in_turn(
     assert len(plan.units) == sum(map(min, tensors))
     assert [unit.stream for unit in plan.units] == [number % streams for number in range(len(plan.units))]
     assert [end for _, end in units_of(made)] == [unit.stop for unit in plan.units]
-
-
-def test_even_units_are_tensors_until_one_is_changed() -> None:
-    assert EVEN.knobs(LAYOUT).cuts is None
-    assert [tensor.stop for tensor in EVEN.tensors_of(LAYOUT)] == [2000, 4000, 6000, 6500]
-    fused = EVEN.fused(LAYOUT, 2000)
-    assert fused is not None
-    assert [tensor.stop for tensor in fused.tensors_of(LAYOUT)] == [4000, 6000, 6500]
-    assert [cut.stop for cut in fused.knobs(LAYOUT).cuts or ()] == [4000, 6000, 6500]
-
-
-def test_what_does_not_fit_any_more_is_no_change() -> None:
-    assert WHOLE.fused(LAYOUT, 6500) is None
-    assert WHOLE.fused(LAYOUT, 2000) is None
-    assert WHOLE.parted(LAYOUT, 2000, 2) is None
-    assert WHOLE.parted(LAYOUT, 1000, 1) is None
-    assert WHOLE.split(LAYOUT, 4000, 500) is None
-    assert WHOLE.split(LAYOUT, 4000, 4000) is None
-
-
-def test_splitting_undoes_fusing() -> None:
-    fused = WHOLE.fused(LAYOUT, 1000)
-    assert fused is not None
-    assert fused.split(LAYOUT, 4000, 1000) == WHOLE
-    parted = WHOLE.parted(LAYOUT, 4000, 3)
-    assert parted is not None
-    assert [end for _, end in units_of(parted.tensors or ())] == [1000, 2000, 3000, 4000, 6500]
-    assert place_of(WHOLE.tensors or (), 4000) == 1
 
 
 def test_what_was_recorded_is_taken_unit_by_unit_unless_it_is_even() -> None:
@@ -224,72 +192,17 @@ def test_parts_are_as_many_as_are_quickest_of_those_that_are_not_too_small() -> 
 
 # ── passes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TENSORS = (Tensor(stop=1000), Tensor(stop=3000), Tensor(stop=6000, parts=2))
 
-CANDIDATE = Candidate(schedule=Schedule(route=GLOO, streams=2, unit_bytes=4000, tensors=TENSORS))
-
-
-@dataclass
-class Place(Position):
-    """A position: a start-up of 1 s, and 1 s for 1000 elements on one of two streams; best in as many parts as told."""
-
-    ends_s: tuple[float, ...] = (2.0, 4.0, 9.0)
-    readies_s: tuple[float, ...] = (0.0, 1.0, 5.0)
-    parts: int = 1
-    layout: GradientLayout = field(default_factory=lambda: GradientLayout(sizes=(1000, 2000, 1500, 1500)))
-    choices: Choices = CHOICES
-    candidate: Candidate = CANDIDATE
-    tensors: tuple[Tensor, ...] = TENSORS
-
-    def n_bytes(self, tensor: int) -> int:
-        return 4 * (TENSORS[tensor].stop - (TENSORS[tensor - 1].stop if tensor else 0))
-
-    def ready_s(self, tensor: int) -> float:
-        return self.readies_s[tensor]
-
-    def end_s(self, tensor: int) -> float:
-        return self.ends_s[tensor]
-
-    def best_parts(self, n_bytes: int) -> tuple[int, float]:
-        return self.parts, 1.0 + n_bytes / 4000
-
-
-def stops(change: Change, place: Place) -> list[tuple[int, int]]:
-    after = change.apply(place.candidate)
-    assert after is not None
-    return [(tensor.stop, tensor.parts) for tensor in after.schedule.tensors_of(place.layout)]
-
-
-def test_a_tensor_joins_the_one_before_it_if_that_ends_later_than_both_take_longer() -> None:
-    # Theorem 2: tensor 1 is ready at 1 s; both take 4 s, it alone 3 s. So the end of tensor 0 has to be behind 2 s.
-    assert list(fuse(Place(ends_s=(2.0, 4.0, 9.0)), 1)) == []
-    place = Place(ends_s=(2.1, 4.0, 9.0))
-    (change,) = fuse(place, 1)
-    assert stops(change, place) == [(3000, 1), (6000, 2)]
-    assert list(fuse(place, 0)) == []
-
-
-def test_a_tensor_of_several_gradients_is_split_at_the_one_nearest_to_its_middle() -> None:
-    place = Place()
-    (change,) = split(place, 2)
-    assert stops(change, place) == [(1000, 1), (3000, 1), (4500, 1), (6000, 1)]
-    assert list(split(place, 1)) == []
-
-
-def test_bf16_halves_what_units_carry_once() -> None:
-    place = Place()
-    (change,) = bf16(place, 0)
-    after = change.apply(place.candidate)
-    assert after is not None
-    assert after.extras == (BF16,)
-    assert change.apply(after) is None
-    job = over_a_link()
-    halved = BF16.apply(job)
-    for one, other in zip(job.iterations[0].operations, halved.iterations[0].operations, strict=True):
-        assert one.activity is Activity.UNIT
-        assert other.link_s == pytest.approx(one.link_s / 2)
-    other = replace(place, layout=GradientLayout(sizes=(6000,), itemsize_bytes=2, dtype="bfloat16"))
-    assert list(bf16(other, 0)) == []
+def test_tensors_are_fused_where_one_ends_later_than_waiting_for_both_takes_and_split_at_a_gradient() -> None:
+    apart, close = spot((0.1, 0.1, 0.1, 0.1)), spot((0.01, 0.001, 0.001, 0.001))
+    assert [list(fuse(apart, tensor)) for tensor in range(3)] == [[], [], []]
+    assert list(fuse(close, 0)) == []
+    (fused,) = fuse(close, 2)
+    (halved,) = split(close, 2)
+    for change, stops in ((fused, [1000, 6500]), (halved, [1000, 4000, 6000, 6500])):
+        after = change.apply(close.candidate)
+        assert after is not None
+        assert [tensor.stop for tensor in after.schedule.tensors_of(close.layout)] == stops
 
 
 class Mine:
@@ -554,6 +467,3 @@ def test_parts_are_never_advised_for_less_than_a_line_of_code_is_worth() -> None
                 assert found.best.answer.times.iteration_s <= (1 - WORTH_A_LINE) * whole_s
             else:
                 assert found.best.plan.part_bytes == 0
-
-
-# ── other passes ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,9 +56,7 @@ from sirtaki.analysis.recorder import (
     JobRecorder,
     Stage,
     buffer_number,
-    model_digest,
     operators_of_drafts,
-    own_placement,
     recorded,
 )
 from sirtaki.analysis.recording import Allocation, Holds, Operator, PhaseSpan, StepMemory
@@ -81,7 +77,6 @@ def test_a_recording_needs_a_job(tmp_path) -> None:
 
 class _Asked:
     def __init__(self, **settings):
-        from types import SimpleNamespace
 
         self.settings = SimpleNamespace(**settings)
 
@@ -104,17 +99,6 @@ def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_p
     with pytest.raises(ValueError, match="recorded already"), profile(tmp_path):
         pass
     begun.end()
-
-
-# ── placement ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_rank_says_where_it_runs() -> None:
-    control: Any = SimpleNamespace(rank=2, hosts=[0, 0, 2, 2], node_ranks=[2, 3], host_names=["a", "a", "b", "b"])
-    place = own_placement(control)
-    assert (place.rank, place.host, place.node, place.host_name) == (2, 2, 2, "b")
-    assert set(place.processors) == os.sched_getaffinity(0)
-    assert place.host_processors >= len(place.processors) >= 1
 
 
 # ── job recorder ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,24 +183,6 @@ def test_units_and_gradients_name_their_buffer_among_all_of_the_job() -> None:
     ]
 
 
-def test_no_operator_is_where_gradients_are_copied_or_waited_for() -> None:
-    step = draft().step
-    assert step.cuts == ((1.35, 1.36), (1.5, 1.9))
-    assert step.updates == ((1.9, 2.0),)
-
-
-def test_numbers_of_buffers_are_different_and_the_first_one_is_zero() -> None:
-    numbers = [buffer_number((p, s), n) for p in range(3) for s in range(3) for n in range(3)]
-    assert numbers[0] == 0
-    assert len(set(numbers)) == 27
-
-
-def test_ranks_that_train_something_else_have_another_digest() -> None:
-    (common,) = recordings.job().buffers
-    other = replace(common, layout=common.layout.reordered([1, 0, 2]))
-    assert model_digest([common]) != model_digest([other])
-
-
 def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None:
     lender, borrower = draft(), draft()
     lender.slowed = True
@@ -275,10 +241,6 @@ def test_what_happened_in_another_order_is_no_common_moment() -> None:
     assert all(begin_s <= end_s for begin_s, end_s in found)
 
 
-def test_nothing_lies_outside_of_the_step() -> None:
-    assert times(borrowed(seen((9.0, 21.0)), THERE, THERE)) == [(10.0, 20.0)]
-
-
 # ── clock map ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 EPOCH_NS = 1_795_374_239_018_036_638
@@ -306,12 +268,6 @@ def test_the_clock_is_known_within_what_the_quickest_marks_leave_open(
     told_s = clock.at(EPOCH_NS + round((52.5 + ahead_s) * 1e9))
     assert abs(told_s - 52.5) <= clock.error_s + 1e-8
     assert clock.error_s <= min(a + b for a, b in widths) / 2 + 1e-8
-
-
-def test_marks_that_contradict_each_other_say_by_how_much() -> None:
-    exact = {"early_s": 0.0, "late_s": 0.0}
-    clock = map_clock([mark(1.0, **exact, ahead_s=0.0), mark(2.0, **exact, ahead_s=4e-6)])
-    assert clock.error_s == pytest.approx(2e-6, abs=1e-8)
 
 
 # ── kineto ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -572,16 +528,6 @@ def test_writing_in_place_and_views_are_seen_through_the_storage() -> None:
     assert [one.after for one in readers(nodes)] == [(), (0,), (0, 1), (0, 2)]
 
 
-def test_a_number_that_is_given_again_to_something_else_is_no_edge() -> None:
-    nodes = [
-        node(2, "aten::ones", makes=(tensor(20, 21),)),
-        node(3, "aten::mul_", reads=(tensor(50, 51), tensor(20, 21, elements=1, itemsize=8))),
-        node(4, "aten::zeros", makes=(tensor(20, 21),)),
-        node(5, "aten::sum", reads=(tensor(20, 21),)),
-    ]
-    assert [one.after for one in readers(nodes)] == [(), (), (), (2,)]
-
-
 def test_annotations_and_other_threads_are_no_operators() -> None:
     nodes = [
         node(2, "mine", scope=7),
@@ -738,13 +684,6 @@ def test_a_module_that_fails_has_ended_and_other_threads_are_left_alone(calls: M
     other.join()
     model(torch.ones(3, 4))
     assert [call.parent for call in calls.calls] == [-1, 0, -1, 2]
-
-
-def test_nothing_is_seen_any_more_once_it_has_stopped() -> None:
-    watching = ModuleCalls()
-    watching.stop()
-    nn.ReLU()(torch.ones(1))
-    assert watching.calls == []
 
 
 @pytest.mark.slow

@@ -332,20 +332,6 @@ def test_several_hosts_whose_ranks_share_clocks_are_aligned_with_each_other() ->
         assert largest_error_s(true, told, rank) <= smallest_round_trip_s(true, 0, rank) / 2
 
 
-def test_ranks_of_one_host_are_left_as_they_are() -> None:
-    aligned = align(drawn(4, ranks_per_host=4))
-    assert {line.known for line in aligned.lines.values()} == {Known.REFERENCE}
-    assert aligned.at(3, 17.0) == 17.0
-    assert aligned.error_s == 0.0
-
-
-def test_two_units_are_enough_for_an_offset() -> None:
-    true = drawn(iterations=1, units=2, seed=2)
-    told = wrong(true, {1: (0.05, DRIFT)})
-    # What one of two units leaves open is all that is known.
-    assert largest_error_s(true, told, 1) <= smallest_round_trip_s(true, 0, 1) / 2 + 1e-6
-
-
 def test_a_rank_without_units_is_aligned_as_when_the_recording_began() -> None:
     true = drawn(3, seed=3)
     silent = replace(
@@ -496,8 +482,3 @@ def test_the_file_is_json_that_the_format_allows(tmp_path: Path) -> None:
         assert one["ph"] == "M" or one["ts"] >= 0.0
         assert one["ph"] != "X" or one["dur"] >= 0.0
         assert one["ph"] != "i" or one["s"] == "t"
-
-
-def test_a_recording_without_iterations_is_an_empty_trace() -> None:
-    empty = {number: replace(rank, iterations=()) for number, rank in recordings.recording().ranks.items()}
-    assert {one["ph"] for one in entries(replace(recordings.recording(), ranks=empty))} == {"M"}

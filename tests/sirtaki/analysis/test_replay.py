@@ -41,7 +41,6 @@ from sirtaki.analysis.what_if import (
     daydream,
     in_parts,
     knobs_of,
-    link_rate,
     sizes_worth_trying,
     unanswered,
     unit_cost,
@@ -73,14 +72,7 @@ def test_ranks_begin_as_far_apart_as_they_did() -> None:
 
 def test_the_next_unit_of_a_stream_waits_for_the_last_rank() -> None:
     job = on_one_host(cuts=(1, 4), streams=1)
-    late = replace(
-        job,
-        iterations=tuple(
-            replace(each, operations=tuple(replace(one, lag_s=0.5) for one in each.operations))
-            for each in job.iterations
-        ),
-    )
-    found = played(late)
+    found = played(job.changed(operation=lambda one: replace(one, lag_s=0.5)))
     units = [place for place, node in enumerate(found.graph.nodes) if node.activity is Activity.UNIT]
     assert found.start_s[units[1]] - found.end_s[units[0]] == pytest.approx(0.5)
 
@@ -103,19 +95,7 @@ def finer(job: JobModel, parts: int) -> JobModel:
             for index in range(parts)
         ]
 
-    return replace(
-        job,
-        iterations=tuple(
-            replace(
-                each,
-                programs={
-                    rank: tuple(part for piece in program for part in cut(piece))
-                    for rank, program in each.programs.items()
-                },
-            )
-            for each in job.iterations
-        ),
-    )
+    return job.changed(program=lambda _, program: tuple(part for piece in program for part in cut(piece)))
 
 
 @settings(max_examples=20, deadline=None)
@@ -266,9 +246,6 @@ def test_results_that_ranks_see_late_are_named() -> None:
     assert (found[0].words, found[0].seconds) == ("is ranks that see results later than the first", pytest.approx(0.5))
 
 
-# ── step times ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 # ── partial ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -354,34 +331,15 @@ def test_ranks_that_share_a_host(
 
 def test_without_probes_recorded_sizes_tell_start_up_and_rate() -> None:
     job = on_one_host(cuts=(1, 2, 4))
-    slower = replace(
-        job,
-        iterations=tuple(
-            replace(
-                each, operations=tuple(replace(one, processor_s=one.processor_s + 0.004) for one in each.operations)
-            )
-            for each in job.iterations
-        ),
-    )
+    slower = job.changed(operation=lambda one: replace(one, processor_s=one.processor_s + 0.004))
     found = unit_cost(slower, GLOO, (0, 1))
     assert (found.startup_s, found.s_per_byte) == (pytest.approx(0.004), pytest.approx(2e-6))
     assert not found.across
 
 
-def test_a_single_size_tells_a_rate_only() -> None:
-    found = unit_cost(on_one_host(cuts=(4,)), GLOO, (0, 1))
-    assert (found.startup_s, found.s_per_byte) == (0.0, pytest.approx(2e-6))
-
-
 def test_recorded_units_say_how_fast_the_link_is_and_probes_how_it_starts() -> None:
     job = over_a_link()
-    slower = replace(
-        job,
-        iterations=tuple(
-            replace(each, operations=tuple(replace(one, link_s=2 * one.link_s) for one in each.operations))
-            for each in job.iterations
-        ),
-    )
+    slower = job.changed(operation=lambda one: replace(one, link_s=2 * one.link_s))
     found = unit_cost(slower, GLOO, (0, 1))
     assert (found.startup_s, found.host_s) == (LINK.alpha_s, LINK.host_s)
     assert found.s_per_byte == pytest.approx(2e-5)
@@ -439,20 +397,10 @@ def test_copies_take_as_long_by_the_byte_wherever_they_come() -> None:
 def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() -> None:
     job = over_a_link(cuts=(4,))
     plan = Knobs(unit_bytes=4 * 1500, streams=2, transport=TransportKind.GLOO).to_plan(job.buffers[0].layout)
-    dropped = replace(
-        job,
-        iterations=tuple(
-            replace(
-                each,
-                programs={
-                    rank: tuple(
-                        replace(piece, ready=tuple(key for key in piece.ready if key != (0, 3))) for piece in one
-                    )
-                    for rank, one in each.programs.items()
-                },
-            )
-            for each in job.iterations
-        ),
+    dropped = job.changed(
+        program=lambda _, mine: tuple(
+            replace(piece, ready=tuple(key for key in piece.ready if key != (0, 3))) for piece in mine
+        )
     )
     for one in (job, dropped):
         asked = with_plans(one, {0: plan})
@@ -474,18 +422,7 @@ def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> 
         with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
     with pytest.raises(ReplayError, match="plan is of 10 elements, buffer 0 has 6500"):
         with_plans(job, {0: plan_of((10,), (1,))})
-    bare = replace(
-        job,
-        iterations=tuple(
-            replace(
-                each,
-                programs={
-                    rank: tuple(replace(piece, ready=()) for piece in one) for rank, one in each.programs.items()
-                },
-            )
-            for each in job.iterations
-        ),
-    )
+    bare = job.changed(program=lambda _, mine: tuple(replace(piece, ready=()) for piece in mine))
     with pytest.raises(ReplayError, match="gradients of buffer 0 come was not recorded"):
         with_plans(bare, {0: plan_of(SIZES, (4,))})
 
@@ -513,11 +450,6 @@ def job_on(link: LinkModel, *, ranks: int = 2, streams: int = 2, slow: float = 1
         link=link,
         data_s={0: data_s} if data_s else None,
     )
-
-
-def test_the_rate_of_the_link_is_what_probes_found_at_most() -> None:
-    assert link_rate(over_a_link()) == pytest.approx(2e5)
-    assert link_rate(on_one_host()) is None
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
@@ -824,13 +756,6 @@ def test_a_job_without_gradients_has_no_plan_to_change() -> None:
     assert best_knobs(bare) is None
     with pytest.raises(ReplayError, match="no gradients were exchanged"):
         knobs_of(bare, streams=2)
-
-
-def test_knobs_change_as_they_are_told() -> None:
-    job = over_a_link()
-    assert knobs_of(job, streams=7).streams == 7
-    assert knobs_of(job, unit_bytes=4096).unit_bytes == 4096
-    assert knobs_of(job, transport=TransportKind.MPI).transport is TransportKind.MPI
 
 
 # ── daydream ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from sirtaki.analysis import recording as folders
 from sirtaki.analysis.recording import TRACE_FILE, rank_path
 from sirtaki.cli import optimize as optimize_command
 from sirtaki.cli.__main__ import main
-from sirtaki.cli.output import memory_bytes, positive
+from sirtaki.cli.output import memory_bytes
 from sirtaki.engine.tuning.plans import GivenPlan
 from sirtaki.measures import LinkModel
 
@@ -416,10 +416,6 @@ def test_a_budget_that_cannot_be_met_is_one_sentence_and_no_plan(
 
 
 # ── quantities ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_numbers_above_0_are_read() -> None:
-    assert [positive(text) for text in ("2", "0.5", "1e3")] == [2.0, 0.5, 1000.0]
 
 
 def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:

@@ -122,10 +122,6 @@ def test_show_tells_knobs_and_provenance(run: Run, entries: list[Entry]) -> None
     assert json.loads(run("show", entries[0].id, "--json")) == entries[0].to_json()
 
 
-def test_show_says_nothing_of_links_that_nobody_has_measured(run: Run, entries: list[Entry]) -> None:
-    assert "?" not in run("show", entries[0].id)
-
-
 def test_names_from_elsewhere_are_no_markup(run: Run, store: Store) -> None:
     entry = make_entry()
     store.save(replace(entry, arm="[bold]grid[/bold]"))
@@ -267,11 +263,3 @@ def test_a_registry_that_is_not_there_is_not_made_by_looking(run: Run, tmp_path:
         with pytest.raises(RegistryError, match="there is no registry in"):
             run("--registry", f"{prefix}{tmp_path}/typo.db", *action)
     assert not (tmp_path / "typo.db").exists()
-
-
-def test_every_action_has_help() -> None:
-    parser = ArgumentParser()
-    cli.configure(parser)
-    assert set(cli._ACTIONS) == {"list", "rows", "show", "similar", "export", "import", "prune", "forget"}
-    for action in cli._ACTIONS:
-        assert action in parser.format_help()

@@ -42,12 +42,6 @@ def test_the_script_is_changed_if_asked_to_and_only_once(script: Path, capsys: p
     assert "nothing to change" in capsys.readouterr().out
 
 
-def test_another_file_may_be_written(script: Path, tmp_path: Path) -> None:
-    assert main(["translate", str(script), "-o", str(tmp_path / "new.py")]) == 0
-    assert "hvd.init()" in (tmp_path / "new.py").read_text()
-    assert script.read_text() == SCRIPT
-
-
 def test_a_refusal_names_line_and_reason_and_writes_nothing(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
