@@ -91,12 +91,12 @@ def test_a_job_is_recorded_and_shown(
     assert done.returncode == 0, done.stderr
     assert "3 iterations of 2 ranks on 1 host, with operators" in done.stdout
     assert (tmp_path / "here" / "trace.json").exists()
-    assert folders.read(tmp_path / "here").problems == ()
+    assert folders.read_folder(tmp_path / "here").problems == ()
     again = record_script("-o", "here")
     assert again.returncode == 1
     assert "holds a recording" in again.stderr
     assert record_script("-o", "here", "--overwrite", "--units-only").returncode == 0
-    assert folders.read(tmp_path / "here").ranks[0].iterations[0].operators == ()
+    assert folders.read_folder(tmp_path / "here").ranks[0].iterations[0].operators == ()
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_what_the_rank_that_is_left_has_recorded_is_shown(
     done = record_script("-o", "here", SIRTAKI_TEST_KILL=str(killed))
     assert done.returncode == 1
     assert f"but: rank {killed} of 2 is missing" in done.stdout
-    assert list(folders.read(tmp_path / "here").ranks) == [1 - killed]
+    assert list(folders.read_folder(tmp_path / "here").ranks) == [1 - killed]
 
 
 def test_a_recording_that_is_there_is_shown_with_its_trace(
