@@ -1,12 +1,16 @@
 """Operations that each rank may submit in its own order: agreed by name, then performed in the same order everywhere.
 
-A rank joins a *round* only while it has something pending. A round is one small all-reduce (AND) of a digest of all
-that this rank has pending, and a bit for each name that is known already (AIACC § V-A). If the digests of all ranks are
+A rank joins a *round* only while it has something pending. A round is one small message of each rank: a digest of all
+that it has pending, and a bit for each name that is known already (AIACC § V-A). If the digests of all ranks are
 equal, which is the rule, everything may run. Otherwise what all have set may run; and if any rank has something that
 the bits cannot say (a new name, a name whose tensor has changed, a join), everybody's pending operations are exchanged.
 That is also where disagreements are found, by all ranks at once.
 
-Rounds are run by a thread of the engine, or by a thread that waits for a result: then nobody needs to be woken.
+In a small job the messages of all ranks are gathered, and carry the tensors of small operations, which then take no
+message of their own; in a large one they are reduced (AND).
+
+Rounds are run by the thread that waits for a result, so that nobody needs to be woken; where nobody waits, by a thread
+of the engine, which sleeps while nothing is pending.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import heapq
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +36,7 @@ from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
 from .operations import (
+    CARRIED_BYTES,
     DIGEST_BYTES,
     Kind,
     OpenLanes,
@@ -42,6 +47,8 @@ from .operations import (
     batches,
     mismatch,
     perform,
+    result_of,
+    send_along,
     zeros_for,
 )
 
@@ -53,11 +60,12 @@ class EagerWork(ThreadWork):
         super().__init__()
         self.signature, self.tensors = signature, tensors
         self.digest = signature.digest()
+        self.n_bytes = sum([tensor.nbytes for tensor in tensors])
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
         # The point of this thread's CUDA stream at which the tensors have their values.
         self.written: torch.cuda.Event | None = None
-        if tensors and tensors[0].device.type == "cuda":
+        if signature.device == "cuda":
             self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             self.written.record(torch.cuda.current_stream(tensors[0].device))
 
@@ -70,27 +78,29 @@ def tell_of_operations(signatures: Sequence[Signature], works: Sequence[EagerWor
         works: this rank's.
         begin_s: when they were agreed upon (`time.perf_counter`).
     """
+    trace, recording = timeline.current, recorder.current
+    if trace is None and recording is None:
+        return
     end_s = time.perf_counter()
     ages_s = time.monotonic() - end_s  # of one clock against the other
-    if (trace := timeline.current) is not None:
+    if trace is not None:
         names = ", ".join(signature.name for signature in signatures)
         trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
     for signature, work in zip(signatures, works, strict=True):
-        submitted_s = begin_s if work is None else work.submitted_s - ages_s
+        kind, submitted_s = signature.kind.value, begin_s if work is None else work.submitted_s - ages_s
         if trace is not None:
             trace.span("eager", signature.name, begin_s, end_s)
             if work is not None:
-                negotiating = f"NEGOTIATE_{signature.kind.value}"
-                trace.overlapping(negotiating, submitted_s, begin_s, operation=signature.name)
-        if (recording := recorder.current) is not None and work is not None:
+                trace.overlapping(f"NEGOTIATE_{kind}", submitted_s, begin_s, operation=signature.name)
+        if recording is not None and work is not None:
             recording.operation(
                 TracedOperation(
                     name=signature.name,
-                    kind=signature.kind.value,
+                    kind=kind,
                     submitted_s=submitted_s,
                     agreed_s=begin_s,
                     done_s=end_s,
-                    n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in work.tensors),
+                    n_bytes=work.n_bytes,
                 )
             )
 
@@ -99,53 +109,36 @@ CAPACITY = 1024
 """Names that have a bit at the same time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    bit: int
-    signature: Signature
-    digest: int
-
-
 class NameSlots:
-    """Known names in the order of their last use."""
+    """Known names in the order of their last use, each with a bit, and its operation as it was last time."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._slots: OrderedDict[str, _Slot] = OrderedDict()
-        self._by_bit: dict[int, str] = {}
+        self._slots: OrderedDict[str, tuple[int, Signature, int]] = OrderedDict()  # bit, operation, its digest
         self._free = list(range(capacity))
 
-    def slot(self, name: str) -> int | None:
-        """The bit of a name, None if it has none."""
-        slot = self._slots.get(name)
-        return None if slot is None else slot.bit
+    def bit(self, work: EagerWork) -> int | None:
+        """The bit of the work's name, if it has one and the operation is as it was."""
+        slot = self._slots.get(work.signature.name)
+        return slot[0] if slot is not None and slot[2] == work.digest else None
 
-    def digest(self, name: str) -> int | None:
-        """Of the operation as it was when it was remembered."""
-        slot = self._slots.get(name)
-        return None if slot is None else slot.digest
+    def chosen(self, bits: int) -> dict[str, Signature]:
+        """Names and operations whose bits are set."""
+        return {name: signature for name, (bit, signature, _) in self._slots.items() if bits >> bit & 1}
 
-    def known(self, bits: Sequence[int]) -> dict[str, Signature]:
-        """Names and operations of those bits that have a name."""
-        names = [self._by_bit[bit] for bit in bits if bit in self._by_bit]
-        return {name: self._slots[name].signature for name in names}
-
-    def by_all(self) -> list[int]:
+    def by_all(self) -> int:
         """The bits of operations that ranks which have joined submit, too."""
-        return [slot.bit for slot in self._slots.values() if slot.signature.by_all]
+        return sum(1 << bit for bit, signature, _ in self._slots.values() if signature.by_all)
 
     def remember(self, signature: Signature, digest: int) -> None:
         """Gives the name a bit, or replaces what is known of it; names that come only once are not worth one."""
         name = signature.name
-        if name in self._slots:
-            bit = self._slots[name].bit
-        elif signature.once:
-            return
-        else:
+        if (slot := self._slots.get(name)) is not None:
+            if slot[2] != digest or slot[1] is not signature:
+                self._slots[name] = slot[0], signature, digest
+        elif not signature.once:
             if not self._free:
                 self.forget(next(iter(self._slots)))
-            bit = heapq.heappop(self._free)
-        self._slots[name] = _Slot(bit=bit, signature=signature, digest=digest)
-        self._by_bit[bit] = name
+            self._slots[name] = heapq.heappop(self._free), signature, digest
 
     def touch(self, name: str) -> None:
         """The name has been used just now."""
@@ -155,36 +148,7 @@ class NameSlots:
     def forget(self, name: str) -> None:
         """Takes the name's bit away."""
         if (slot := self._slots.pop(name, None)) is not None:
-            del self._by_bit[slot.bit]
-            heapq.heappush(self._free, slot.bit)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """What there was when a round began.
-
-    Attributes:
-        works: operations by name.
-        join: under way if this rank has joined.
-        progress: with which it has joined.
-        closing: this rank takes its leave.
-        unnamed: how many operations without a name it has submitted.
-    """
-
-    works: Mapping[str, EagerWork]
-    join: ThreadWork | None
-    progress: Progress
-    closing: bool
-    unnamed: int
-
-    def presence(self) -> Presence:
-        """All of it, for the other ranks."""
-        return Presence(
-            signatures=[work.signature for work in self.works.values()],
-            joined=None if self.join is None else self.progress,
-            closing=self.closing,
-            unnamed=self.unnamed,
-        )
+            heapq.heappush(self._free, slot[0])
 
 
 class Pending:
@@ -192,13 +156,11 @@ class Pending:
 
     Attributes:
         where: names the set of ranks in messages, empty for all ranks.
-        join_told: the other ranks know that this one has joined.
         moved_s: when anything got on (`time.monotonic()`).
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self.join_told = False
         self.moved_s = time.monotonic()
         self._changed = threading.Condition()
         self._works: dict[str, EagerWork] = {}
@@ -231,28 +193,28 @@ class Pending:
             ValueError: an operation of this name is under way on this rank.
             CommError: this rank takes its leave.
         """
-        signature = work.signature
+        name = work.signature.name
         with self._changed:
             if self._closing:
                 raise CommError("operation submitted during shutdown")
-            if signature.name in self._works:
+            if name in self._works:
                 raise ValueError(
-                    f"Requested to {signature.kind.value.lower()} a tensor with the same name as another tensor that "
-                    f"is currently being processed: {signature.name!r}; give it another name= or synchronize() first"
+                    f"Requested to {work.signature.kind.value.lower()} a tensor with the same name as another tensor "
+                    f"that is currently being processed: {name!r}; give it another name= or synchronize() first"
                 )
-            if (owed := self._owed.get(signature.name)) is not None:
+            if (owed := self._owed.get(name)) is not None:
                 work.finish(MismatchError(owed.popleft()))
                 if not owed:
-                    del self._owed[signature.name]
+                    del self._owed[name]
                 return
-            self._works[signature.name] = work
+            self._works[name] = work
             if wake:
                 self._changed.notify()
 
     def join(self, progress: Progress) -> ThreadWork:
         """This rank has no more data."""
         with self._changed:
-            self._join, self._progress, self.join_told = ThreadWork(), progress, False
+            self._join, self._progress = ThreadWork(), progress
             self.moved_s = time.monotonic()
             self._changed.notify()
             return self._join
@@ -284,21 +246,21 @@ class Pending:
 
     def wake_if_any(self) -> None:
         """Wakes the thread that waits for business, if there is any."""
-        with self._changed:
-            if self._works:
+        if self._works:
+            with self._changed:
                 self._changed.notify()
 
-    def snapshot(self, pause_s: float) -> Snapshot | None:
-        """After a pause, which anything new ends, what there is; None if that is nothing."""
+    def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], Presence] | None:
+        """After a pause, which anything new ends, what there is by name, and what to say of it; None if nothing is."""
         with self._changed:
             if pause_s:
                 self._changed.wait(pause_s)
             if not self._has_business():
                 return None
-            return Snapshot(
-                works=dict(self._works),
-                join=self._join,
-                progress=self._progress,
+            works = self._works.copy()
+            return works, Presence(
+                signatures=[work.signature for work in works.values()],
+                joined=None if self._join is None else self._progress,
                 closing=self._closing,
                 unnamed=self._unnamed,
             )
@@ -325,7 +287,9 @@ class Pending:
             # Ranks that joined early have submitted fewer; the next unnamed operation must be the same one on all.
             self._unnamed = unnamed
             self._owed.clear()
-            self._join = None
+            join, self._join = self._join, None
+        if join is not None:
+            join.finish()
 
     def fail(self, error: CommError) -> None:
         """Everything fails."""
@@ -345,22 +309,13 @@ class Pending:
             self._changed.notify_all()
 
 
-_ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
+_DIGEST_BITS = 8 * DIGEST_BYTES
+_ALL_ONES = (1 << _DIGEST_BITS) - 1
+_BIT_BYTES = CAPACITY // 8 + 8
+_HEAD_BYTES = 2 * DIGEST_BYTES + _BIT_BYTES
 
-Bits = npt.NDArray[np.bool_]
-
-
-def agree(digest: int, bits: Bits, *, comm: Communicator, failures: FailureBoard) -> tuple[bool, Bits]:
-    """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
-
-    Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
-    """
-    complement = digest ^ _ALL_BITS if digest else 0
-    mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
-    sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
-    poll_until(comm.all_reduce(sent, Op.AND), failures=failures)
-    all_equal = bool(digest) and sent[: 2 * DIGEST_BYTES].tobytes() == mine
-    return all_equal, np.unpackbits(sent[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
+GATHERED_RANKS = 32
+"""Up to so many ranks gather the messages of a round, which carry small tensors then; more of them reduce them."""
 
 
 class Rounds:
@@ -384,50 +339,112 @@ class Rounds:
         self.ended = False
         self._names = NameSlots()
         self._joined: dict[int, int] = {}  # rank → its number of unnamed operations
+        self._join_told = False  # the other ranks know that this one has joined
+        carries = self._size <= GATHERED_RANKS
+        self._sent = np.zeros(_HEAD_BYTES + (CARRIED_BYTES if carries else 0), dtype=np.uint8)
+        self._gathered = np.empty((self._size, self._sent.size), dtype=np.uint8) if carries else None
 
-    def run(self, mine: Snapshot) -> bool:
-        """Collective: one round; True if anything was performed or refused."""
-        all_equal, result = agree(self._digest(mine), self._bits(mine), comm=self._messages, failures=self._failures)
+    def run(self, works: Mapping[str, EagerWork], mine: Presence) -> bool:
+        """Collective: one round; True if anything was performed or refused.
+
+        Args:
+            works: what this rank has pending.
+            mine: what it says of itself.
+        """
+        digest = self._digest(works.values(), mine)
+        names = sorted(works) if digest else []
+        along = self._load([works[name] for name in names])
+        all_equal, bits = self._agree(digest, self._bits(works, mine))
         if all_equal:
-            ready = {name: work.signature for name, work in mine.works.items()}
-            for name in sorted(ready):
-                self._names.remember(ready[name], mine.works[name].digest)
-        elif result[0]:
-            ready = self._names.known(np.flatnonzero(result[1:]).tolist())
+            ready = {name: works[name].signature for name in names}
+            for name in names:
+                self._names.remember(ready[name], works[name].digest)
+            if along is not None:
+                for name, arrays in zip(names, along, strict=True):
+                    self._conclude([ready[name]], [works[name]], arrays)
+                return True
+        elif bits & 1:
+            ready = self._names.chosen(bits >> 1)
         else:
-            ready = self._exchange(mine.presence())
-        for names in batches(ready):
-            self._run_batch([ready[name] for name in names], [mine.works.get(name) for name in names])
-        return self._end_join(mine.join) or bool(ready)
+            ready = self._exchange(mine)
+        for together in batches(ready):
+            self._conclude([ready[name] for name in together], [works.get(name) for name in together])
+        return self._end_join(mine) or bool(ready)
 
-    @staticmethod
-    def _digest(mine: Snapshot) -> int:
+    # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
+
+    def _digest(self, works: Iterable[EagerWork], mine: Presence) -> int:
         """Of all that is pending; 0 = it must not be taken for any other rank's."""
-        works = mine.works.values()
-        if mine.join is not None or mine.closing or any(work.signature.problem for work in works):
+        if mine.joined is not None or mine.closing:
             return 0
-        return sum(work.digest for work in works) & _ALL_BITS
+        digest = 0
+        for work in works:
+            if work.signature.problem:
+                return 0
+            digest += work.digest
+        return digest & _ALL_ONES
 
-    def _bits(self, mine: Snapshot) -> Bits:
-        """Whether bits say all that this rank has to say, and one for each name that is known."""
-        known = all(self._names.digest(name) == work.digest for name, work in mine.works.items())
-        bits = np.zeros(1 + CAPACITY, dtype=np.bool_)
-        if mine.join is not None:
-            bits[1:] = True
-            bits[[1 + bit for bit in self._names.by_all()]] = False
-            bits[0] = known and self._pending.join_told and not mine.closing
-        else:
+    def _bits(self, works: Mapping[str, EagerWork], mine: Presence) -> int:
+        """Whether bits say all that this rank has to say, and above that one for each name that is known."""
+        bits, known = 0, not mine.closing
+        for work in works.values():
+            if (bit := self._names.bit(work)) is None:
+                known = False
+            else:
+                bits |= 2 << bit
             # While a rank has joined, its bits say nothing about operations that it cannot take part in.
-            refused = self._joined and any(work.signature.needs_data for work in mine.works.values())
-            bits[0] = known and not refused and not mine.closing
-        for name in mine.works:
-            if (slot := self._names.slot(name)) is not None:
-                bits[1 + slot] = True
-        return bits
+            if self._joined and mine.joined is None and work.signature.needs_data:
+                known = False
+        if mine.joined is not None:
+            bits |= (2 << CAPACITY) - 2 & ~(self._names.by_all() << 1)
+            known = known and self._join_told
+        return bits | known
+
+    def _load(self, works: Sequence[EagerWork]) -> list[list[npt.NDArray[Any]]] | None:
+        """Puts what the operations send into this rank's message, if there is room for all.
+
+        Returns:
+            For each operation and tensor where the arrays of all ranks will be, `(size, n)`; None if they do not travel
+            along, which depends on nothing but the operations.
+        """
+        if self._gathered is None or not works or sum([work.n_bytes for work in works]) > CARRIED_BYTES:
+            return None
+        found, begin = [], _HEAD_BYTES
+        for work in works:
+            arrays = send_along(work.signature, work.tensors)
+            if arrays is None:
+                return None
+            places = []
+            for array in arrays:
+                end = begin + array.nbytes
+                if end > self._sent.size:
+                    return None
+                self._sent[begin:end] = array.view(np.uint8)
+                places.append(self._gathered[:, begin:end].view(array.dtype))
+                begin = end
+            found.append(places)
+        return found
+
+    def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
+        """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
+
+        Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
+        """
+        number = bits << 2 * _DIGEST_BITS | (digest ^ _ALL_ONES if digest else 0) << _DIGEST_BITS | digest
+        self._sent[:_HEAD_BYTES] = np.frombuffer(number.to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
+        if self._gathered is not None:
+            poll_until(self._messages.all_gather(self._sent, self._gathered), failures=self._failures)
+            found = np.bitwise_and.reduce(self._gathered[:, :_HEAD_BYTES], axis=0)
+        else:
+            poll_until(self._messages.all_reduce(self._sent, Op.AND), failures=self._failures)
+            found = self._sent
+        common = int.from_bytes(found.tobytes(), "little")
+        same = (1 << 2 * _DIGEST_BITS) - 1
+        return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
     def _exchange(self, mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
-        self._pending.join_told = mine.joined is not None
+        self._join_told = mine.joined is not None
         everybody: list[Presence] = gather(mine, comm=self._messages)
         self.ended = all(presence.closing for presence in everybody)
         newly_joined = [
@@ -443,42 +460,55 @@ class Rounds:
             for signature in presence.signatures:
                 by_name.setdefault(signature.name, {})[rank] = signature
         ready = {}
-        for name in sorted(by_name):
-            by_rank = by_name[name]
-            problem = mismatch(by_rank) or self._join_problem(by_rank)
+        for name, by_rank in sorted(by_name.items()):
+            some = next(iter(by_rank.values()))
+            problem = mismatch(by_rank)
+            if problem is None and self._joined and some.needs_data:
+                problem = f"{some.kind.value.capitalize()} is not supported with Join at this time."
             if problem is not None:
                 self.concluded += 1
                 self._names.forget(name)
                 self._pending.refuse(name, problem)  # the same error on all ranks
                 continue
-            some = next(iter(by_rank.values()))
             self._names.remember(some, some.digest())
             absent = 0 if some.by_all else len(self._joined.keys() - by_rank.keys())
             if len(by_rank) == self._size - absent:
                 ready[name] = some
         return ready
 
-    def _join_problem(self, by_rank: dict[int, Signature]) -> str | None:
-        some = next(iter(by_rank.values()))
-        if self._joined and some.needs_data:
-            return f"{some.kind.value.capitalize()} is not supported with Join at this time."
-        return None
+    # ── what was agreed upon ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _run_batch(self, signatures: list[Signature], works: list[EagerWork | None]) -> None:
-        """Collective: performs agreed operations; a work is None where this rank has joined."""
-        batch = []
+    def _conclude(
+        self,
+        signatures: list[Signature],
+        works: Sequence[EagerWork | None],
+        sent: Sequence[npt.NDArray[Any]] | None = None,
+    ) -> None:
+        """Performs agreed operations together; collective, unless all has been sent already.
+
+        Args:
+            signatures: of the operations.
+            works: of this rank; None where it has joined.
+            sent: what all ranks have sent along of a single operation.
+        """
         begin_s = time.perf_counter()
+        mine = [work for work in works if work is not None]
         error: CommError | None = None
         try:
             for signature, work in zip(signatures, works, strict=True):
                 self._names.touch(signature.name)
                 if work is not None and work.written is not None:
                     torch.cuda.current_stream(work.tensors[0].device).wait_event(work.written)
-                batch.append((signature, zeros_for(signature)) if work is None else (work.signature, work.tensors))
-            results = perform(batch, self._ranks)
-            for work, result in zip(works, results, strict=True):
-                if work is not None:
-                    work.results = result
+            if sent is not None:
+                mine[0].results = result_of(signatures[0], mine[0].tensors, sent)
+            else:
+                batch = [
+                    (signature, zeros_for(signature)) if work is None else (work.signature, work.tensors)
+                    for signature, work in zip(signatures, works, strict=True)
+                ]
+                for work, result in zip(works, perform(batch, self._ranks), strict=True):
+                    if work is not None:
+                        work.results = result
         except CommError as err:
             error = err
         except Exception as err:
@@ -486,18 +516,18 @@ class Rounds:
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         tell_of_operations(signatures, works, begin_s)
         self.concluded += len(signatures)
-        mine = [work for work in works if work is not None]
         self._pending.remove(mine)
         for work in mine:
             work.finish(error)
 
-    def _end_join(self, join: ThreadWork | None) -> bool:
+    def _end_join(self, mine: Presence) -> bool:
         """If all ranks have joined, they all know it from the same exchange, and start anew together."""
-        if join is None or len(self._joined) < self._size:
+        if mine.joined is None or len(self._joined) < self._size:
             return False
-        self._pending.end_join(max(self._joined.values()))
+        unnamed = max(self._joined.values())
         self._joined.clear()
-        join.finish()
+        self._join_told = False
+        self._pending.end_join(unnamed)
         return True
 
     def close(self, *, together: bool = True) -> None:
@@ -625,13 +655,13 @@ class EagerEngine:
 
     def _step(self) -> None:
         """With `_turn`, collective with the other ranks that have something to do: one round."""
-        mine = self.pending.snapshot(self._pause_s)
-        if mine is None or self.rounds.ended:
+        there = self.pending.snapshot(self._pause_s)
+        if there is None or self.rounds.ended:
             return
         if (trace := timeline.current) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
-            brought = self.rounds.run(mine)
+            brought = self.rounds.run(*there)
         except BaseException as err:  # also an interrupt: a round cannot be left half done
             error = err if isinstance(err, CommError) else CommError(f"eager operations failed: {err!r}")
             self._failures.report(error)

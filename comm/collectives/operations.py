@@ -3,6 +3,9 @@
 They run over the control plane, in the thread that agreed on them. Requests are non-blocking and tested in a loop, so
 that a lost job ends the wait. Tensors on other devices than the CPU are copied to it and back.
 
+Where all ranks have the same few small all-reduces and broadcasts pending, the message in which they agree carries the
+tensors, too, and each rank computes the results from what all have sent.
+
 Adasum combines gradients by how far they point the same way (Maleki et al., "Scaling Distributed Training with Adaptive
 Summation", MLSys 2021): two at right angles are added, two parallel ones averaged, and everything between goes smoothly
 (eq. (3) there); more than two are combined pairwise in a balanced tree. Recursive doubling does that: after the round
@@ -17,16 +20,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from itertools import chain, islice, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sirtaki.comm.control.communicator import Communicator, Op, Test
+from sirtaki.comm.control.communicator import UFUNCS, Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.transports.contract import HALF_DTYPES, ReduceOp, scale_
 from sirtaki.comm.units import UnitPipeline
@@ -59,9 +63,8 @@ ADASUM = "adasum"
 """The `op` that is no element-wise reduction, so tensors cannot travel joined together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """One rank's side of an operation; picklable. Several tensors under one name are a group: all or none.
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's side of an operation. Several tensors under one name are a group: all or none.
 
     Attributes:
         name: pairs the operation across ranks.
@@ -95,29 +98,21 @@ class Signature:
             name=name,
             kind=kind,
             shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
-            dtypes=tuple([str(tensor.dtype)[len("torch.") :] for tensor in tensors]),
+            dtypes=tuple([_dtype_name(tensor.dtype) for tensor in tensors]),
             device=tensors[0].device.type if tensors else "cpu",
             **rest,
         )
 
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        what = (
-            self.name,
-            self.kind.value,
-            tuple(map(self._fixed, self.shapes)),
-            self.dtypes,
-            self.op,
-            self.root,
-            self.factors,
-            self.device,
-            self.problem,
-        )
-        return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=DIGEST_BYTES).digest(), "big")
+        what = (self.name, *(side(self) for side in SIDES.values()), self.problem)
+        return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=DIGEST_BYTES).digest(), "big")
 
-    def _fixed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The part of a shape that must be the same on all ranks; -1 = any number of rows."""
-        return (-1, *shape[1:]) if self.kind in RAGGED and shape else shape
+    def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the shapes that must be the same on all ranks; -1 = any number of rows."""
+        if self.kind not in RAGGED:
+            return self.shapes
+        return tuple([(-1, *shape[1:]) if shape else shape for shape in self.shapes])
 
     @property
     def needs_data(self) -> bool:
@@ -133,13 +128,61 @@ class Signature:
         )
 
 
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` → `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+SIDES: dict[str, Callable[[Signature], object]] = {
+    "collective operations": lambda side: side.kind.value,
+    "{} CPU/GPU device selection": lambda side: side.device,
+    "data types": lambda side: side.dtypes,
+    "{} reduce operations": lambda side: side.op,
+    "prescale and/or postscale factors": lambda side: side.factors,
+    "{} root ranks": lambda side: side.root,
+    "{} tensor shapes": Signature.fixed_shapes,
+}
+"""What the ranks must agree about, in words ({} = the kind of operation), and where it is in a signature."""
+
+
+def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
+    """What differs between the ranks' sides of one operation, in words; None if they fit together."""
+    for rank, side in sorted(by_rank.items(), key=lambda item: item[0]):
+        if side.problem:
+            return f"Rank {rank} cannot take part in {side.kind.value}: {side.problem}"
+    some = next(iter(by_rank.values()))
+    for what, of in SIDES.items():
+        ranks: dict[object, list[int]] = {}
+        for rank in sorted(by_rank):
+            ranks.setdefault(of(by_rank[rank]), []).append(rank)
+        if len(ranks) > 1:
+            shown = (lambda side: side.shapes) if of is SIDES["{} tensor shapes"] else of
+            sides = [f"{_ranks_have(same)} {_words(shown(by_rank[same[0]]))}" for same in ranks.values()]
+            return f"Mismatched {what.format(some.kind.value)} of {some.name!r}: {', '.join(sides)}."
+    return None
+
+
+def _ranks_have(ranks: Sequence[int]) -> str:
+    """`rank 3 has`, `ranks 0, 1, 2 and 5 more have`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"
+
+
+def _words(value: object) -> str:
+    """`((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return ", ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in parts) or "none"
+
+
 Progress = tuple[int, ...]
 """How far a rank has got; of those that join between the same two rounds, the one that has got farthest joins last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Presence:
-    """What one rank says of itself when the ranks exchange what they have pending; picklable.
+class Presence(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says of itself when the ranks exchange what they have pending.
 
     Attributes:
         signatures: of its pending operations.
@@ -152,41 +195,6 @@ class Presence:
     joined: Progress | None
     closing: bool
     unnamed: int
-
-
-def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
-    """What differs between the ranks' sides of one operation, in words; None if they fit together."""
-    first, *others = (by_rank[rank] for rank in sorted(by_rank))
-    kind = first.kind.value
-    for rank in sorted(by_rank):
-        if by_rank[rank].problem:
-            return f"Rank {rank} cannot take part in {by_rank[rank].kind.value}: {by_rank[rank].problem}"
-    for other in others:
-        if other.kind is not first.kind:
-            return (
-                f"Mismatched collective operations: One rank did an {kind}, but another rank did an {other.kind.value}."
-            )
-        if other.device != first.device:
-            return f"Mismatched {kind} CPU/GPU device selection: One rank uses {first.device}, another {other.device}."
-        if other.dtypes != first.dtypes:
-            return (
-                f"Mismatched data types: One rank had type {_words(first.dtypes)}, "
-                f"but another rank had type {_words(other.dtypes)}."
-            )
-        if other.op != first.op:
-            return f"Mismatched {kind} reduce operations: One rank asked for {first.op}, another for {other.op}."
-        if other.factors != first.factors:
-            return (
-                f"Mismatched prescale and/or postscale factors: One rank had {first.factors}, another {other.factors}."
-            )
-        if other.root != first.root:
-            return f"Mismatched {kind} root ranks: One rank named {first.root}, another {other.root}."
-        if [other._fixed(shape) for shape in other.shapes] != [first._fixed(shape) for shape in first.shapes]:
-            return (
-                f"Mismatched {kind} tensor shapes: One rank sent a tensor of shape {_words(first.shapes)}, "
-                f"but another rank sent a tensor of shape {_words(other.shapes)}."
-            )
-    return None
 
 
 def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
@@ -209,11 +217,6 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
         open_batches.setdefault(key, []).append(name)
         filled_bytes[key] = filled_bytes.get(key, 0) + size_bytes
     yield from open_batches.values()
-
-
-def _words(parts: tuple[object, ...]) -> str:
-    """`((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
-    return ", ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in parts)
 
 
 def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -347,7 +350,10 @@ def zeros_for(signature: Signature) -> Tensors:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
 
 
 def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
@@ -463,6 +469,57 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
         own_rows = bounds[ranks.rank + 1] - bounds[ranks.rank]
         results.append(part.to(tensor.dtype).view(own_rows, *tensor.shape[1:]))
     return results
+
+
+# ── small operations, whose tensors travel in the message in which the ranks agree on them ────────────────────────────
+
+CARRIED_BYTES = 1024
+"""What a rank may send along."""
+
+
+def send_along(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | None:
+    """What the other ranks need to compute the result themselves: flat arrays; None if it must be performed."""
+    kind, prescale = signature.kind, signature.factors[0]
+    if signature.device != "cpu" or signature.op == ADASUM:
+        return None
+    if kind is Kind.ALLREDUCE:
+        flat = [_on_host(tensor).view(-1) for tensor in tensors]
+        if prescale != 1.0 or any(tensor.dtype in HALF_DTYPES for tensor in flat):
+            flat = [_work_copy(tensor, prescale) for tensor in flat]
+        return [_reducible(tensor) for tensor in flat]
+    if kind is Kind.BROADCAST or kind is Kind.BARRIER:
+        return [_bytes(_on_host(tensor)) for tensor in tensors]
+    return None
+
+
+def result_of(signature: Signature, inputs: Sequence[torch.Tensor], sent: Sequence[npt.NDArray[Any]]) -> Tensors:
+    """The result of an operation of which all ranks have sent everything along.
+
+    Args:
+        signature: of the operation.
+        inputs: of this rank.
+        sent: for each of them what all ranks sent, `(size, n)`.
+    """
+    results = []
+    for tensor, shape, arrays in zip(inputs, signature.shapes, sent, strict=True):
+        if signature.kind is Kind.BROADCAST:
+            result = torch.empty(shape, dtype=tensor.dtype)
+            _bytes(result)[:] = arrays[signature.root]
+        else:
+            total, combine = arrays[0].copy(), _UFUNCS[signature.op]
+            for array in arrays[1:]:  # in the order of ranks, so that all get the same bits
+                combine(total, array, out=total)
+            result = torch.from_numpy(total.reshape(shape))
+            if tensor.dtype is torch.bool:
+                result = result.view(torch.bool)
+            scale_(result, signature.factors[1])
+            if result.dtype is not tensor.dtype:
+                result = result.to(tensor.dtype)
+        results.append(result)
+    return results
+
+
+_UFUNCS = {op.value: ufunc for op, ufunc in UFUNCS.items()}
 
 
 def row_bounds(rows: int, size: int) -> list[int]:

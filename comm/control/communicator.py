@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from .failure import FailureBoard
@@ -37,6 +38,16 @@ class Op(Enum):
     MAXIMUM = "max"
     SUM = "sum"
     PRODUCT = "product"
+
+
+UFUNCS: dict[Op, np.ufunc] = {
+    Op.AND: np.bitwise_and,
+    Op.MINIMUM: np.minimum,
+    Op.MAXIMUM: np.maximum,
+    Op.SUM: np.add,
+    Op.PRODUCT: np.multiply,
+}
+"""The same operations of NumPy."""
 
 
 class Communicator(Protocol):

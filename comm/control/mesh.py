@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from sirtaki.errors import CommError, MismatchError, PeerLostError
 
-from .communicator import Array, Backend, Op, Test
+from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
 
 logger = logging.getLogger(__name__)
@@ -629,14 +629,6 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 SHORT_BYTES = 32 * 1024
 """Up to here a round counts for more than the bytes in it."""
-
-UFUNCS: dict[Op, np.ufunc] = {
-    Op.AND: np.bitwise_and,
-    Op.MINIMUM: np.minimum,
-    Op.MAXIMUM: np.maximum,
-    Op.SUM: np.add,
-    Op.PRODUCT: np.multiply,
-}
 
 IDEMPOTENT = frozenset({Op.AND, Op.MINIMUM, Op.MAXIMUM})
 """A value that is counted twice changes nothing."""

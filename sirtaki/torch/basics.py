@@ -21,8 +21,7 @@ from sirtaki.errors import ConfigError, LaunchError, SirtakiError
 from sirtaki.mpi_library import find_mpi_library
 from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 
-from . import lasting_optimizers
-from . import process_sets as handles
+from . import collectives, lasting_optimizers
 from . import process_sets as process_sets_
 from .process_sets import ProcessSet, open_static
 
@@ -160,7 +159,7 @@ def shutdown() -> None:
 
 def let_go() -> None:
     """Not collective: what the script holds of a generation of an elastic job, which has ended, waits for the next."""
-    handles.forget_all()
+    collectives.forget_all()
     lasting_optimizers.detach_all()
     process_sets_.end_generation()
 

@@ -1,82 +1,300 @@
-"""Horovod's collectives on tensors, synchronous and asynchronous."""
+"""Horovod's collectives on tensors, synchronous and asynchronous.
+
+Each function checks its arguments, submits this rank's side to the engine of the process set, and then waits for the
+result or returns a handle. A rank whose arguments are no good tells the others before it raises, so that they get an
+error, too, instead of waiting for it.
+"""
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from sirtaki.comm.collectives.engine import SparseSum
-from sirtaki.comm.collectives.operations import Kind
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
+from sirtaki.comm.collectives.operations import ADASUM, Kind, Signature
 from sirtaki.engine import job
 
 from .compression import Compression, Compressor
-from .process_sets import (
-    OP_NAMES,
-    Adasum,
-    Average,
-    Call,
-    Deliver,
-    ProcessSet,
-    Sum,
-    engine_of,
-    everything,
-    first,
-    global_process_set,
-    into,
-    into_one,
-    members,
-    reduction,
-    synchronize,
-    unfit,
-)
+from .process_sets import ProcessSet, engine_of, global_process_set, members
+
+Tensors = Sequence[torch.Tensor]
+Deliver = Callable[[list[torch.Tensor]], Any]
+"""Makes of an operation's results what the user gets (Any: a tensor, a list of them, a pair, or nothing)."""
 
 
-def _start_all_reduce(
-    call: Call, tensors: Sequence[torch.Tensor], deliver: Deliver, op: int, prescale: float, postscale: float
-) -> int:
-    call.require_strided(tensors)
-    if (error := unfit(op, tensors, call.process_set)) is not None:
-        call.refuse(error)
-    count = engine_of(call.process_set).size if op == Average else 1
-    factors = (float(prescale), float(postscale) / count)
-    return call.start(tensors, deliver, op=OP_NAMES[op], factors=factors)
+class Started(NamedTuple):
+    """An operation under way."""
+
+    engine: EagerEngine
+    work: EagerWork
+    deliver: Deliver
+
+    def result(self) -> Any:
+        """Blocks until the operation is done, and gives what the user gets.
+
+        Raises:
+            CommError: the operation failed, or ranks disagreed about it.
+        """
+        self.engine.finish(self.work)
+        return self.deliver(self.work.results)
+
+    def handle(self) -> int:
+        """The number by which the user waits for it."""
+        number = next(_numbers)
+        _under_way[number] = self
+        return number
 
 
-def _call(kind: Kind, name: str | None, process_set: ProcessSet, *, grouped: bool = False, wake: bool = True) -> Call:
-    return Call(kind=kind, name=name, process_set=process_set, grouped=grouped, wake=wake)
+_under_way: dict[int, Started] = {}
+_numbers = itertools.count(1)
 
 
-def _differentiable(
-    function: type[torch.autograd.Function],
-    start: Callable[..., int],
-    call: Call,
-    tensors: Sequence[torch.Tensor],
-    *how: float,
-) -> list[torch.Tensor]:
-    """The results of a collective on several tensors, through its autograd function where a gradient is wanted."""
-    if torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
-        return list(function.apply(call, *how, *tensors))  # type: ignore[no-untyped-call]  # torch's
-    results: list[torch.Tensor] = synchronize(start(call, tensors, everything, *how))
+class Call:
+    """One operation as the user has asked for it."""
+
+    def __init__(
+        self, kind: Kind, name: str | None, process_set: ProcessSet, *, grouped: bool = False, wake: bool = True
+    ) -> None:
+        """Numbers it if it has no name.
+
+        Args:
+            kind: of operation.
+            name: the user's, None = the next of the unnamed ones.
+            process_set: the ranks that take part.
+            grouped: several tensors that travel together.
+            wake: False = the calling thread waits for the result next.
+
+        Raises:
+            ConfigError: this rank is not in the process set.
+        """
+        self.engine, self.kind, self.process_set, self.wake = engine_of(process_set), kind, process_set, wake
+        prefix = ("grouped_" if grouped else "") + kind.value.lower()
+        self.once = name is None
+        self.name = self.engine.pending.next_name(prefix) if name is None else f"{prefix}.{name}"
+
+    def start(self, tensors: Tensors, deliver: Deliver, **rest: Any) -> Started:
+        """Submits this rank's side; `rest` are further fields of `Signature` (hence Any)."""
+        signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
+        return Started(self.engine, self.engine.submit(signature, tensors, wake=self.wake), deliver)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises `error`, after telling the other ranks, which get an error instead of waiting for this one."""
+        self.engine.submit(Signature(name=self.name, once=self.once, kind=self.kind, problem=str(error)), [])
+        raise error
+
+    def require_strided(self, tensors: Tensors) -> None:
+        """Refuses what is no dense tensor.
+
+        Raises:
+            ValueError: one of them is none.
+        """
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                self.refuse(ValueError(f"a torch.Tensor is wanted, not {type(tensor).__name__}"))
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                self.refuse(
+                    ValueError(
+                        f"a dense tensor is wanted, not {tensor.layout}; see sparse_allreduce_async() for sparse"
+                    )
+                )
+
+
+def forget_all() -> None:
+    """No handle is known any more: the ranks that they were of have parted."""
+    _under_way.clear()
+
+
+def poll(handle: int) -> bool:
+    """True if `synchronize(handle)` would not block."""
+    started = _under_way.get(handle)
+    return started is None or started.work.is_done()
+
+
+def synchronize(handle: int) -> Any:
+    """Blocks until the operation is done; its result (of in-place forms: the tensor), None for an unknown handle.
+
+    Raises:
+        HorovodInternalError: the operation failed, or ranks disagreed about it.
+    """
+    started = _under_way.pop(handle, None)
+    return None if started is None else started.result()
+
+
+def synchronize_all(handles: Sequence[int]) -> list[Any]:
+    """The results of several operations; all have ended when this returns or raises the first error."""
+    results, errors = [], []
+    for handle in handles:
+        try:
+            results.append(synchronize(handle))
+        except Exception as err:
+            errors.append(err)
+    if errors:
+        raise errors[0]
     return results
 
 
-class _AllReduce(torch.autograd.Function):
-    """The gradient of an all-reduce is an all-reduce with the same operation and factors."""
+# ── what to make of results ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _first(results: list[torch.Tensor]) -> torch.Tensor:
+    return results[0]
+
+
+def _all(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    return results
+
+
+def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """The given tensors, overwritten."""
+
+    def deliver(results: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for tensor, result in zip(tensors, results, strict=True):
+                tensor.copy_(result)
+        return list(tensors)
+
+    return deliver
+
+
+def _into_one(tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """The given tensor, overwritten."""
+    deliver = _into([tensor])
+    return lambda results: deliver(results)[0]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective as a step of autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, op: int, prescale: float, postscale: float, *tensors: torch.Tensor
+        ctx: Any, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.how = (call, op, prescale, postscale)
-        return tuple(synchronize(_start_all_reduce(call, tensors, everything, op, prescale, postscale)))
+        ctx.gradient = gradient
+        return tuple(run(tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, op, prescale, postscale = ctx.how
-        again = _call(Kind.ALLREDUCE, None, call.process_set, grouped=call.grouped, wake=False)
-        return None, None, None, None, *_AllReduce.apply(again, op, prescale, postscale, *grads)  # type: ignore[no-untyped-call]  # torch's
+        return None, None, *ctx.gradient(grads)
+
+
+def _differentiable(
+    tensors: Tensors, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+) -> list[torch.Tensor]:
+    """What `run` gives, whose gradient is computed by `gradient` where one is wanted."""
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
+        return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]  # torch's
+    return list(run(tensors))
+
+
+# ── reductions ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+
+OP_NAMES = {Average: "sum", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+DTYPES = {
+    Average: (*_INTEGERS, *_FLOATS, *_COMPLEX),
+    Sum: (*_INTEGERS, *_FLOATS, *_COMPLEX),
+    Adasum: _FLOATS,
+    Min: (*_INTEGERS, *_FLOATS, torch.bool),
+    Max: (*_INTEGERS, *_FLOATS, torch.bool),
+    Product: (*_INTEGERS, *_FLOATS, *_COMPLEX, torch.bool),
+}
+
+
+def reduction(op: int | None, average: bool | None) -> int:
+    """The operation that `op=` and the deprecated `average=` mean together.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if average is not None:
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed", DeprecationWarning, stacklevel=3
+        )
+        return Average if average else Sum
+    return Average if op is None else op
+
+
+def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | None:
+    """Why these tensors cannot be reduced so over these ranks, as the error to raise; None if they can."""
+    if op not in OP_NAMES:
+        return ValueError(f"op= takes Average, Sum, Adasum, Min, Max or Product, not {op!r}")
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES[op]:
+            names = ", ".join(str(dtype) for dtype in DTYPES[op])
+            return ValueError(f"{tensor.dtype} cannot be reduced with this op; it takes {names}")
+    if op == Adasum:
+        count = len(members(process_set))
+        if process_set is not global_process_set:
+            return NotImplementedError("Adasum works on all ranks only, not on a process set")
+        if count & (count - 1):
+            return NotImplementedError(f"Adasum wants a number of ranks that is a power of two, not {count}")
+    return None
+
+
+class Scaling(NamedTuple):
+    """A reduction's operator, and what its input and its result are multiplied by."""
+
+    op: int
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Deliver) -> Started:
+    """Starts an all-reduce or a reduce-scatter."""
+    call.require_strided(tensors)
+    if call.kind is Kind.REDUCESCATTER:
+        if how.op == Adasum:
+            call.refuse(NotImplementedError("reducescatter takes op=Average or op=Sum; Adasum is for allreduce only"))
+        if how.op not in (Average, Sum):
+            call.refuse(ValueError(f"reducescatter takes op=Average or op=Sum, not {how.op!r}"))
+        if any(tensor.dim() == 0 for tensor in tensors):
+            call.refuse(ValueError("reducescatter deals out rows, and a tensor without dimensions has none"))
+    if (error := unfit(how.op, tensors, call.process_set)) is not None:
+        call.refuse(error)
+    count = call.engine.size if how.op == Average else 1
+    return call.start(
+        tensors, deliver, op=OP_NAMES[how.op], factors=(float(how.prescale), float(how.postscale) / count)
+    )
+
+
+def _reduced(
+    kind: Kind,
+    tensors: Tensors,
+    name: str | None,
+    how: Scaling,
+    process_set: ProcessSet,
+    compression: type[Compressor] = Compression.none,
+    *,
+    grouped: bool = False,
+) -> list[torch.Tensor]:
+    """Collective: new tensors with the reduction of the given ones, or with this rank's rows of it; differentiable."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+
+    def run(inputs: Tensors) -> Tensors:
+        call = Call(kind, name, process_set, grouped=grouped, wake=False)
+        results: list[torch.Tensor] = _start_reduction(call, inputs, how, _all).result()
+        return results
+
+    def gradient(grads: Tensors) -> Tensors:
+        if kind is Kind.ALLREDUCE:
+            return _reduced(kind, grads, None, how, process_set, grouped=grouped)
+        factor = how.prescale * how.postscale * (engine_of(process_set).size if how.op == Sum else 1)
+        return grouped_allgather([grad * factor if factor != 1.0 else grad for grad in grads], process_set=process_set)
+
+    results = _differentiable([tensor for tensor, _ in compressed], run, gradient)
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, compressed, strict=True)]
 
 
 def allreduce(
@@ -105,12 +323,8 @@ def allreduce(
         ValueError: an argument is invalid, or this rank is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
-    compressed, context = compression.compress(tensor)
-    call = _call(Kind.ALLREDUCE, name, process_set, wake=False)
-    result = _differentiable(
-        _AllReduce, _start_all_reduce, call, [compressed], reduction(op, average), prescale_factor, postscale_factor
-    )[0]
-    return compression.decompress(result, context)
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    return _reduced(Kind.ALLREDUCE, [tensor], name, how, process_set, compression)[0]
 
 
 def allreduce_async(
@@ -123,10 +337,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Collective: starts `allreduce` into a new tensor, without gradients; returns a handle."""
-    operation = reduction(op, average)
-    return _start_all_reduce(
-        _call(Kind.ALLREDUCE, name, process_set), [tensor], first, operation, prescale_factor, postscale_factor
-    )
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
 
 
 def allreduce_(
@@ -139,10 +351,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Collective: reduces `tensor` in place; see `allreduce`."""
-    call, operation = _call(Kind.ALLREDUCE, name, process_set, wake=False), reduction(op, average)
-    result: torch.Tensor = synchronize(
-        _start_all_reduce(call, [tensor], into_one(tensor), operation, prescale_factor, postscale_factor)
-    )
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    call = Call(Kind.ALLREDUCE, name, process_set, wake=False)
+    result: torch.Tensor = _start_reduction(call, [tensor], how, _into_one(tensor)).result()
     return result
 
 
@@ -156,19 +367,12 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Collective: starts `allreduce_`; returns a handle. The tensor is overwritten when that is synchronised."""
-    operation = reduction(op, average)
-    return _start_all_reduce(
-        _call(Kind.ALLREDUCE, name, process_set),
-        [tensor],
-        into_one(tensor),
-        operation,
-        prescale_factor,
-        postscale_factor,
-    )
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)).handle()
 
 
 def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
@@ -178,17 +382,12 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Collective: `allreduce` of several tensors in one operation: all are reduced, or none."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    call = _call(Kind.ALLREDUCE, name, process_set, grouped=True, wake=False)
-    inputs = [tensor for tensor, _ in compressed]
-    results = _differentiable(
-        _AllReduce, _start_all_reduce, call, inputs, reduction(op, average), prescale_factor, postscale_factor
-    )
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    return _reduced(Kind.ALLREDUCE, tensors, name, how, process_set, compression, grouped=True)
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -197,12 +396,12 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Collective: starts `grouped_allreduce` into new tensors, without gradients; returns one handle."""
-    call, operation = _call(Kind.ALLREDUCE, name, process_set, grouped=True), reduction(op, average)
-    return _start_all_reduce(call, list(tensors), everything, operation, prescale_factor, postscale_factor)
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all).handle()
 
 
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -211,15 +410,14 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Collective: `grouped_allreduce` in place."""
-    call, operation = _call(Kind.ALLREDUCE, name, process_set, grouped=True, wake=False), reduction(op, average)
-    results: list[torch.Tensor] = synchronize(
-        _start_all_reduce(call, list(tensors), into(tensors), operation, prescale_factor, postscale_factor)
-    )
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    call = Call(Kind.ALLREDUCE, name, process_set, grouped=True, wake=False)
+    results: list[torch.Tensor] = _start_reduction(call, list(tensors), how, _into(tensors)).result()
     return results
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -228,33 +426,101 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Collective: starts `grouped_allreduce_`; returns one handle."""
-    call, operation = _call(Kind.ALLREDUCE, name, process_set, grouped=True), reduction(op, average)
-    return _start_all_reduce(call, list(tensors), into(tensors), operation, prescale_factor, postscale_factor)
+    how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
+    call = Call(Kind.ALLREDUCE, name, process_set, grouped=True)
+    return _start_reduction(call, list(tensors), how, _into(tensors)).handle()
 
 
-def _start_all_gather(call: Call, tensors: Sequence[torch.Tensor], deliver: Deliver) -> int:
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Collective: this rank's rows of the reduction, differentiable; the first `rows % size` ranks get one more.
+
+    Raises:
+        ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
+        NotImplementedError: the op is Adasum.
+        HorovodInternalError: on all ranks, if their sides do not fit together.
+    """
+    how = Scaling(op, prescale_factor, postscale_factor)
+    return _reduced(Kind.REDUCESCATTER, [tensor], name, how, process_set, compression)[0]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Collective: starts `reducescatter`, without gradients; returns a handle."""
+    how = Scaling(op, prescale_factor, postscale_factor)
+    return _start_reduction(Call(Kind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Collective: `reducescatter` of several tensors in one operation."""
+    how = Scaling(op, prescale_factor, postscale_factor)
+    return _reduced(Kind.REDUCESCATTER, tensors, name, how, process_set, compression, grouped=True)
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Collective: starts `grouped_reducescatter`, without gradients; returns one handle."""
+    how = Scaling(op, prescale_factor, postscale_factor)
+    call = Call(Kind.REDUCESCATTER, name, process_set, grouped=True)
+    return _start_reduction(call, list(tensors), how, _all).handle()
+
+
+# ── gathering ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _start_all_gather(call: Call, tensors: Tensors, deliver: Deliver) -> Started:
     call.require_strided(tensors)
     if any(tensor.dim() == 0 for tensor in tensors):
         call.refuse(IndexError("allgather joins tensors along their first dimension, and one of these has none"))
     return call.start(tensors, deliver)
 
 
-class _AllGather(torch.autograd.Function):
-    """The gradient is this rank's rows of the averaged gradients of all ranks."""
+def _gathered(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+) -> list[torch.Tensor]:
+    """Collective: the rows of all ranks, differentiable: by this rank's rows of the averaged gradients of all ranks."""
+    rows: list[int] = []
 
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.process_set, ctx.rows = call.process_set, [tensor.shape[0] for tensor in tensors]
-        return tuple(synchronize(_start_all_gather(call, tensors, everything)))
+    def run(inputs: Tensors) -> Tensors:
+        call = Call(Kind.ALLGATHER, name, process_set, grouped=grouped, wake=False)
+        results: list[torch.Tensor] = _start_all_gather(call, inputs, _all).result()
+        rows.extend(tensor.shape[0] for tensor in inputs)
+        return results
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        averaged = grouped_allreduce(grads, process_set=ctx.process_set)
-        rank = engine_of(ctx.process_set).rank
-        rows_of = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
-        before = rows_of[:rank].sum(0).tolist()
-        own = [grad[start : start + count] for grad, start, count in zip(averaged, before, ctx.rows, strict=True)]
-        return None, *own
+    def gradient(grads: Tensors) -> Tensors:
+        averaged = grouped_allreduce(grads, process_set=process_set)
+        rows_of = allgather(torch.tensor([rows]), process_set=process_set)
+        before = rows_of[: engine_of(process_set).rank].sum(0).tolist()
+        return [grad[start : start + count] for grad, start, count in zip(averaged, before, rows, strict=True)]
+
+    return _differentiable(tensors, run, gradient)
 
 
 def allgather(
@@ -272,43 +538,53 @@ def allgather(
         ValueError: this rank is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
-    return _differentiable(
-        _AllGather, _start_all_gather, _call(Kind.ALLGATHER, name, process_set, wake=False), [tensor]
-    )[0]
+    return _gathered([tensor], name, process_set)[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Collective: starts `allgather`, without gradients; returns a handle."""
-    return _start_all_gather(_call(Kind.ALLGATHER, name, process_set), [tensor], first)
+    return _start_all_gather(Call(Kind.ALLGATHER, name, process_set), [tensor], _first).handle()
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Collective: `allgather` of several tensors in one operation."""
-    return _differentiable(
-        _AllGather, _start_all_gather, _call(Kind.ALLGATHER, name, process_set, grouped=True, wake=False), list(tensors)
-    )
+    return _gathered(list(tensors), name, process_set, grouped=True)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Collective: starts `grouped_allgather`, without gradients; returns one handle."""
-    return _start_all_gather(_call(Kind.ALLGATHER, name, process_set, grouped=True), list(tensors), everything)
+    return _start_all_gather(Call(Kind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all).handle()
 
+
+# ── exchanging rows ──────────────────────────────────────────────────────────────────────────────────────────────
 
 Splits = torch.Tensor | Sequence[int]
 
 
-def _start_all_to_all(call: Call, tensor: torch.Tensor, splits: Splits | None, deliver: Deliver) -> int:
+def _start_all_to_all(call: Call, tensor: torch.Tensor, splits: Splits | None, deliver: Deliver) -> Started:
     call.require_strided([tensor])
     return call.start([tensor, _rows_for_each(call, tensor, splits)], deliver)
 
 
+def _with_splits(splits: Splits | None) -> Deliver:
+    """The received rows, and with splits how many came from each rank."""
+
+    def deliver(results: list[torch.Tensor]) -> Any:
+        received, received_splits = results
+        if splits is None:
+            return received
+        return received, received_splits.to(splits.device if isinstance(splits, torch.Tensor) else "cpu")
+
+    return deliver
+
+
 def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> torch.Tensor:
     """How many rows go to each rank, `(size,)` int32 on the CPU."""
-    size = engine_of(call.process_set).size
+    size = call.engine.size
     if tensor.dim() == 0:
         call.refuse(ValueError("alltoall deals out rows, and a tensor without dimensions has none"))
     rows = tensor.shape[0]
@@ -334,36 +610,6 @@ def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> t
     return counts
 
 
-def _deliver_to(tensor: torch.Tensor, splits: Splits | None) -> Deliver:
-    def deliver(results: list[torch.Tensor]) -> Any:
-        received, received_splits = results
-        if splits is None:
-            return received
-        device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
-        return received, received_splits.to(device)
-
-    return deliver
-
-
-class _AllToAll(torch.autograd.Function):
-    """The gradient goes back the way the rows came."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, splits: Splits | None, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.process_set, ctx.rows = call.process_set, tensor.shape[0] if tensor.dim() else 0
-        received, received_splits = synchronize(_start_all_to_all(call, tensor, splits, tuple))
-        ctx.received_splits = received_splits.cpu()
-        ctx.mark_non_differentiable(received_splits)
-        return received, received_splits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, _ = alltoall(grads[0], splits=ctx.received_splits, process_set=ctx.process_set)
-        if back.shape[0] < ctx.rows:  # rows that went nowhere
-            back = torch.cat([back, back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])])
-        return None, None, back
-
-
 def alltoall(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -385,10 +631,23 @@ def alltoall(
         ValueError: the splits do not fit the tensor, or this rank is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
-    call, deliver = _call(Kind.ALLTOALL, name, process_set, wake=False), _deliver_to(tensor, splits)
-    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        return deliver(list(_AllToAll.apply(call, splits, tensor)))  # type: ignore[no-untyped-call]  # torch's
-    return synchronize(_start_all_to_all(call, tensor, splits, deliver))
+    rows, received_splits = 0, torch.empty(0)
+
+    def run(inputs: Tensors) -> Tensors:
+        nonlocal rows, received_splits
+        call = Call(Kind.ALLTOALL, name, process_set, wake=False)
+        received, received_splits = _start_all_to_all(call, inputs[0], splits, tuple).result()
+        rows = inputs[0].shape[0]
+        return [received]
+
+    def gradient(grads: Tensors) -> Tensors:
+        """The gradient goes back the way the rows came."""
+        back, _ = alltoall(grads[0], splits=received_splits.cpu(), process_set=process_set)
+        if back.shape[0] < rows:  # rows that went nowhere
+            back = torch.cat([back, back.new_zeros(rows - back.shape[0], *back.shape[1:])])
+        return [back]
+
+    return _with_splits(splits)([*_differentiable([tensor], run, gradient), received_splits])
 
 
 def alltoall_async(
@@ -398,32 +657,18 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Collective: starts `alltoall`, without gradients; returns a handle."""
-    return _start_all_to_all(_call(Kind.ALLTOALL, name, process_set), tensor, splits, _deliver_to(tensor, splits))
+    return _start_all_to_all(Call(Kind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)).handle()
 
 
-def _start_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, deliver: Deliver) -> int:
-    engine_of(call.process_set)
+# ── broadcasting ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _start_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, deliver: Deliver) -> Started:
     call.require_strided([tensor])
     ranks = members(call.process_set)
     if root_rank not in ranks:
         call.refuse(ValueError(f"root_rank {root_rank} is not one of the ranks {list(ranks)}"))
     return call.start([tensor], deliver, root=ranks.index(root_rank))
-
-
-class _Broadcast(torch.autograd.Function):
-    """The gradient is an averaging all-reduce on the root and zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.process_set, ctx.root_rank = call.process_set, root_rank
-        result: torch.Tensor = synchronize(_start_broadcast(call, tensor, root_rank, first))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = allreduce(grads[0], process_set=ctx.process_set)
-        is_root = members(ctx.process_set)[engine_of(ctx.process_set).rank] == ctx.root_rank
-        return None, None, gradient if is_root else torch.zeros_like(gradient)
 
 
 def broadcast(
@@ -441,27 +686,34 @@ def broadcast(
         ValueError: the root, or this rank, is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
-    call = _call(Kind.BROADCAST, name, process_set, wake=False)
-    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        differentiable: torch.Tensor = _Broadcast.apply(call, root_rank, tensor)  # type: ignore[no-untyped-call]  # torch's
-        return differentiable
-    result: torch.Tensor = synchronize(_start_broadcast(call, tensor, root_rank, first))
-    return result
+
+    def run(inputs: Tensors) -> Tensors:
+        call = Call(Kind.BROADCAST, name, process_set, wake=False)
+        results: list[torch.Tensor] = _start_broadcast(call, inputs[0], root_rank, _all).result()
+        return results
+
+    def gradient(grads: Tensors) -> Tensors:
+        """The averaged gradient on the root, zeros elsewhere."""
+        averaged = allreduce(grads[0], process_set=process_set)
+        is_root = members(process_set)[engine_of(process_set).rank] == root_rank
+        return [averaged if is_root else torch.zeros_like(averaged)]
+
+    return _differentiable([tensor], run, gradient)[0]
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Collective: starts `broadcast`, without gradients; returns a handle."""
-    return _start_broadcast(_call(Kind.BROADCAST, name, process_set), tensor, root_rank, first)
+    return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Collective: overwrites `tensor` on every rank with the root's."""
-    call = _call(Kind.BROADCAST, name, process_set, wake=False)
-    result: torch.Tensor = synchronize(_start_broadcast(call, tensor, root_rank, into_one(tensor)))
+    call = Call(Kind.BROADCAST, name, process_set, wake=False)
+    result: torch.Tensor = _start_broadcast(call, tensor, root_rank, _into_one(tensor)).result()
     return result
 
 
@@ -469,117 +721,10 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Collective: starts `broadcast_`; returns a handle. The tensor is overwritten when that is synchronised."""
-    return _start_broadcast(_call(Kind.BROADCAST, name, process_set), tensor, root_rank, into_one(tensor))
+    return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)).handle()
 
 
-def _start_reduce_scatter(
-    call: Call, tensors: Sequence[torch.Tensor], deliver: Deliver, op: int, prescale: float, postscale: float
-) -> int:
-    call.require_strided(tensors)
-    if op == Adasum:
-        call.refuse(NotImplementedError("reducescatter takes op=Average or op=Sum; Adasum is for allreduce only"))
-    if op not in (Average, Sum):
-        call.refuse(ValueError(f"reducescatter takes op=Average or op=Sum, not {op!r}"))
-    if (error := unfit(op, tensors, call.process_set)) is not None:
-        call.refuse(error)
-    if any(tensor.dim() == 0 for tensor in tensors):
-        call.refuse(ValueError("reducescatter deals out rows, and a tensor without dimensions has none"))
-    count = engine_of(call.process_set).size if op == Average else 1
-    return call.start(tensors, deliver, op=OP_NAMES[op], factors=(float(prescale), float(postscale) / count))
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The gradient is an all-gather: of the gradient times the number of ranks for Sum, and times the factors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, op: int, prescale: float, postscale: float, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.process_set = call.process_set
-        ctx.factor = prescale * postscale * (engine_of(call.process_set).size if op == Sum else 1)
-        return tuple(synchronize(_start_reduce_scatter(call, tensors, everything, op, prescale, postscale)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = [grad * ctx.factor if ctx.factor != 1.0 else grad for grad in grads]
-        return None, None, None, None, *grouped_allgather(scaled, process_set=ctx.process_set)
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Collective: this rank's rows of the reduction, differentiable; the first `rows % size` ranks get one more.
-
-    Raises:
-        ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
-        NotImplementedError: the op is Adasum.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
-    """
-    compressed, context = compression.compress(tensor)
-    call = _call(Kind.REDUCESCATTER, name, process_set, wake=False)
-    return compression.decompress(
-        _differentiable(
-            _ReduceScatter, _start_reduce_scatter, call, [compressed], op, prescale_factor, postscale_factor
-        )[0],
-        context,
-    )
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Collective: starts `reducescatter`, without gradients; returns a handle."""
-    return _start_reduce_scatter(
-        _call(Kind.REDUCESCATTER, name, process_set), [tensor], first, op, prescale_factor, postscale_factor
-    )
-
-
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Collective: `reducescatter` of several tensors in one operation."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    call = _call(Kind.REDUCESCATTER, name, process_set, grouped=True, wake=False)
-    results = _differentiable(
-        _ReduceScatter,
-        _start_reduce_scatter,
-        call,
-        [tensor for tensor, _ in compressed],
-        op,
-        prescale_factor,
-        postscale_factor,
-    )
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Collective: starts `grouped_reducescatter`, without gradients; returns one handle."""
-    call = _call(Kind.REDUCESCATTER, name, process_set, grouped=True)
-    return _start_reduce_scatter(call, list(tensors), everything, op, prescale_factor, postscale_factor)
+# ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sparse_allreduce_async(
@@ -624,8 +769,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: this rank is not in the process set.
         HorovodInternalError: a rank has joined, or the job has failed.
     """
-    call = Call(kind=Kind.BARRIER, name=None, process_set=process_set, wake=False)
-    synchronize(call.start([], lambda results: None))
+    Call(Kind.BARRIER, None, process_set, wake=False).start([], _all).result()
 
 
 def join(device: int = -1) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .basics import rank
-from .collectives import allgather, broadcast_, broadcast_async_
-from .process_sets import ProcessSet, global_process_set, synchronize_all
+from .collectives import allgather, broadcast_, broadcast_async_, synchronize_all
+from .process_sets import ProcessSet, global_process_set
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

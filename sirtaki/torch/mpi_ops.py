@@ -26,6 +26,12 @@ from .basics import (
     size,
 )
 from .collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -48,24 +54,13 @@ from .collectives import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     join,
+    poll,
     reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
-)
-from .process_sets import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    global_process_set,
-    poll,
-    remove_process_set,
     synchronize,
 )
+from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 HorovodInternalError = CommError
 """Horovod's name for failed communication."""

@@ -16,9 +16,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 from sirtaki.errors import ConfigError, MismatchError
 
 from .basics import is_initialized, rank, size
-from .collectives import allreduce
+from .collectives import Average, Sum, allreduce
 from .functions import broadcast_object
-from .process_sets import Average, Sum
 
 T = TypeVar("T")
 

@@ -216,7 +216,7 @@ def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
 
-        def interrupted(mine: object) -> bool:
+        def interrupted(works: object, mine: object) -> bool:
             raise comm.failures.error or KeyboardInterrupt()
 
         engine.rounds.run = interrupted  # type: ignore[method-assign, assignment]
@@ -268,7 +268,7 @@ def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
     pending.close()
     there = pending.snapshot(0.0)
     assert there is not None
-    assert list(there.works) == ["unable"]
+    assert list(there[0]) == ["unable"]
     pending.refuse("unable", "Rank 0 cannot take part")
     assert len(pending) == 0
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.meshes import among
+from msgspec.structs import replace
 
 from sirtaki.comm.collectives.operations import (
     ADASUM,
@@ -298,15 +298,15 @@ def floats(name: str, numel: int, **rest: Any) -> Signature:
 
 
 DIFFERENT = {
-    "kind": ({"kind": Kind.BROADCAST}, "One rank did an ALLREDUCE, but another rank did an BROADCAST"),
-    "device": ({"device": "cuda"}, "CPU/GPU device selection: One rank uses cpu, another cuda"),
-    "dtypes": ({"dtypes": ("int64",)}, "One rank had type float32, but another rank had type int64"),
-    "op": ({"op": "max"}, "One rank asked for sum, another for max"),
-    "factors": ({"factors": (1.0, 0.5)}, r"One rank had \(1.0, 1.0\), another \(1.0, 0.5\)"),
-    "root": ({"root": 1}, "One rank named -1, another 1"),
-    "rows": ({"shapes": ((2, 4),)}, r"shape \[3, 4\], but another rank sent a tensor of shape \[2, 4\]"),
-    "rank": ({"shapes": ((12,),)}, r"shape \[3, 4\], but another rank sent a tensor of shape \[12\]"),
-    "count": ({"shapes": ((3, 4), (1,)), "dtypes": ("float32", "int8")}, "float32, but .* type float32, int8"),
+    "kind": ({"kind": Kind.BROADCAST}, "collective operations of 'a': ranks 0, 1 have ALLREDUCE, rank 2 has BROADCAST"),
+    "device": ({"device": "cuda"}, "CPU/GPU device selection of 'a': ranks 0, 1 have cpu, rank 2 has cuda"),
+    "dtypes": ({"dtypes": ("int64",)}, "data types of 'a': ranks 0, 1 have float32, rank 2 has int64"),
+    "op": ({"op": "max"}, "ALLREDUCE reduce operations of 'a': ranks 0, 1 have sum, rank 2 has max"),
+    "factors": ({"factors": (1.0, 0.5)}, "factors of 'a': ranks 0, 1 have 1.0, 1.0, rank 2 has 1.0, 0.5"),
+    "root": ({"root": 1}, "root ranks of 'a': ranks 0, 1 have -1, rank 2 has 1"),
+    "rows": ({"shapes": ((2, 4),)}, r"shapes of 'a': ranks 0, 1 have \[3, 4\], rank 2 has \[2, 4\]"),
+    "rank": ({"shapes": ((12,),)}, r"shapes of 'a': ranks 0, 1 have \[3, 4\], rank 2 has \[12\]"),
+    "count": ({"shapes": ((3, 4), (1,)), "dtypes": ("float32", "int8")}, "have float32, rank 2 has float32, int8"),
 }
 
 

@@ -5,8 +5,14 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.collectives import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from sirtaki.torch.process_sets import ProcessSet, add_process_set, synchronize
+from sirtaki.torch.collectives import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    synchronize,
+)
+from sirtaki.torch.process_sets import ProcessSet, add_process_set
 
 SIZE = 3
 

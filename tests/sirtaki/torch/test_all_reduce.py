@@ -8,6 +8,11 @@ from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
 from sirtaki.torch.collectives import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -16,9 +21,10 @@ from sirtaki.torch.collectives import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    synchronize,
 )
 from sirtaki.torch.compression import Compression
-from sirtaki.torch.process_sets import Average, Max, Min, ProcessSet, Product, Sum, add_process_set, synchronize
+from sirtaki.torch.process_sets import ProcessSet, add_process_set
 
 SIZE = 3
 

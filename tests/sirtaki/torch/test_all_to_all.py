@@ -7,8 +7,7 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.collectives import alltoall, alltoall_async
-from sirtaki.torch.process_sets import synchronize
+from sirtaki.torch.collectives import alltoall, alltoall_async, synchronize
 
 SIZE = 3
 

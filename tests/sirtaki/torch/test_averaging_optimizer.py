@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sirtaki.errors import NotInitializedError
+from sirtaki.torch.collectives import Average
 from sirtaki.torch.lasting_optimizers import derive
 from sirtaki.torch.optimizer import AveragingOptimizer, GradientRecipe
-from sirtaki.torch.process_sets import Average, global_process_set
+from sirtaki.torch.process_sets import global_process_set
 
 
 @pytest.fixture

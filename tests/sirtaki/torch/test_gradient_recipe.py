@@ -10,8 +10,9 @@ import torch
 
 from sirtaki.comm.collectives.rank_sets import RankSet
 from sirtaki.settings import Settings
+from sirtaki.torch.collectives import Average, Sum
 from sirtaki.torch.optimizer import GradientRecipe
-from sirtaki.torch.process_sets import Average, ProcessSet, Sum, global_process_set
+from sirtaki.torch.process_sets import ProcessSet, global_process_set
 
 
 def recipe(*shape: int, name: str = "weight", **changes: Any) -> GradientRecipe:

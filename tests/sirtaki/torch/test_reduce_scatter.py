@@ -8,13 +8,17 @@ from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
 from sirtaki.torch.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Sum,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    synchronize,
 )
 from sirtaki.torch.compression import Compression
-from sirtaki.torch.process_sets import Adasum, Average, Max, Sum, synchronize
 
 SIZE = 3
 

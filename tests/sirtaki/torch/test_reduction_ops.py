@@ -6,20 +6,8 @@ import pytest
 import torch
 from fakes.jobs import on_jobs
 
-from sirtaki.torch.process_sets import (
-    DTYPES,
-    OP_NAMES,
-    Adasum,
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    global_process_set,
-    reduction,
-    unfit,
-)
+from sirtaki.torch.collectives import DTYPES, OP_NAMES, Adasum, Average, Max, Min, Product, Sum, reduction, unfit
+from sirtaki.torch.process_sets import ProcessSet, global_process_set
 
 
 def test_the_usual_is_the_average() -> None:

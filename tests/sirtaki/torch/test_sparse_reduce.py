@@ -4,8 +4,8 @@ import pytest
 import torch
 from fakes.jobs import on_jobs
 
-from sirtaki.torch.collectives import sparse_allreduce_async
-from sirtaki.torch.process_sets import Average, Max, ProcessSet, Sum, add_process_set, global_process_set
+from sirtaki.torch.collectives import Average, Max, Sum, sparse_allreduce_async
+from sirtaki.torch.process_sets import ProcessSet, add_process_set, global_process_set
 
 SIZE = 3
 
