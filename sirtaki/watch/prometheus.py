@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from .watchers import Totals
 
@@ -35,6 +38,42 @@ def render(totals: Totals, *, rank: int, size: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+CONNECTIONS, TURN_S = 16, 5.0
+"""How many connections are served at a time (one more, and the oldest is closed), and how long one may say nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves few at a time, so that strangers cost neither threads nor descriptors."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._lock = threading.Lock()
+        self._under_way: dict[Any, None] = {}  # sockets, the oldest first
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own."""
+        with self._lock:
+            if len(self._under_way) >= CONNECTIONS:
+                oldest = next(iter(self._under_way))
+                del self._under_way[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+            self._under_way[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes the connection."""
+        with self._lock:
+            self._under_way.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever asked has hung up, or asked for nonsense."""
+        logger.debug("a request for metrics failed", exc_info=True)
+
+
 class MetricsServer:
     """Answers GET /metrics, in threads of its own."""
 
@@ -46,6 +85,8 @@ class MetricsServer:
         """
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = TURN_S
+
             def do_GET(self) -> None:
                 known = self.path.partition("?")[0] in ("/", "/metrics")
                 body = render(totals, rank=rank, size=size).encode() if known else b"metrics are at /metrics\n"
@@ -58,8 +99,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: object) -> None:
                 logger.debug(format, *args)
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), Handler)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="sirtaki-metrics", daemon=True

@@ -4,9 +4,12 @@ import contextlib
 import itertools
 import os
 import pickle
+import random
+import resource
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -378,6 +381,34 @@ def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: p
         assert hang_up(crowd[-1])
     connect(acceptor.door.places[0], key=KEY, own=2, other=0).close()
     assert acceptor.wait(5.0)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_hostile_connections_leave_nothing_behind(acceptor: Acceptor, count: int) -> None:
+    before, own_kb = len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rng = random.Random(count)
+    said: list[Callable[[], bytes]] = [
+        lambda: rng.randbytes(rng.randrange(1, 2000)),
+        lambda: mesh_rendezvous.MAGIC + b"\xff" * rng.randrange(200),  # huge numbers where ranks are expected
+        lambda: pickle.dumps({"run": [b"x" * 50] * 20}),
+        lambda: mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 0, rng.randbytes(32)) + rng.randbytes(32),
+        lambda: b"",  # half-open
+    ]
+    open_ones: deque[socket.socket] = deque()
+    for _ in range(count):
+        sock = socket.create_connection(acceptor.door.places[0], timeout=10.0)
+        with contextlib.suppress(OSError):
+            sock.sendall(rng.choice(said)())
+        open_ones.append(sock)
+        while len(open_ones) > 50:
+            open_ones.popleft().close()
+    connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
+    for sock in open_ones:
+        sock.close()
+    until(lambda: acceptor.door.refused == count)
+    assert acceptor.missing == [2]
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # that of rank 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - own_kb < 20_000
 
 
 def test_it_listens_where_it_is_told_only(acceptor: Acceptor) -> None:

@@ -1,5 +1,6 @@
 """The control plane: where ranks are, what they agree on and tell each other, and how waiting ends."""
 
+import datetime
 import itertools
 import socket
 import threading
@@ -15,7 +16,7 @@ from rank_jobs import OVER_MESH
 from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control import plane
-from sirtaki.comm.control.addresses import interface_addresses, own_addresses
+from sirtaki.comm.control.addresses import interface_addresses, own_addresses, serve_store
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard, poll_until, unless_failed
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
@@ -274,6 +275,32 @@ def test_an_interface_that_is_not_there_is_what_all_hear_of() -> None:
             control.store()
 
     on_planes(2, act)
+
+
+def test_the_store_of_one_host_is_reached_from_there_alone() -> None:
+    def act(control: ControlPlane) -> None:
+        store, _ = control.store()
+        if control.rank == 0:
+            with socket.create_connection(("127.0.0.1", store.port), timeout=5.0):
+                pass
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", store.port), timeout=5.0)
+        control.barrier()
+
+    on_planes(2, act)
+
+
+STORE = datetime.timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0"])
+def test_a_store_is_opened_twice_at_one_port_by_one_process_and_only_by_that(host: str) -> None:
+    first = serve_store(host, 0, timeout=STORE, multi_tenant=True)
+    second = serve_store(host, first.port, timeout=STORE, multi_tenant=True)
+    first.set("where", "here")
+    assert second.get("where") == b"here"
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(RuntimeError, match=r"(?i)in use"):
+        serve_store(host, other.getsockname()[1], timeout=STORE, multi_tenant=True)
 
 
 def test_a_rank_that_does_not_reach_the_store_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

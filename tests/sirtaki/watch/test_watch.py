@@ -1,11 +1,15 @@
 """What a job tells those who watch it: watchers, totals, TensorBoard, Prometheus, and `sirtaki top`'s socket."""
 
+import contextlib
 import importlib.util
 import logging
 import math
 import os
+import random
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
 from sirtaki.watch.presence import Presence, look, run_folder, started
-from sirtaki.watch.prometheus import MetricsServer, render
+from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer, render
 from sirtaki.watch.watchers import RECENT, Totals
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
@@ -174,6 +178,36 @@ def test_a_port_answers_until_it_is_closed() -> None:
         server.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{address}/metrics", timeout=10)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
+    count: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    server = MetricsServer(some(), host="127.0.0.1", port=0, rank=0, size=1)
+    rng = random.Random(count)
+    held = []
+    try:
+        for number in range(count):
+            stranger = socket.create_connection(("127.0.0.1", server.port), timeout=10.0)
+            with contextlib.suppress(OSError):
+                stranger.sendall([b"", rng.randbytes(500), b"GET /metr", b"POST / HTTP/1.1\r\n" * 40][number % 4])
+            held.append(stranger)
+            if len(held) > 60:
+                held.pop(0).close()
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert answer.status == 200
+        assert threading.active_count() <= before[1] + 1 + 2 * CONNECTIONS
+    finally:
+        for stranger in held:
+            stranger.close()
+        server.close()
+    deadline_s = time.monotonic() + 10.0
+    while (len(os.listdir("/proc/self/fd")), threading.active_count()) > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
