@@ -328,12 +328,17 @@ class Rounds:
     """
 
     def __init__(
-        self, comm: Communicator, failures: FailureBoard, pending: Pending, open_lanes: OpenLanes | None = None
+        self,
+        comm: Communicator,
+        failures: FailureBoard,
+        pending: Pending,
+        open_lanes: OpenLanes | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
-        """Collective over `comm`, of which two duplicates are kept."""
+        """Collective over `comm`, of which two duplicates are kept; see `EagerEngine`."""
         self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
-        self._pending = pending
+        self._pending, self._members = pending, members or range(comm.size)
         self.last_joined = -1
         self.concluded = 0
         self.ended = False
@@ -445,18 +450,19 @@ class Rounds:
     def _exchange(self, mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
         self._join_told = mine.joined is not None
-        everybody: list[Presence] = gather(mine, comm=self._messages)
-        self.ended = all(presence.closing for presence in everybody)
+        gathered: list[Presence] = gather(mine, comm=self._messages)
+        self.ended = all(presence.closing for presence in gathered)
+        everybody = dict(zip(self._members, gathered, strict=True))
         newly_joined = [
             (presence.joined, rank)
-            for rank, presence in enumerate(everybody)
+            for rank, presence in everybody.items()
             if presence.joined is not None and rank not in self._joined
         ]
         if newly_joined:
             self._joined |= {rank: everybody[rank].unnamed for _, rank in newly_joined}
             self.last_joined = max(newly_joined)[1]
         by_name: dict[str, dict[int, Signature]] = {}
-        for rank, presence in enumerate(everybody):
+        for rank, presence in everybody.items():
             for signature in presence.signatures:
                 by_name.setdefault(signature.name, {})[rank] = signature
         ready = {}
@@ -561,6 +567,7 @@ class EagerEngine:
         *,
         where: str = "",
         open_lanes: OpenLanes | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """Collective over `comm`, of which the engine gets two duplicates.
 
@@ -569,9 +576,10 @@ class EagerEngine:
             failures: where a lost job is reported.
             where: names the set of ranks in messages, empty for all ranks.
             open_lanes: opens what carries large all-reduces; None = the communicator does.
+            members: by which numbers messages name the ranks; None = those of `comm`.
         """
         self.pending = Pending(where)
-        self.rounds = Rounds(comm, failures, self.pending, open_lanes)
+        self.rounds = Rounds(comm, failures, self.pending, open_lanes, members)
         self._failures = failures
         self.rank, self.size = comm.rank, comm.size
         self.awaited: tuple[str, float] | None = None

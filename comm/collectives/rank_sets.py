@@ -131,7 +131,8 @@ class RankSets:
         engine = None
         if comm is not None:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
-            engine = EagerEngine(comm, self._control.failures, where=where, open_lanes=self._open_lanes)
+            failures = self._control.failures
+            engine = EagerEngine(comm, failures, where=where, open_lanes=self._open_lanes, members=ranks)
             self._watchdog.watch(engine.pending.oldest_wait, engine.pending.describe)
         self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 

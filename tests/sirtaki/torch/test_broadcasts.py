@@ -62,3 +62,13 @@ def test_ranks_that_name_different_roots_all_hear_of_it() -> None:
             broadcast(torch.zeros(1), min(rank, 1), name="x")
 
     on_jobs(SIZE, act)
+
+
+def test_ranks_of_a_process_set_are_named_by_their_rank_among_all() -> None:
+    def act(rank: int) -> None:
+        some = add_process_set([1, 2])
+        if rank:
+            with pytest.raises(MismatchError, match=r"data types .*: rank 1 has float32, rank 2 has int64"):
+                broadcast(torch.zeros(1, dtype=torch.int64 if rank == 2 else torch.float32), 1, process_set=some)
+
+    on_jobs(3, act)
