@@ -36,9 +36,9 @@ from sirtaki.engine.reducing.checks import checksums, require_same_model
 from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 from sirtaki.errors import CommError, ConfigError
 
-from .collectives import grouped_allreduce_async
+from .collectives import Sum, grouped_allreduce_async, poll, synchronize
 from .lasting_optimizers import Distributed
-from .process_sets import ProcessSet, Sum, engine_of, global_process_set, poll, require_opened, synchronize
+from .process_sets import ProcessSet, engine_of, global_process_set, require_opened
 
 logger = logging.getLogger(__name__)
 
