@@ -103,6 +103,7 @@ class Settings:
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
             "check" = and every read is verified.
+        fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
@@ -138,6 +139,7 @@ class Settings:
     registry: str | None = None
     unused_as_none: bool = False
     overlap_forward: Overlap = Overlap.OFF
+    fsdp_memory: int = 0
     check_nan: bool = False
     timeline: str | None = None
     timeline_mark_cycles: bool = False
@@ -343,6 +345,7 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_TRIAL_LOG", "trial_log", _TEXT),
     _variable("SIRTAKI_METRICS_PORT", "metrics", {"parse": _port, "accepts": "a port of 127.0.0.1, or ADDRESS:PORT"}),
     _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
+    _variable("SIRTAKI_FSDP_MEMORY", "fsdp_memory", _SIZE),
     _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),
     _variable(
         "SIRTAKI_UNUSED",

@@ -243,6 +243,30 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         )
         return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
+    def trade(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int
+    ) -> Callable[[], None]:
+        """Sends `sent[r]` to each other rank r and fills `received[r]` from it, from and to where they lie.
+
+        Which message is which says the tag alone: unlike units, trades have no order and do not wait for each other.
+
+        Returns:
+            Blocks until all have been sent and received; raises CommError if that fails.
+        """
+        group = self.streams[stream]
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        works = [group.recv([received[rank]], rank, tag) for rank in reversed(others)]  # type: ignore[attr-defined]
+        works += [group.send([sent[rank]], rank, tag) for rank in others]  # type: ignore[attr-defined]
+
+        def finish() -> None:
+            try:
+                for work in works:
+                    work.wait(self._timeout)
+            except RuntimeError as err:
+                raise CommError(f"Gloo failed on stream {stream}, most likely as a rank has ended: {err}") from err
+
+        return finish
+
     def keep(self, streams: int) -> None:
         """Closes all others: the I/O thread of an idle one wakes up a hundred times a second."""
         self._end_behind(streams)

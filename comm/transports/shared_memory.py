@@ -276,6 +276,9 @@ def reduce_share(
             output[low:high].copy_(result)
 
 
+NO_BUFFER = FlatBuffer(torch.empty(0))
+
+
 @dataclass(slots=True, eq=False)
 class _Task:
     """One unit on its way through the gates.
@@ -503,6 +506,15 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
                 begin += stop - start
 
         task = _Task(outgoing, receive=receive)
+        self.streams[stream.number].submit(task)
+        return task.work
+
+    def visit(self, read: Callable[[], None], *, stream: StreamSpec) -> Work:
+        """Has `read` called, in the stream's thread, once all ranks of the node have come; done once all have read.
+
+        What ranks read must lie in memory that they share, and not be written until the work is done.
+        """
+        task = _Task(NO_BUFFER, receive=read)
         self.streams[stream.number].submit(task)
         return task.work
 

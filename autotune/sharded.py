@@ -1,0 +1,191 @@
+"""Which setting suits a job that trains with sharded parameters: what can be set, and how the fastest is found.
+
+A setting is kept only if it has beaten the default side by side: the two run in turns, so that what happens to the
+network or the machine meanwhile happens to both, and what counts is how the steps of one turn compare.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardKnobs:
+    """One setting.
+
+    Attributes:
+        streams: connections to each other rank that a gather or scatter is cut over.
+        ahead: so many modules ahead their parameters are gathered in the forward pass.
+        behind: the same in the backward pass.
+        kept: so many modules, the last ones, keep their gathered parameters until the backward pass.
+    """
+
+    streams: int
+    ahead: int = 1
+    behind: int = 1
+    kept: int = 0
+
+    def describe(self) -> str:
+        """In a few words, for logs."""
+        kept = f", {self.kept} kept" if self.kept else ""
+        plural = "" if self.streams == 1 else "s"
+        return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpace:
+    """What may be set.
+
+    Attributes:
+        modules: how many are sharded.
+        streams: that can be used, ascending.
+        whole_bytes: of the gathered parameters of each module, in the order in which they are used.
+        memory_bytes: that may be used above what the default takes.
+    """
+
+    modules: int
+    streams: tuple[int, ...]
+    whole_bytes: tuple[int, ...]
+    memory_bytes: int = 0
+
+    def __contains__(self, knobs: ShardKnobs) -> bool:
+        return (
+            knobs.streams in self.streams
+            and 0 <= knobs.ahead < max(2, self.modules)
+            and 1 <= knobs.behind < max(2, self.modules)
+            and 0 <= knobs.kept <= self.modules
+            and self.extra_bytes(knobs) <= self.memory_bytes
+        )
+
+    def extra_bytes(self, knobs: ShardKnobs) -> int:
+        """Memory at the peak above that of the default, at most.
+
+        In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
+        the next one: four times its size; the forward pass stays below that with two gathered ahead.
+        """
+        largest = max(self.whole_bytes, default=0)
+        forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1
+        # The last module is used again at once: it would have been gathered for that.
+        kept = sum(self.whole_bytes[len(self.whole_bytes) - knobs.kept : len(self.whole_bytes) - 1])
+        return max(forward, backward) * largest + kept
+
+    def around(self, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
+        """Settings that differ in one thing, what usually matters most first."""
+        place = self.streams.index(knobs.streams)
+        beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
+        candidates = [
+            *(replace(knobs, kept=kept) for kept in (self.modules, 1, 0)),
+            *(replace(knobs, streams=streams) for streams in beside),
+            *(replace(knobs, ahead=knobs.ahead + step) for step in (1, -1)),
+            *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),
+        ]
+        return (one for one in candidates if one != knobs and one in self)
+
+
+LEAST_PAIRS, MOST_PAIRS = 3, 8
+CLEAR = 2.0
+"""Standard errors by which a setting must be faster to be kept, or slower to be dropped."""
+
+WORTHWHILE = 0.01
+"""The share of a step that it must gain."""
+
+LIKELY_NOISE = 0.01
+"""Of the ratio of two steps, until there are more of them."""
+
+MEASURED = 2
+"""Steps of one turn, after one that does not count."""
+
+
+class ShardSession:
+    """Spends a budget of steps on finding the fastest setting; on one rank, which tells the others.
+
+    Attributes:
+        knobs: to run now; in the end those to keep.
+        done: the search is over.
+        gain: of the kept setting over the default, as a share of its step.
+        tried: how many settings have run, the default among them.
+    """
+
+    def __init__(self, space: ShardSpace, default: ShardKnobs, *, budget: int, first: ShardKnobs | None = None) -> None:
+        """Args:
+        space: what may be set.
+        default: what runs untuned, and stays if nothing beats it.
+        budget: steps in all.
+        first: what an earlier job has found: tried before all others, and nothing else if it wins.
+        """
+        self._space, self._default, self._left, self._first = space, default, budget, first
+        self.knobs, self.done, self.gain, self.tried = default, budget < 1, 0.0, 1
+        self._script = self._search()
+        if not self.done:
+            self.knobs = next(self._script)
+
+    def record(self, span_s: float) -> None:
+        """Takes how long a step with `knobs` took on the slowest rank, and sets what is to run next.
+
+        Args:
+            span_s: seconds; infinite if it could not be run.
+        """
+        self._left -= 1
+        try:
+            self.knobs = self._script.send(span_s)
+        except StopIteration as end:
+            self.knobs, self.done = end.value, True
+
+    def _search(self) -> Generator[ShardKnobs, float, ShardKnobs]:
+        best, refused = self._default, {self._default}
+        if self._first is not None and self._first in self._space and self._first != best:
+            self.tried += 1
+            self.gain = yield from self._duel(self._first, best)
+            if self.gain > 0.0:
+                return self._first
+        while self._left > 2 * LEAST_PAIRS * (MEASURED + 1):
+            rival = next((one for one in self._space.around(best) if one not in refused), None)
+            if rival is None:
+                break
+            refused.add(rival)
+            self.tried += 1
+            if (yield from self._duel(rival, best)) > 0.0:
+                best = rival
+        if best == self._default:
+            return best
+        self.gain = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
+        return best if self.gain > 0.0 else self._default
+
+    def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, float]:
+        """By how much the rival is faster, as a share of the step; 0 if that is not clear."""
+        leads: list[float] = []
+        for number in range(MOST_PAIRS):
+            turns = (rival, best) if number % 2 else (best, rival)
+            spans_s = {}
+            for knobs in turns:
+                spans_s[knobs] = yield from self._turn(knobs)
+            if not all(map(math.isfinite, spans_s.values())):
+                return 0.0
+            leads.append(math.log(spans_s[best] / spans_s[rival]))
+            lead, error = statistics.median(leads), _error(leads)
+            if number + 1 < LEAST_PAIRS and lead > -CLEAR * error:
+                continue
+            if lead < -CLEAR * error or lead > max(CLEAR * error, WORTHWHILE):
+                break
+            if lead + CLEAR * error < WORTHWHILE or self._left < 2 * (MEASURED + 1):
+                return 0.0
+        lead, error = statistics.median(leads), _error(leads)
+        return 1.0 - math.exp(-lead) if len(leads) >= LEAST_PAIRS and lead > max(CLEAR * error, WORTHWHILE) else 0.0
+
+    def _turn(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
+        yield knobs  # the first one after a change does not count
+        spans_s = []
+        for _ in range(MEASURED):
+            spans_s.append((yield knobs))  # noqa: PERF401 - no comprehension can yield
+        return statistics.fmean(spans_s)
+
+
+def _error(leads: Sequence[float]) -> float:
+    """Standard error of their mean, of which some is taken for granted while there are few."""
+    spread = statistics.stdev(leads) if len(leads) > 1 else LIKELY_NOISE
+    return math.hypot(spread, LIKELY_NOISE) / math.sqrt(len(leads))

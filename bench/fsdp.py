@@ -1,0 +1,274 @@
+"""Sharded training: PyTorch's FSDP2 over Gloo as it comes and tuned by hand, and with `sirtaki.torch.fsdp.attach`.
+
+    python -m bench.fsdp [--quick] [--check] [--save] [--cases capped equal capped-asleep host]
+
+A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
+(`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), and on this host with four ranks. "asleep":
+150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the same processes and
+take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of
+their own, the interface listed four times; and parameters kept.
+
+The bound is `max(computation, gathers and scatters at the link's payload rate)`: three times (P-1)/P of all parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.contenders import join_gloo
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    rank_argv,
+    rank_env,
+    ratios,
+    run_ranks,
+    take_result,
+)
+from bench.netlab import CASES as SHAPES
+from bench.netlab import payload_bytes_per_s
+from bench.step import slowest
+from sirtaki.torch import fsdp
+
+WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
+GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
+CASES: dict[str, tuple[LabShape | None, float]] = {
+    "capped": (SHAPES["capped"], 0.0),
+    "equal": (SHAPES["equal"], 0.0),
+    "capped-asleep": (SHAPES["capped"], 0.15),
+    "equal-asleep": (SHAPES["equal"], 0.15),
+    "host": (None, 0.0),
+}
+LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
+"""Tuned to Gloo."""
+
+OF_BOUND = {"capped": 1.15, "capped-asleep": 1.15, "equal-asleep": 1.15}
+HOST_RANKS = 4
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Block(nn.TransformerEncoderLayer):
+    """One of the transformer's, which sleeps so long in its forward pass, and twice that in its backward pass."""
+
+    def __init__(self, sleep_s: float) -> None:
+        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.sleep_s = sleep_s
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Of `(batch, length, width)`."""
+        hidden: torch.Tensor = super().forward(inputs)
+        if self.sleep_s:
+            hidden = _Sleep.apply(hidden, self.sleep_s)  # type: ignore[no-untyped-call]
+        return hidden
+
+
+class Transformer(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self, compute_s: float) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(compute_s / 3 / BLOCKS) for _ in range(BLOCKS))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """The loss of `(batch, length)` words."""
+        hidden = self.tokens(words) + self.places.weight[: words.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores = hidden @ self.tokens.weight.T
+        return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+class Trained:
+    """A sharded model and its optimizer."""
+
+    def __init__(self, name: str, *, compute_s: float, connections: int) -> None:
+        """Collective."""
+        by_hand = name in (BY_HAND, KEPT)
+        torch.manual_seed(1)
+        self.model = Transformer(compute_s)
+        before = os.environ.get("GLOO_SOCKET_IFNAME")
+        if by_hand and connections > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = ",".join(["eth0"] * connections)
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=name != KEPT)
+        fully_shard(self.model, mesh=mesh)
+        if by_hand:
+            blocks: list[Any] = list(self.model.blocks)
+            for n, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 3])
+                block.set_modules_to_backward_prefetch(blocks[max(0, n - 2) : n][::-1])
+            assert isinstance(self.model, FSDPModule)
+            with suppress(AttributeError):  # torch < 2.13
+                self.model.set_separate_reduce_scatter_group(True)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
+        if name in (UNTUNED, TUNED):
+            os.environ["SIRTAKI_TUNE"] = str(int(name == TUNED))
+            fsdp.attach(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step(self) -> float:
+        """One training step; its loss."""
+        self.optimizer.zero_grad()
+        loss = self.model(self.words)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: measures the link, builds the contenders, lets them alternate, gives the result."""
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    payload = payload_bytes_per_s(comm) if options["master"] else None
+    join_gloo(comm, **({"address": options["master"]} if options["master"] else {}))
+    contenders: dict[str, Trained] = {}
+    peaks = {}
+    for name in options["contenders"]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
+        for _ in range(options["warmup"] if name == TUNED else 2):
+            contenders[name].step()
+        peaks[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    def block(name: str, steps: int) -> Callable[[], float]:
+        def timed() -> float:
+            contenders[name].step()
+            comm.Barrier()
+            begin_s = time.perf_counter()
+            for _ in range(steps):
+                contenders[name].step()
+            return (time.perf_counter() - begin_s) / steps
+
+        return timed
+
+    samples = slowest(alternate({name: block(name, options["steps"]) for name in contenders}, options["rounds"]), comm)
+    losses = {name: each.step() for name, each in contenders.items() if name != TUNED}
+    alone = nn.Module.__call__  # noqa: F841
+    if comm.rank == 0:
+        parameters = sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters())
+        give_result(
+            {
+                "samples": samples,
+                "payload_bytes_per_s": payload,
+                "parameter_bytes": 4 * parameters,
+                "losses": losses,
+                "setups": {name: fsdp.describe(each.model) for name, each in contenders.items()},
+            }
+        )
+    comm.Barrier()
+    dist.destroy_process_group()
+
+
+def measure(report: Report, case: str, options: dict[str, Any]) -> None:
+    """Builds the cluster of that case, and adds its rows and bars."""
+    shape, compute_s = CASES[case]
+    options = {**options, "compute_s": compute_s, "connections": 1, "master": ""}
+    if shape is None:
+        result = run_ranks("bench.fsdp", HOST_RANKS, options)
+        ranks, bound_s = HOST_RANKS, None
+    else:
+        options["connections"] = 1 if shape.flow_bits_per_s == shape.link_bits_per_s else 4
+        with NetLab(shape) as lab:
+            argv = rank_argv("bench.fsdp", {**options, "master": lab.address(0)})
+            result = take_result(lab.run_ranks(argv, env=rank_env(), timeout_s=900.0))
+        ranks = shape.nodes
+        traffic = 3 * (ranks - 1) / ranks * result["parameter_bytes"]
+        bound_s = max(compute_s, traffic / result["payload_bytes_per_s"])
+        report.notes.append(
+            f"{case}: {traffic / 1e6:.1f} MB a rank and step, {bound_s:.3f} s at the link's payload rate; computation "
+            f"{compute_s * 1e3:.0f} ms asleep"
+        )
+    samples = result["samples"]
+    for name, times_s in samples.items():
+        of_bound = {"of_bound": Spread.of([sample / bound_s for sample in times_s])} if bound_s else {}
+        report.rows.append(
+            {
+                "case": case,
+                "contender": name,
+                "step_s": Spread.of(times_s),
+                "ratio_to_gloo": ratios(times_s, samples[GLOO]),
+                **of_bound,
+                "setup": result["setups"][name],
+                "samples_s": times_s,
+            }
+        )
+
+    def bar(claim: str, value: float, limit: float) -> None:
+        report.bars.append(Bar(claim=f"{case}: {claim}", value=value, limit=limit))
+
+    if UNTUNED in samples:
+        bar("untuned / Gloo", ratios(samples[UNTUNED], samples[GLOO]).median, 1.02)
+    if TUNED in samples:
+        if case in LIMITS:
+            bar("tuned / Gloo", ratios(samples[TUNED], samples[GLOO]).median, LIMITS[case])
+        if bound_s and case in OF_BOUND:
+            bar("tuned / bound", Spread.of(samples[TUNED]).median / bound_s, OF_BOUND[case])
+        for name in (BY_HAND, KEPT):
+            if name in samples:
+                bar(f"tuned / {name}", ratios(samples[TUNED], samples[name]).median, 0.90)
+
+
+def main() -> int:
+    """Runs every case."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, UNTUNED, TUNED])
+    flags.add_argument("--rounds", type=int, help="blocks a contender")
+    flags.add_argument("--steps", type=int, help="steps a block")
+    flags.add_argument("--warmup", type=int, default=60, help="steps in which it is tuned")
+    args = flags.parse_args()
+    if args.cases != ["host"] and (reason := why_unavailable()) is not None:
+        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
+        return 2
+    report = Report(name="fsdp")
+    for case in args.cases:
+        options = {
+            "contenders": args.contenders,
+            "rounds": args.rounds or (2 if args.quick else 3),
+            "steps": args.steps or (10 if case == "host" else 1),
+            "warmup": args.warmup,
+        }
+        measure(report, case, options)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))

@@ -1,0 +1,465 @@
+"""Gathers of shards and scatters of sums, as sharded training needs them, over several connections or shared memory.
+
+A gather puts the shard of every rank into the whole tensor on all ranks; a scatter adds up the whole tensors of all
+ranks, and leaves one part of the sum on each. Between hosts each rank talks to every other one directly:
+
+    gather     my shard ─▶ its place in the whole tensor of each other rank, in pieces, each over the next connection
+    scatter    row r of my tensor ─▶ rank r, which adds up what it gets, in the order of ranks
+
+Nothing is copied on the way, and nothing waits for another operation, as pieces are told apart by a number and not by
+their order. Ranks of one host read each other's memory instead.
+
+All ranks submit the same operations in the same order, as with every process group; they may wait for them in any.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.router import Router
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work
+from sirtaki.comm.transports.gloo import GlooTransport
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
+from sirtaki.errors import CommError, MismatchError, StallError
+
+MOST_TAGS = 1 << 30
+
+LATER_S = 10.0
+"""So much later than whoever waits the transport gives up, which knows less of what it waits for."""
+
+
+class ShardWork:
+    """A gather or scatter under way."""
+
+    def __init__(
+        self, work: Work, control: ControlPlane, what: str, timeout_s: float, problems: Sequence[CommError]
+    ) -> None:
+        self._work, self._control, self._what, self._timeout_s = work, control, what, timeout_s
+        self._problems = problems
+
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._work.is_done()
+
+    def wait(self) -> None:
+        """Blocks until the result is in its place; may be called again.
+
+        Raises:
+            CommError: it failed, or another rank has not come within the time.
+        """
+        failures, deadline_s = self._control.failures, time.monotonic() + self._timeout_s
+        try:
+            while not self._work.wait(WAIT_SLICE_S):
+                failures.check()
+                if time.monotonic() > deadline_s:
+                    raise StallError(
+                        f"{self._what} did not end within {self._timeout_s:g} s: another rank has not come, stands "
+                        "still, or has submitted something else"
+                    )
+            for problem in self._problems:
+                raise fresh(problem)
+        except (StallError, MismatchError) as err:
+            if failures.error is None:  # the others are told, which may wait for this rank elsewhere
+                failures.report(err)
+                self._control.comm.abort(f"rank {self._control.rank}: {err}")
+            raise
+        except CommError as err:
+            raise failures.cause_of(err) from None
+
+
+class ShardLanes(ABC):
+    """What carries the shards of one group of ranks.
+
+    Attributes:
+        control: these ranks, for what they agree on; for one thread at a time.
+        kind: what carries them.
+        most_streams: as many connections can be used.
+    """
+
+    kind: TransportKind
+    most_streams = 1
+
+    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
+        self.control, self._router, self._timeout_s = control, router, timeout_s
+
+    def reserve(self, *, shard_bytes: int, whole_bytes: int) -> None:  # noqa: B027 - most need nothing
+        """Collective: so large are the largest shard that is gathered, and the largest tensor that is scattered."""
+
+    def use(self, streams: int) -> None:  # noqa: B027 - where there are no connections
+        """Collective, with nothing under way: from now on cuts what is submitted over so many connections.
+
+        Raises:
+            TransportError: on all ranks, if they cannot be opened; those that were used still are.
+        """
+
+    @abstractmethod
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
+        """Collective: fills `whole`, `(ranks * n,)`, with the `shard`, `(n,)`, of every rank, which may lie there."""
+
+    @abstractmethod
+    def scatter(self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float) -> ShardWork:
+        """Collective: fills `part`, `(n,)`, with this rank's row of the reduction of `whole`, `(ranks, n)`, over ranks.
+
+        Args:
+            whole: contiguous, as is `part`; not to be written until the work is done.
+            part: of the same dtype.
+            op: how elements are combined; halves in float32, rounded once.
+            scale: what the result is multiplied by.
+        """
+
+    def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the whole tensor of the next gather, where shards need not be copied; `(numel,)`."""
+        return torch.empty(numel, dtype=dtype)
+
+    def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the whole tensor of the next scatter, where it need not be copied; `(numel,)`.
+
+        Collective: waits until all ranks have read what was there.
+        """
+        return torch.empty(numel, dtype=dtype)
+
+    def close(self) -> None:
+        """Not collective, with nothing under way: ends threads and connections of this rank."""
+        self._router.release()
+
+    def _under_way(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
+        return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout_s, problems)
+
+
+def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:
+    """Collective: lanes through shared memory if all ranks are on one node, else over sockets.
+
+    Args:
+        control: the ranks, two or more; nothing else may use it.
+        timeout_s: how long to wait for other ranks.
+        kind: what the user wants; what cannot carry shards counts as sockets.
+
+    Raises:
+        TransportError: on all ranks, if no connection can be opened.
+        CommError: the job has failed.
+    """
+    router = Router(control, timeout_s=timeout_s + LATER_S)
+    shared = router.transports.get((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
+    if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
+        return _InSharedMemory(control, router, shared, timeout_s=timeout_s)
+    return _OverSockets(control, router, timeout_s=timeout_s)
+
+
+class _Finisher:
+    """A thread that does what follows when pieces have come, in the order in which they were submitted."""
+
+    def __init__(self, name: str) -> None:
+        self._steps: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, step: Callable[[], None]) -> Work:
+        """`step` blocks until the pieces are there, and puts them away."""
+        work = ThreadWork()
+        self._steps.put((step, work))
+        return work
+
+    def close(self) -> None:
+        """Ends when what was put is done."""
+        self._steps.put(None)
+
+    def _run(self) -> None:
+        while (taken := self._steps.get()) is not None:
+            step, work = taken
+            try:
+                step()
+            except CommError as err:
+                work.finish(err)
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                work.finish(CommError(f"shards could not be put away: {err!r}"))
+            else:
+                work.finish()
+            del taken, step, work  # what they hold may be large
+
+
+class _OverSockets(ShardLanes):
+    """Each piece goes straight to the rank it is for, over one of several Gloo connections between the two."""
+
+    kind = TransportKind.GLOO
+
+    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
+        super().__init__(control, router, timeout_s=timeout_s)
+        self._route = (TransportKind.GLOO, Algorithm.FLAT)
+        sockets = router.transports[self._route]
+        assert isinstance(sockets, GlooTransport)
+        self._sockets = sockets
+        self.most_streams = router.max_streams([self._route])
+        self._streams = 0
+        self._tags = itertools.count()
+        self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
+        self._scratch: list[torch.Tensor] = []  # of scatters that are over
+        self.use(1)
+
+    def use(self, streams: int) -> None:
+        units = tuple(Unit(start=n, stop=n + 1, stream=n, algorithm=Algorithm.FLAT) for n in range(streams))
+        self._router.open_plan(CommPlan(numel=streams, units=units, streams=streams, transport=self.kind))
+        self._streams = streams
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
+        rows, mine = whole.detach().view(self.control.size, -1), shard.detach().view(-1)
+        came = self._trade([mine] * self.control.size, list(rows))
+        if (own := rows[self.control.rank]).data_ptr() != mine.data_ptr():
+            own.copy_(mine)
+        return self._under_way(self._gathers.put(came), "gather", whole.numel())
+
+    def scatter(self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float) -> ShardWork:
+        me, size = self.control.rank, self.control.size
+        rows, target = whole.detach().view(size, -1), part.detach().view(-1)
+        size_bytes = (size - 1) * target.numel() * target.itemsize
+        memory = self._take_scratch(size_bytes)
+        others = list(memory[:size_bytes].view(whole.dtype).view(size - 1, -1))
+        summands = [*others[:me], rows[me], *others[me:]]
+        came = self._trade(list(rows), summands)
+
+        def add_up() -> None:
+            came()
+            reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
+            self._scratch.append(memory)
+
+        return self._under_way(self._scatters.put(add_up), "reduce-scatter", whole.numel())
+
+    def _take_scratch(self, size_bytes: int) -> torch.Tensor:
+        """What an earlier scatter has used, if it is large enough: fresh memory costs more than what comes into it."""
+        while self._scratch:
+            if (memory := self._scratch.pop()).numel() >= size_bytes:
+                return memory
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def _trade(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> Callable[[], None]:
+        """Sends `sent[r]` to each other rank r and receives `received[r]` from it; the result waits for that."""
+        numel, streams = sent[0].numel(), self._streams
+        bounds = [numel * stream // streams for stream in range(streams + 1)]
+        waits = []
+        for stream, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            # A piece of another length is another message, for which nobody waits: no rank writes behind its memory.
+            tag = (next(self._tags) * 8191 + numel) % MOST_TAGS
+            if start < stop:
+                pieces = [[row[start:stop] for row in rows] for rows in (sent, received)]
+                waits.append(self._sockets.trade(*pieces, stream=stream, tag=tag))
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
+
+    def close(self) -> None:
+        self._gathers.close()
+        self._scatters.close()
+        super().close()
+
+
+SLOTS = 2
+"""In shared memory, of either kind: one is read while the next one is filled."""
+
+MARK_BYTES = 8
+"""At the end of a slot: how many bytes it holds; negative = they lie in the whole tensor that all ranks share."""
+
+WHOLES = 4
+"""Whole tensors that the ranks share at the same time: as many gathers may be ahead of what is used."""
+
+RELEASE_S = 0.05
+"""How long to wait until the others have let go of one, before memory of this rank's own is taken instead."""
+
+GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
+
+
+class _Slots:
+    """Memory of each rank that the others of the node see, for operations of one kind, one after the other."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._slots: list[FlatBuffer] = []
+        self._works: list[ShardWork | None] = [None] * SLOTS
+        self._next = 0
+
+    def reserve(self, size_bytes: int) -> None:
+        """Collective: from now on operations may be so large."""
+        if not self._slots or self._slots[0].tensor.numel() - MARK_BYTES < size_bytes:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+            self._slots = []  # which frees them
+            whole_bytes = (size_bytes // MARK_BYTES + 2) * MARK_BYTES
+            self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
+
+    def next(self, size_bytes: int) -> FlatBuffer:
+        """Collective: the slot whose turn it is, as bytes, once all ranks are through with it."""
+        self.reserve(size_bytes)
+        if (work := self._works[self._next]) is not None:
+            work.wait()
+        return self._slots[self._next]
+
+    def fill(self, mark: int) -> FlatBuffer:
+        """The slot that `next` gave, into which so much has been put."""
+        slot = self._slots[self._next]
+        slot.tensor[-MARK_BYTES:].view(torch.int64)[0] = mark
+        return slot
+
+    def taken_by(self, work: ShardWork) -> None:
+        """What the slot is read for."""
+        self._works[self._next] = work
+        self._next = (self._next + 1) % SLOTS
+
+
+class _Wholes:
+    """Whole tensors that exist once for all ranks of a node: each puts its shard there, and nobody copies anything.
+
+    The n-th gather has the n-th of them in turn, if every rank has let go of what was there. Where one has not, or what
+    is gathered is larger than was reserved, a rank takes memory of its own, whatever the others do.
+    """
+
+    def __init__(self, control: ControlPlane, router: Router, size_bytes: int) -> None:
+        """Collective: for whole tensors of so many bytes."""
+        size_bytes = -(-size_bytes // 64) * 64
+        each = -(-WHOLES // control.size)
+        memory = router.allocate(each * size_bytes, torch.uint8)
+        self._memory = [
+            memory.peers[n % control.size][n // control.size * size_bytes :][:size_bytes].numpy() for n in range(WHOLES)
+        ]
+        self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
+        self._me, self._failures = control.rank, control.failures
+        self._held: dict[int, int] = {}  # the gather that this rank holds each of them for
+        self.number = 0  # of the next gather
+
+    def take(self, size_bytes: int) -> torch.Tensor | None:
+        """What the next gather goes to, as bytes; None = memory of one's own. It is released when nobody holds it."""
+        place, least = self.number % WHOLES, self.number - WHOLES + 1
+        if place in self._held or size_bytes > len(self._memory[place]):
+            return None
+        deadline_s = time.monotonic() + RELEASE_S
+        while min(int(each[place]) for each in self._released) < least:
+            if time.monotonic() > deadline_s or self._failures.error is not None:
+                return None
+            time.sleep(0)
+        taken = self._memory[place][:size_bytes]  # an array of its own, which the tensor's memory keeps alive
+        self._held[place] = self.number
+        weakref.finalize(taken, self._release, place).atexit = False
+        return torch.from_numpy(taken)
+
+    def _release(self, place: int) -> None:
+        self._released[self._me][place] = self._held.pop(place) + 1
+
+    def next(self) -> torch.Tensor:
+        """Of the next gather, which begins: where it goes, as bytes. Who has not taken it lets go of it at the end."""
+        place = self.number % WHOLES
+        self.number += 1
+        return torch.from_numpy(self._memory[place])
+
+    def end(self, number: int) -> None:
+        """All shards of that gather have been read, by a rank that has not taken the memory."""
+        self._released[self._me][number % WHOLES] = number + 1
+
+
+class _InSharedMemory(ShardLanes):
+    """Ranks of one node read what they need from memory that all of them see."""
+
+    kind = TransportKind.SHARED_MEMORY
+
+    def __init__(
+        self, control: ControlPlane, router: Router, shared: SharedMemoryTransport, *, timeout_s: float
+    ) -> None:
+        super().__init__(control, router, timeout_s=timeout_s)
+        self._shared = shared
+        shared.open_streams([GATHERS, SCATTERS])
+        self._gathered, self._scattered = _Slots(router), _Slots(router)
+        self._wholes: _Wholes | None = None
+
+    def reserve(self, *, shard_bytes: int, whole_bytes: int) -> None:
+        self._gathered.reserve(shard_bytes)
+        self._scattered.reserve(whole_bytes)
+        self._wholes = _Wholes(self.control, self._router, shard_bytes * self.control.size)
+
+    def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        taken = self._wholes.take(numel * dtype.itemsize) if self._wholes is not None else None
+        return super().gather_memory(numel, dtype) if taken is None else taken.view(dtype)
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
+        me, mine, wholes = self.control.rank, _bytes(shard), self._wholes
+        rows, size_bytes = _bytes(whole).view(self.control.size, -1), mine.numel()
+        number = wholes.number if wholes is not None else 0
+        common = wholes.next() if wholes is not None else None
+        in_common = common is not None and rows.data_ptr() == common.data_ptr()
+        slot = self._gathered.next(size_bytes)
+        if not in_common:
+            slot.tensor[:size_bytes].copy_(mine)
+        if rows[me].data_ptr() != mine.data_ptr():
+            rows[me].copy_(mine)
+
+        def read(marks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
+            for rank, (row, slot, mark) in enumerate(zip(rows, slots, marks, strict=True)):
+                if rank == me or (mark < 0 and in_common):
+                    continue
+                if mark < 0:
+                    assert common is not None
+                    slot = common[rank * size_bytes : (rank + 1) * size_bytes]
+                row.copy_(slot)
+            if wholes is not None and not in_common:
+                wholes.end(number)
+
+        mark = -size_bytes if in_common else size_bytes
+        return self._visit(self._gathered, mark, read, "gather", whole.numel())
+
+    def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        size_bytes = numel * dtype.itemsize
+        return self._scattered.next(size_bytes).tensor[:size_bytes].view(dtype)
+
+    def scatter(self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float) -> ShardWork:
+        plain, target, me = whole.detach().view(-1), part.detach().view(-1), self.control.rank
+        memory = self.scatter_memory(plain.numel(), plain.dtype)
+        if memory.data_ptr() != plain.data_ptr():
+            memory.copy_(plain)
+
+        def add_up(marks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
+            start, stop = me * target.numel(), (me + 1) * target.numel()
+            summands = [slot.view(plain.dtype)[start:stop] for slot in slots]
+            reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
+
+        return self._visit(self._scattered, _bytes(plain).numel(), add_up, "reduce-scatter", plain.numel())
+
+    def _visit(
+        self,
+        slots: _Slots,
+        mark: int,
+        read: Callable[[Sequence[int], Sequence[torch.Tensor]], None],
+        kind: str,
+        elements: int,
+    ) -> ShardWork:
+        """Has `read` called with the marks of all ranks, and with what they have put into the slot whose turn it is."""
+        slot, size_bytes = slots.fill(mark), abs(mark)
+        problems: list[CommError] = []
+
+        def compared() -> None:
+            marks = [int(peer[-MARK_BYTES:].view(torch.int64)[0]) for peer in slot.peers]
+            if {abs(each) for each in marks} == {size_bytes}:
+                read(marks, [peer[:size_bytes] for peer in slot.peers])
+            else:
+                sizes = [abs(each) for each in marks]
+                problems.append(
+                    MismatchError(f"the ranks have submitted tensors of different sizes, in bytes: {sizes}")
+                )
+
+        stream = GATHERS if slots is self._gathered else SCATTERS
+        work = self._under_way(self._shared.visit(compared, stream=stream), kind, elements, problems)
+        slots.taken_by(work)
+        return work
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,539 @@
+"""For scripts that shard their model with PyTorch's `fully_shard`: one line has Sirtaki carry its shards, tuned.
+
+for block in model.blocks: fully_shard(block)
+fully_shard(model)
+sirtaki.torch.fsdp.attach(model)
+
+FSDP gathers the parameters of each module before they are used, and scatters its gradients. It waits for both where it
+asks for them, and each goes over one connection. Attached, gathers and scatters go over several (`comm.shards`), and
+FSDP goes on while they are under way:
+
+    gather     begins when FSDP asks for it, is waited for when the module is used; FSDP asks some modules ahead
+    scatter    begins at the end of the module's backward pass, is waited for when the whole pass ends, or when the next
+               scatter needs its memory
+
+Where something looks at a gradient earlier than that, the scatter is waited for at once, as FSDP does: gradients that
+accumulate, are divided or cast by FSDP, are all-reduced over replicas, or have hooks of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed import ReduceOp as TorchOp
+
+from sirtaki.autotune.sharded import STREAMS, ShardKnobs, ShardSession, ShardSpace
+from sirtaki.comm.control.communicator import Communicator
+from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
+from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
+from sirtaki.engine.ranks import open_beside
+from sirtaki.errors import CommError, ConfigError, TransportError
+from sirtaki.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FLOWS = 8
+"""About so many connections out of a rank are used untuned: clouds cap each of them far below the link's rate."""
+
+UNTUNED = ShardKnobs(streams=1, ahead=1, behind=1, kept=0)
+"""One module ahead is gathered in the forward pass, too; in the backward pass FSDP does that."""
+
+Ranks = tuple[int, ...]
+_Group = Any  # FSDP's parameter group: of a private module of PyTorch, like its state
+
+
+def attach(model: nn.Module) -> None:
+    """Collective, before the first forward pass: from now on Sirtaki gathers and scatters the shards of `model`.
+
+    Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more. The rest
+    of FSDP stays as it is: its meshes, policies, hooks, checkpoints. Groups of one rank are left alone.
+
+    Args:
+        model: `fully_shard` has been called on it, and on its blocks before; its parameters are on the CPU.
+
+    Raises:
+        ConfigError: PyTorch is too old, nothing is sharded, it is attached already, or the parameters are not on the
+            CPU; or modules have parameters on several meshes.
+        MismatchError: on all ranks, if their models differ.
+    """
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        FSDPModule = None  # type: ignore[assignment,misc]
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter") or not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise ConfigError(
+            f"sirtaki.torch.fsdp needs a PyTorch whose FSDPModule has set_custom_all_gather and "
+            f"set_custom_reduce_scatter, and this one ({torch.__version__}) has not; "
+            'init_process_group("sirtaki") goes with older ones'
+        )
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ConfigError("attach() takes a model that fully_shard() has been called on, and this one is not sharded")
+    Attached(model, modules, Settings.from_environ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """A module that FSDP shards, and its parameters there."""
+
+    module: Any  # an FSDPModule
+    group: _Group
+
+
+class Attached:
+    """The sharded modules of one model, and what carries their shards."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[Any], settings: Settings) -> None:
+        """Collective."""
+        self._settings = settings
+        self._sharded = list(_sharded(modules))
+        self._connections = _Connections(settings)
+        self._pending: list[ShardWork] = []  # scatters that nobody has waited for
+        self._used: list[int] = []  # modules in this forward pass, in order
+        self._order: list[int] | None = None  # of the modules in each forward pass; empty = it changes
+        self._resharding: list[Any] = []  # in that order: FSDP's mesh after the forward pass, None = they are kept
+        self._in_forward = False  # of the whole model
+        self._ahead: list[_Group] = []  # gathered in a forward pass, used or not
+        self._scattered = False  # gradients, since the model was called
+        self.knobs = UNTUNED
+        self._own_prefetch = not any(_prefetches(each.module) for each in self._sharded)
+        groups = [each.group for each in self._sharded]
+        for group in groups:
+            for mesh in (group.mesh_info, group.post_forward_mesh_info):
+                if mesh is not None and hasattr(mesh, "shard_process_group"):
+                    self._connections.open(mesh.shard_process_group, groups)
+        weakref.finalize(model, self._connections.close)
+        self._tuning = _Tuning(self, next(iter(self._connections.lanes.values()), None), settings)
+        for each in self._sharded:
+            each.module.set_custom_all_gather(_Gather(self, each.group))
+            each.module.set_custom_reduce_scatter(_Scatter(self, each.group))
+        numbers = {id(each.module): number for number, each in enumerate(self._sharded)}
+        for module in modules:
+            module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
+
+    def lanes(self, group: dist.ProcessGroup) -> ShardLanes | None:
+        """What carries shards between the ranks of that group."""
+        return self._connections.lanes.get(_ranks_of(group))
+
+    @property
+    def sharded(self) -> Sequence[_Sharded]:
+        """The modules in the order in which they are used, once that is known."""
+        return [self._sharded[number] for number in self._order or ()]
+
+    def describe(self) -> str:
+        """How the shards travel, in words."""
+        kinds = {lanes.kind.value for lanes in self._connections.lanes.values()}
+        return f"{' and '.join(sorted(kinds))}, {self.knobs.describe()}"
+
+    def note_scatter(self) -> None:
+        """Gradients of this step leave."""
+        self._scattered = True
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_forward(self, module: nn.Module, args: object) -> None:
+        """The model is called; nothing is under way if gradients have been scattered since it was the last time.
+
+        How its modules were used the last time says what to gather ahead.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self.wait()  # for what a backward pass that has failed has left
+        self.drop_gathered_ahead()
+        self._in_forward = True
+        used, self._used = self._used, []
+        if used and self._order is None and len(set(used)) == len(used):
+            self._order = used
+            self._resharding = [each.group.post_forward_mesh_info for each in self.sharded]
+            self._set_ahead()
+        elif used and self._order and self._order != used:
+            logger.debug("modules are used in another order than before: none is gathered ahead any more")
+            self._order = []
+            for each in self._sharded:
+                self._set_prefetch(each, [], [])
+        scattered, self._scattered = self._scattered, False
+        if scattered and torch.is_grad_enabled() and self._order:
+            self._tuning.end_step()
+
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._in_forward = False
+            self.drop_gathered_ahead()
+
+    def use(self, number: int | None) -> None:
+        """A module is about to be used in a forward pass, of the model or of a part of it."""
+        if not self._in_forward:
+            self.drop_gathered_ahead()
+        if number is not None:
+            self._used.append(number)
+
+    def note_gather(self, group: _Group) -> None:
+        """FSDP has its parameters gathered, perhaps ahead."""
+        if group._training_state.name == "FORWARD":
+            self._ahead.append(group)
+
+    def drop_gathered_ahead(self) -> None:
+        """What was gathered in a forward pass and not used in it would be old after the next step, and FSDP use it."""
+        ahead, self._ahead = self._ahead, []
+        for group in ahead:
+            if (result := group._all_gather_result) is not None:
+                group._all_gather_result = None
+                if result.all_gather_work is not None:
+                    result.all_gather_work.wait()
+
+    def set(self, knobs: ShardKnobs) -> None:
+        """From the next forward pass on; streams are set by who opens them."""
+        kept, self.knobs = self.knobs.kept, knobs
+        if self._order:
+            self._set_ahead()
+        if knobs.kept != kept:
+            for place, (each, mesh) in enumerate(zip(self.sharded, self._resharding, strict=True)):
+                if mesh is not None:
+                    keeps = place >= len(self._resharding) - knobs.kept
+                    each.group.post_forward_mesh_info = None if keeps else mesh
+
+    def _set_ahead(self) -> None:
+        order, knobs = self.sharded, self.knobs
+        for place, each in enumerate(order):
+            behind = order[max(0, place - knobs.behind) : place][::-1] if knobs.behind > 1 else []
+            self._set_prefetch(each, order[place + 1 : place + 1 + knobs.ahead], behind)
+
+    def _set_prefetch(self, each: _Sharded, ahead: Sequence[_Sharded], behind: Sequence[_Sharded]) -> None:
+        if self._own_prefetch:
+            each.module.set_modules_to_forward_prefetch([other.module for other in ahead])
+            each.module.set_modules_to_backward_prefetch([other.module for other in behind])
+
+    # ── scatters that nobody waits for ───────────────────────────────────────────────────────────────────────────
+
+    def put_off(self, work: ShardWork) -> None:
+        """Waits for the scatter when the backward pass ends, in which this is called."""
+        Variable._execution_engine.queue_callback(self.wait)
+        self._pending.append(work)
+
+    def wait(self) -> None:
+        """Waits for all scatters that were put off.
+
+        Raises:
+            CommError: one of them failed.
+        """
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+
+
+class _Tuning:
+    """Finds the fastest setting in the first steps; rank 0 of the model's ranks decides, the others follow."""
+
+    def __init__(self, attached: Attached, lanes: ShardLanes | None, settings: Settings) -> None:
+        self._attached, self._lanes, self._settings = attached, lanes, settings
+        self._active = lanes is not None and settings.tune and settings.warmup_iterations > 0
+        self._session: ShardSession | None = None  # on rank 0
+        self._begun_s: float | None = None
+        if lanes is not None:
+            attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
+
+    def end_step(self) -> None:
+        """Collective: a step has ended, with nothing under way."""
+        if not self._active or self._lanes is None:
+            return
+        begun_s, self._begun_s = self._begun_s, time.perf_counter()
+        control = self._lanes.control
+        if begun_s is None:
+            if control.rank == 0:
+                self._session = self._begin(self._lanes)
+            return
+        span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
+        told: tuple[ShardKnobs, bool] | None = None
+        if self._session is not None:
+            self._session.record(span_s)
+            told = self._session.knobs, self._session.done
+        knobs, done = control.broadcast(told)
+        self._run(knobs, self._lanes)
+        if done:
+            self._active = False
+            self._end()
+        self._begun_s = time.perf_counter()
+
+    def _begin(self, lanes: ShardLanes) -> ShardSession:
+        attached, settings = self._attached, self._settings
+        wholes = tuple(_bytes_of(each.group, 1)[0] * lanes.control.size for each in attached.sharded)
+        streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if settings.streams is None else ()
+        default = attached.knobs
+        space = ShardSpace(
+            modules=len(wholes),
+            streams=tuple(sorted({default.streams, *streams})),
+            whole_bytes=wholes,
+            memory_bytes=settings.fsdp_memory,
+        )
+        return ShardSession(space, default, budget=settings.warmup_iterations)
+
+    def _run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
+        if knobs.streams != self._attached.knobs.streams:
+            try:
+                lanes.use(knobs.streams)
+            except TransportError as err:  # on all ranks; what was used before still is
+                logger.debug("%d streams cannot be used: %s", knobs.streams, err)
+        self._attached.set(knobs)
+
+    def _end(self) -> None:
+        if (session := self._session) is not None:
+            gain = f"{session.gain:.0%} faster than untuned" if session.gain else "nothing was faster"
+            logger.info("sharded training: %s; %s; %d settings tried", self._attached.describe(), gain, session.tried)
+
+
+def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
+    """Connections to each other rank that are used untuned."""
+    return min(settings.streams or -(-FLOWS // (lanes.control.size - 1)), lanes.most_streams)
+
+
+LEAVE_S = 5.0
+"""How long a rank that is done with a model waits for the others, which may still need it."""
+
+
+class _Connections:
+    """What carries shards between the ranks of each group of a model; refers to no module of it.
+
+    Attributes:
+        lanes: by the ranks of the group; not of those of one rank.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.lanes: dict[Ranks, ShardLanes] = {}
+        self._meshes: list[Communicator] = []
+
+    def open(self, process_group: dist.ProcessGroup, groups: Sequence[_Group]) -> None:
+        """Collective over the ranks of that process group, which have the same parameter groups; once for each.
+
+        Raises:
+            MismatchError: on all ranks, they have not.
+            TransportError: on all ranks, no connections can be opened.
+        """
+        ranks, settings = _ranks_of(process_group), self._settings
+        if len(ranks) == 1 or ranks in self.lanes:
+            return
+        raise_descriptor_limit()
+        mesh = open_beside(settings, process_group)
+        self._meshes.append(mesh)
+        pretended = settings.local_size if mesh.size % (settings.local_size or 1) == 0 else None
+        control = ControlPlane(mesh, local_size=pretended, interface=settings.gloo_interface)
+        control.require_equal(str([_description(group) for group in groups]), "the sharded model")
+        lanes = open_shard_lanes(control, timeout_s=settings.transport_timeout_s, kind=settings.transport)
+        self.lanes[ranks] = lanes
+        streams = untuned_streams(lanes, settings)
+        lanes.use(streams)
+        sizes = [_bytes_of(group, len(ranks)) for group in groups]
+        lanes.reserve(shard_bytes=max(size[0] for size in sizes), whole_bytes=max(size[1] for size in sizes))
+        if control.rank == 0:
+            shared = lanes.kind is TransportKind.SHARED_MEMORY
+            how = "shared memory" if shared else f"{streams} connections to each other rank"
+            logger.info("shards of %d modules between %d ranks: %s", len(groups), len(ranks), how)
+
+    def close(self) -> None:
+        """Collective in so far as ranks take leave of each other, for some seconds at most."""
+        lanes, self.lanes = self.lanes, {}
+        for mesh, each in zip(self._meshes, lanes.values(), strict=False):
+            deadline_s = time.monotonic() + LEAVE_S
+            with suppress(CommError):  # then all know already
+                test = each.control.comm.barrier()
+                poll_until(lambda: test() or time.monotonic() > deadline_s, failures=mesh.failures)  # noqa: B023 - called here
+                if not test():
+                    mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
+            mesh.free()
+            each.close()
+
+
+class _Use:
+    """A hook: a module is about to be used, before FSDP's own hook."""
+
+    def __init__(self, attached: Attached, number: int | None) -> None:
+        self._attached, self._number = attached, number
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch._C._current_graph_task_id() != -1:  # activations are computed again
+            return
+        self._attached.use(self._number)
+
+
+class GatherWork(dist.Work):
+    """What FSDP waits for before it uses a module."""
+
+    def __init__(self, work: ShardWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: object = None) -> bool:
+        """Blocks until all shards have come; however long that takes, as FSDP names no limit."""
+        self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._work.is_done()
+
+
+class _Gather:
+    """FSDP's `AllGather` for one module."""
+
+    def __init__(self, attached: Attached, group: _Group) -> None:
+        self.attached, self._group = attached, group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP asks for the memory of each whole module's parameters."""
+        (numel,) = size
+        lanes = self.attached.lanes(self._group._all_gather_process_group)
+        return torch.empty(numel, dtype=dtype, device=device) if lanes is None else lanes.gather_memory(numel, dtype)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Never waits, whatever FSDP asks for: it waits for what it gets when it uses the parameters."""
+        lanes = self.attached.lanes(group)
+        if lanes is None:  # a group that the mesh did not have when it was attached
+            work: dist.Work | None = dist.all_gather_into_tensor(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+            return work
+        self.attached.note_gather(self._group)
+        return GatherWork(lanes.gather(output_tensor, input_tensor))
+
+
+class _Scatter:
+    """FSDP's `ReduceScatter` for one module."""
+
+    def __init__(self, attached: Attached, group: _Group) -> None:
+        self._attached, self._group = attached, group
+        self._whole: torch.Tensor | None = None  # the next result belongs to it
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP asks for the whole gradient first, then for this rank's part of the sum."""
+        self._attached.wait()  # before there is memory for two of them
+        (numel,) = size
+        lanes = self._attached.lanes(self._group._reduce_scatter_process_group)
+        whole, self._whole = self._whole, None
+        if lanes is None or (
+            whole is not None and whole.dtype == dtype and whole.numel() == numel * lanes.control.size
+        ):
+            return torch.empty(numel, dtype=dtype, device=device)
+        self._whole = lanes.scatter_memory(numel, dtype)
+        return self._whole
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Waits only where FSDP looks at the result before the backward pass ends."""
+        lanes, recipe = self._attached.lanes(group), _recipe(op, group.size())
+        if lanes is None or recipe is None:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            return
+        kind, scale = recipe
+        self._attached.note_scatter()
+        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale)
+        if scale != 1.0 and self._nobody_looks(output_tensor.dtype):  # FSDP divides the sum itself where there is none
+            self._attached.put_off(work)
+        else:
+            work.wait()
+
+    def _nobody_looks(self, dtype: torch.dtype) -> bool:
+        """FSDP only hands the result on, as the gradient of parameters."""
+        group = self._group
+        return (
+            dtype == group._orig_dtype
+            and group._all_reduce_hook is None
+            and not hasattr(group.mesh_info, "replicate_process_group")
+            and all(
+                each.sharded_param.grad is None and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+                for each in group.fsdp_params
+            )
+        )
+
+
+def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:
+    """How elements are combined, and what the result is multiplied by; None if lanes cannot do that."""
+    whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
+    kind, factor = whole.__getstate__()
+    if kind == TorchOp.AVG:
+        return ReduceOp.SUM, 1.0 / size
+    if kind == TorchOp.PREMUL_SUM:
+        return ReduceOp.SUM, float(factor)
+    return (ReduceOp.SUM, 1.0) if kind == TorchOp.SUM else None
+
+
+def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
+    """Those that have parameters to shard, each group of parameters once.
+
+    Raises:
+        ConfigError: see `attach`.
+    """
+    seen: set[int] = set()
+    for module in modules:
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        if len(groups) > 1:
+            raise ConfigError("attach() takes modules whose parameters are all on one mesh; this one has several")
+        for group in groups:
+            if id(group) in seen:  # fully_shard([one, other])
+                continue
+            seen.add(id(group))
+            if isinstance(group._all_gather_comm, _Gather):
+                raise ConfigError("this model has been attached already")
+            if group.device.type != "cpu":
+                raise ConfigError(f"attach() takes parameters on the CPU, not on {group.device}")
+            yield _Sharded(module, group)
+
+
+def _prefetches(module: Any) -> bool:
+    state = module._get_fsdp_state()
+    return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _description(group: _Group) -> list[tuple[Any, ...]]:
+    """What must be the same on all ranks."""
+    return [
+        (tuple(each.sharded_param.shape), str(each.sharded_param.dtype), each.sharded_param.requires_grad)
+        for each in group.fsdp_params
+    ]
+
+
+def _bytes_of(group: _Group, ranks: int) -> tuple[int, int]:
+    """The shard that a rank gathers, and the whole gradient that it scatters."""
+    policy, shard, whole = group.mp_policy, 0, 0
+    for each in group.fsdp_params:
+        numel, dtype = each.padded_sharded_param_size.numel(), each.sharded_param.dtype
+        shard += numel * (policy.param_dtype or dtype).itemsize
+        whole += numel * ranks * (policy.reduce_dtype or policy.param_dtype or dtype).itemsize
+    return shard, whole
+
+
+def describe(model: nn.Module) -> str:
+    """How the shards of an attached model travel, in words; empty if it is not attached."""
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            if isinstance(group._all_gather_comm, _Gather):
+                return group._all_gather_comm.attached.describe()
+    return ""

@@ -1,0 +1,117 @@
+"""Gathers of shards and scatters of sums give what one process would give, over every carrier."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fakes.meshes import on_planes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.shards import ShardLanes, open_shard_lanes
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.errors import CommError, MismatchError, StallError
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
+KINDS = [TransportKind.GLOO, TransportKind.SHARED_MEMORY]
+
+
+def with_lanes(
+    size: int, kind: TransportKind, act: Callable[[ShardLanes, int], object], *, timeout_s: float = 20.0
+) -> None:
+    """`act` with the lanes and the rank of each rank."""
+
+    def run(control: ControlPlane) -> None:
+        lanes = open_shard_lanes(control, timeout_s=timeout_s, kind=kind)
+        assert lanes.kind is kind
+        act(lanes, control.rank)
+        control.barrier()
+        lanes.close()
+
+    on_planes(size, run)
+
+
+def drawn(rank: int, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(101 * number + rank)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    return (values * 100).to(dtype) if not dtype.is_floating_point else values.to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@settings(max_examples=4, deadline=None)
+@given(
+    operations=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8
+    ),
+    streams=st.integers(1, 4),
+)
+def test_operations_under_way_at_the_same_time_give_what_one_process_gives(
+    kind: TransportKind, size: int, operations: list[tuple[bool, int, torch.dtype, bool]], streams: int
+) -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        lanes.use(min(streams, lanes.most_streams))
+        lanes.reserve(shard_bytes=20_000, whole_bytes=20_000)  # some are larger
+        works, found, wanted = [], [], []
+        for number, (gathers, n, dtype, in_place) in enumerate(operations):
+            if gathers:
+                shared = in_place or (number + rank) % 3 == 0  # not all of them
+                whole = lanes.gather_memory(size * n, dtype) if shared else torch.zeros(size * n, dtype=dtype)
+                shard = drawn(rank, number, n, dtype)
+                if in_place:
+                    whole[rank * n : (rank + 1) * n] = shard
+                    shard = whole[rank * n : (rank + 1) * n]
+                works.append(lanes.gather(whole, shard))
+                found.append(whole)
+                wanted.append(torch.cat([drawn(other, number, n, dtype) for other in range(size)]))
+            else:
+                memory = lanes.scatter_memory(size * n, dtype) if in_place else torch.empty(size * n, dtype=dtype)
+                memory.copy_(drawn(rank, number, size * n, dtype))
+                found.append(torch.zeros(n, dtype=dtype))
+                works.append(lanes.scatter(memory, found[-1], op=ReduceOp.SUM, scale=1.0))
+                exact = torch.float64 if dtype.is_floating_point else dtype
+                wholes = [drawn(other, number, size * n, dtype).to(exact) for other in range(size)]
+                wanted.append(sum(wholes)[rank * n : (rank + 1) * n].to(dtype))
+        for work in reversed(works):
+            work.wait()
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+    with_lanes(size, kind, act)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_means_and_other_operations(kind: TransportKind) -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        for op, scale, wanted in ((ReduceOp.SUM, 0.5, 1.5), (ReduceOp.MAX, 1.0, 2.0), (ReduceOp.MIN, 1.0, 1.0)):
+            part = torch.zeros(3)
+            lanes.scatter(torch.full((6,), rank + 1.0), part, op=op, scale=scale).wait()
+            assert part.tolist() == [wanted] * 3
+
+    with_lanes(2, kind, act)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
+)
+def test_ranks_that_submit_other_sizes_are_told_so(kind: TransportKind, error: type[CommError]) -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        lanes.reserve(shard_bytes=4000, whole_bytes=8000)
+        lanes.gather(torch.zeros(200 + 2 * rank), torch.zeros(100 + rank)).wait()
+
+    with pytest.raises(error):
+        with_lanes(2, kind, act, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_for_a_rank_that_is_gone_is_told(kind: TransportKind) -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        if rank == 1:
+            raise CommError("gone")
+        with pytest.raises(CommError):
+            lanes.gather(torch.zeros(200), torch.zeros(100)).wait()
+
+    with pytest.raises(CommError, match="gone"):
+        with_lanes(2, kind, act)

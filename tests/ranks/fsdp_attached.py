@@ -1,0 +1,334 @@
+"""Models under `fully_shard` whose shards Sirtaki carries, against one process. Started by test_fsdp.py.
+
+Each case trains on every rank, and compares each step with a model that sees all ranks' batches; where PyTorch rounds
+on its way, with the same model sharded without Sirtaki.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conformance.training import main
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from sirtaki.errors import ConfigError, MismatchError
+from sirtaki.torch import fsdp
+
+STEPS = 5
+Make = Callable[[], nn.Module]
+
+
+def ranks() -> range:
+    return range(dist.get_world_size())
+
+
+def batch(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7919 * step + rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Tower(nn.Module):
+    """Blocks of odd sizes between a layer of the root's own before and after them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 33, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(33, 17 + n, dtype=dtype), nn.Tanh(), nn.Linear(17 + n, 33, dtype=dtype))
+            for n in range(blocks)
+        )
+        self.last = nn.Linear(33, 3, bias=False, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = self.run(block, hidden)
+        return self.last(hidden)
+
+    def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + block(hidden)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    return model(batch(rank, step, 6, 5, dtype=dtype)).float().square().mean()
+
+
+def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = True, **options: Any) -> nn.Module:
+    """Collective."""
+    mesh = mesh or init_device_mesh("cpu", (len(ranks()),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if attach:
+        fsdp.attach(model)
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trains_alike(
+    wrapped: nn.Module,
+    alone: nn.Module,
+    *,
+    passes: int = 1,
+    clip: float | None = None,
+    steps: int = STEPS,
+    tolerance: float = 1e-11,
+    of_rank: Callable[[int], int] = lambda rank: rank,
+    between: Callable[[], None] = lambda: None,
+    to_none: bool = True,
+) -> None:
+    """Compares parameters and gradients after each step with those of `alone`, which sees all ranks' batches."""
+    seen = sorted({of_rank(rank) for rank in ranks()})
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (wrapped, alone))
+    for step in range(steps):
+        ours.zero_grad(set_to_none=to_none)
+        theirs.zero_grad(set_to_none=to_none)
+        for number in range(passes):
+            wrapped.set_requires_gradient_sync(number == passes - 1)
+            wrapped.set_is_last_backward(number == passes - 1)
+            loss(wrapped, of_rank(dist.get_rank()), passes * step + number).backward()
+            sum(loss(alone, rank, passes * step + number) for rank in seen).div(len(seen)).backward()
+        if clip is not None:
+            norms = [nn.utils.clip_grad_norm_(each.parameters(), clip) for each in (wrapped, alone)]
+            torch.testing.assert_close(*map(whole, norms), rtol=1e-5, atol=1e-5)
+        compared = zip(wrapped.named_parameters(), alone.parameters(), strict=True)
+        for (name, found), wanted in compared:
+            same = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+            assert (found.grad is None) == (wanted.grad is None), name
+            if found.grad is not None:
+                same(whole(found.grad), wanted.grad, msg=lambda text, n=name: f"gradient of {n}: {text}")
+        ours.step()
+        theirs.step()
+        for (name, found), wanted in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
+            same(whole(found.detach()), wanted.detach(), msg=lambda text, n=name, s=step: f"{n} after step {s}: {text}")
+        between()
+
+
+def as_sharded_by_pytorch(make: Make, wrap: Callable[..., nn.Module], *, tolerance: float = 0.0) -> None:
+    """Trains with Sirtaki and without, on the same batches."""
+    models = [wrap(make(), attach=attach) for attach in (True, False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(model, dist.get_rank(), step).backward()
+            optimizer.step()
+        for found, wanted in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(whole(found.detach()), whole(wanted.detach()), rtol=tolerance, atol=tolerance)
+
+
+def a_model_trains_as_in_one_process() -> None:
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
+        for blocks in (1, 4):
+            trains_alike(sharded(Tower(dtype, blocks)), Tower(dtype, blocks), tolerance=tolerance)
+
+
+def gradients_accumulate_in_place_and_over_passes() -> None:
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
+        trains_alike(sharded(Tower(dtype)), Tower(dtype), passes=3, tolerance=tolerance)
+        trains_alike(sharded(Tower(dtype)), Tower(dtype), to_none=False, tolerance=tolerance)
+
+
+def gradients_are_clipped_by_their_norm_over_all_shards() -> None:
+    trains_alike(sharded(Tower()), Tower(), clip=0.05)
+
+
+def frozen_parameters_stay() -> None:
+    def partly_frozen() -> nn.Module:
+        model = Tower(torch.float32)
+        model.first.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2][0].requires_grad_(False)
+        return model
+
+    trains_alike(sharded(partly_frozen()), partly_frozen(), tolerance=1e-5)
+
+
+def parameters_are_kept_or_gathered_again() -> None:
+    for keep in (False, True, *([2] if len(ranks()) == 4 else [])):
+        options = {"reshard_after_forward": True if keep is True else keep}
+        trains_alike(sharded(Tower(torch.float32), **options), Tower(torch.float32), tolerance=1e-5)
+
+
+def precision_is_mixed_as_by_pytorch() -> None:
+    for policy in (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    ):
+        as_sharded_by_pytorch(
+            lambda: Tower(torch.float32), functools.partial(sharded, mp_policy=policy), tolerance=1e-2
+        )
+
+
+def halves_are_divided_by_pytorch_itself() -> None:
+    as_sharded_by_pytorch(lambda: Tower(torch.float16), sharded, tolerance=1e-2)
+
+
+def shards_may_lie_in_the_hosts_memory() -> None:
+    trains_alike(
+        sharded(Tower(torch.float32), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        Tower(torch.float32),
+        tolerance=1e-5,
+    )
+
+
+def embeddings_may_be_tied() -> None:
+    class Tied(Tower):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.last = nn.Linear(33, 5, bias=False)
+            self.first = nn.Identity()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs @ self.last.weight)
+
+    trains_alike(sharded(Tied()), Tied(), tolerance=1e-5)
+
+
+def activations_may_be_computed_again() -> None:
+    class Again(Tower):
+        def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + checkpoint(block, hidden, use_reentrant=False)
+
+    trains_alike(sharded(Again(torch.float32)), Tower(torch.float32), tolerance=1e-5)
+
+
+def replicas_of_shards_are_averaged() -> None:
+    """Hybrid sharding."""
+    size = len(ranks())
+    for shape in ((size, 1), (1, size), *([(2, 2)] if size == 4 else [])):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        trains_alike(sharded(Tower(torch.float32), mesh=mesh), Tower(torch.float32), tolerance=1e-5)
+
+
+def tensors_may_be_parallel_beside_shards() -> None:
+    size = len(ranks())
+    if size % 2:
+        return
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of a DTensor, as it is
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = Tower(torch.float32)
+    for block in model.blocks:
+        if block[0].out_features % 2 == 0:
+            parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    trains_alike(
+        sharded(model, mesh=mesh["data"]), Tower(torch.float32), tolerance=1e-4, of_rank=lambda rank: rank // 2
+    )
+
+
+def modules_may_be_evaluated_between_steps_and_used_in_another_order() -> None:
+    model = sharded(Tower(torch.float32))
+    alone = Tower(torch.float32)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(loss(model, 1, 99), loss(alone, 1, 99), rtol=1e-5, atol=1e-5)
+
+    trains_alike(model, alone, between=evaluate, tolerance=1e-5)
+    for each in (model, alone):
+        order = list(each.blocks)[::-1]
+        each.forward = functools.partial(forward_in, each, order)
+    trains_alike(model, alone, tolerance=1e-5)
+    for each in (model, alone):
+        each.forward = functools.partial(forward_in, each, list(each.blocks)[:2])
+    trains_alike(model, alone, steps=3, tolerance=1e-5)
+
+
+def forward_in(model: nn.Module, order: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(inputs)
+    for block in order:
+        hidden = hidden + block(hidden)
+    return model.last(hidden)
+
+
+def knobs_of_the_user_stay() -> None:
+    model = sharded(Tower(torch.float32))
+    blocks: list[Any] = list(model.blocks)
+    for n, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, n - 2) : n][::-1])
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        model.set_separate_reduce_scatter_group(True)
+    if hasattr(model, "set_gradient_divide_factor"):
+        model.set_gradient_divide_factor(float(len(ranks())))
+    trains_alike(model, Tower(torch.float32), tolerance=1e-5)
+
+
+def hooks_see_gradients_as_soon_as_they_are_told() -> None:
+    model, alone = sharded(Tower(torch.float32)), Tower(torch.float32)
+    seen: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda each, n=name: seen.__setitem__(n, each.grad.to_local().clone())
+        )
+    loss(model, dist.get_rank(), 0).backward()
+    del alone
+    for name, parameter in model.named_parameters():
+        assert torch.equal(seen[name], parameter.grad.to_local()), name
+
+
+def compiled_models_train_as_in_one_process() -> None:
+    model = sharded(Tower(torch.float32, blocks=2))
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    trains_alike(model, Tower(torch.float32, blocks=2), tolerance=1e-5, steps=3)
+
+
+def what_does_not_fit_is_refused() -> None:
+    for model, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
+        with expecting(ConfigError, says):
+            fsdp.attach(model)
+    with expecting(MismatchError, "the sharded model"):
+        sharded(Tower(blocks=1 + (dist.get_rank() == 0)))
+
+
+@contextlib.contextmanager
+def expecting(kind: type[Exception], says: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as err:
+        assert says in str(err), err
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+CASES = (
+    a_model_trains_as_in_one_process,
+    gradients_accumulate_in_place_and_over_passes,
+    gradients_are_clipped_by_their_norm_over_all_shards,
+    frozen_parameters_stay,
+    parameters_are_kept_or_gathered_again,
+    precision_is_mixed_as_by_pytorch,
+    halves_are_divided_by_pytorch_itself,
+    shards_may_lie_in_the_hosts_memory,
+    embeddings_may_be_tied,
+    activations_may_be_computed_again,
+    replicas_of_shards_are_averaged,
+    tensors_may_be_parallel_beside_shards,
+    modules_may_be_evaluated_between_steps_and_used_in_another_order,
+    knobs_of_the_user_stay,
+    hooks_see_gradients_as_soon_as_they_are_told,
+    compiled_models_train_as_in_one_process,
+    what_does_not_fit_is_refused,
+)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main(CASES)
+    dist.destroy_process_group()
