@@ -1,6 +1,6 @@
 """A small language model under PyTorch's fully_shard, whose shards Sirtaki carries.
 
-    torchrun --nproc-per-node 2 examples/fsdp_transformer.py
+torchrun --nproc-per-node 2 examples/fsdp_transformer.py
 """
 
 import torch
