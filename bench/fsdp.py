@@ -14,7 +14,6 @@ The bound is `max(computation, gathers and scatters at the link's payload rate)`
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -160,13 +159,10 @@ def on_rank(options: Mapping[str, Any]) -> None:
     payload = payload_bytes_per_s(comm) if options["master"] else None
     join_gloo(comm, **({"address": options["master"]} if options["master"] else {}))
     contenders: dict[str, Trained] = {}
-    peaks = {}
     for name in options["contenders"]:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
         for _ in range(options["warmup"] if name == TUNED else 2):
             contenders[name].step()
-        peaks[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     def block(name: str, steps: int) -> Callable[[], float]:
         def timed() -> float:
@@ -181,7 +177,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
 
     samples = slowest(alternate({name: block(name, options["steps"]) for name in contenders}, options["rounds"]), comm)
     losses = {name: each.step() for name, each in contenders.items() if name != TUNED}
-    alone = nn.Module.__call__  # noqa: F841
     if comm.rank == 0:
         parameters = sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters())
         give_result(
