@@ -39,7 +39,7 @@ from bench.lib.workloads import FABRICS, RANKS, cluster, workload
 from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner, cuts_for_groups
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
-from sirtaki.autotune.meta.bandit import Opening, default_arms
+from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import Assignment, WarmupSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
@@ -277,7 +277,7 @@ def contenders() -> dict[str, MakeContender]:
     """Each builds its arm for a job, a noise and a seed."""
     return {
         "bandit": _bandit,
-        AS_PRINTED: partial(_bandit, opening=Opening.RANDOM),
+        AS_PRINTED: partial(_bandit, as_given=False),
         "random": _random,
         **{name: partial(_technique, name=name) for name in OUR_ARMS},
         **{kind.name: partial(_planner, kind=kind) for kind in PLANNERS},
@@ -285,14 +285,14 @@ def contenders() -> dict[str, MakeContender]:
     }
 
 
-def _bandit(job: Job, noise: float, seed: int, *, opening: Opening = Opening.AS_GIVEN) -> Arm:
+def _bandit(job: Job, noise: float, seed: int, *, as_given: bool = True) -> Arm:
     return default_arms(
         space=job.space,
         rng=np.random.default_rng(seed),
         budget_iterations=BUDGET_ITERATIONS,
         names=list(OUR_ARMS),
         planners=[_planner(job, noise, seed, kind=kind) for kind in PLANNERS],
-        opening=opening,
+        as_given=as_given,
     )
 
 

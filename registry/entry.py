@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import Gain, LinkModel, told_gain
 
 from .checked import Count, Number, Positive, Text, Texts, checked, parsed, plain
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
@@ -185,6 +185,7 @@ class _Body(Struct, kw_only=True, forbid_unknown_fields=True):
     trials: Annotated[list[_Trial], Meta(max_length=10_000)]
     link: dict[str, Any] | None
     provenance: Provenance
+    gain: Gain | None = None
 
     def entry(self, model: ModelGraph, topology: Topology) -> Entry:
         fields = msgspec.structs.asdict(self)
@@ -214,6 +215,8 @@ class Entry:
         best_span_s: their span.
         default_span_s: the untuned default's span in the same job.
         noise_s: noise of these spans.
+        gain: that paired turns with the default have proved; None where the default was kept, of jobs that ended
+            early, and in entries of releases that proved nothing.
         n_trials: trials that ran, those of cut-short jobs before included.
         arm: the arm that proposed the best knobs.
         complete: False if the job ended before its warm-up; the next job goes on from `trials`.
@@ -237,6 +240,7 @@ class Entry:
     trials: tuple[Mapping[str, Any], ...] = ()
     link: LinkModel | None = None
     provenance: Provenance = field(default_factory=lambda: Provenance(created_s=time.time()))
+    gain: Gain | None = None
 
     def __post_init__(self) -> None:
         for name in ("best_span_s", "default_span_s"):
@@ -269,7 +273,13 @@ class Entry:
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in _Body.__struct_fields__}
         if body["link"] is not None:
             body["link"] = {name: body["link"][name] for name in _Link.__struct_fields__}
+        if body["gain"] is None:
+            del body["gain"]  # which earlier releases do not know
         return body
+
+    def describe_gain(self) -> str:
+        """How much faster than the default, with the interval of what was proved, and whether anything was."""
+        return told_gain(self.gain, self.default_span_s, self.best_span_s)
 
     def describe(self) -> str:
         """The job in a few words: `ResNet on 8 ranks on 2 hosts`."""
@@ -496,8 +506,8 @@ def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | N
 
 
 FORMAT = "sirtaki-registry"
-VERSION = 2
-_LISTS = {1: ("entries",), VERSION: ("entries", "row_ways")}  # that a document of each version has
+VERSION = 3
+_LISTS = {1: ("entries",), 2: ("entries", "row_ways"), VERSION: ("entries", "row_ways")}  # of documents of a version
 
 MAX_FILE_CHARS = 1 << 29
 MAX_ENTRIES = 100_000
@@ -541,7 +551,7 @@ def read_document(file: IO[str]) -> tuple[list[Entry], list[RowWay]]:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise RegistryError("this is not what `sirtaki registry export` writes: its format is not " + FORMAT)
     if type(data.get("version")) is not int or data["version"] not in _LISTS:
-        raise RegistryError(f"the document's version is not 1 or {VERSION}: it was written by a newer release")
+        raise RegistryError(f"the document's version is not 1 to {VERSION}: it was written by a newer release")
     lists = _LISTS[data["version"]]
     if set(data) != {"format", "version", *lists}:
         raise RegistryError(f"the document needs exactly the fields format, version and {' and '.join(lists)}")

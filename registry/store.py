@@ -47,6 +47,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import CorruptStoreError, RegistryError
+from sirtaki.measures import Gain
 
 from .checked import parsed, plain
 from .entry import Entry, EntryKey, RowsKey, RowWay, entry_from_body, supersedes, way_from_json
@@ -165,6 +166,7 @@ class EntrySummary:
         hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
         fixed: knobs that the user had fixed.
         condition: as in `EntryKey`.
+        gain: as in `Entry`.
     """
 
     id: str
@@ -183,6 +185,7 @@ class EntrySummary:
     hosts: str
     fixed: tuple[tuple[str, str], ...]
     condition: str
+    gain: Gain | None
 
 
 class Candidate(NamedTuple):
@@ -259,14 +262,20 @@ class Store:
             )
             found = []
             for *columns, shape, body in rows:
-                hosts, key = "?", _KeyOnly.Key()
+                hosts, shown = "?", _Shown()
                 with _skipping(f"entry {columns[0]}", logging.DEBUG):
-                    key = parsed(_KeyOnly, body).key
+                    shown = parsed(_Shown, body)
                 with _skipping(f"entry {columns[0]}", logging.DEBUG):
                     hosts = parsed(ClusterShape, shape).describe()
                 named = dict(zip((column.name for column in _SUMMARY), columns, strict=True))
                 found.append(
-                    EntrySummary(**named, hosts=hosts, fixed=tuple(key.fixed.items()), condition=key.condition)
+                    EntrySummary(
+                        **named,
+                        hosts=hosts,
+                        fixed=tuple(shown.key.fixed.items()),
+                        condition=shown.key.condition,
+                        gain=shown.gain,
+                    )
                 )
             return found
 
@@ -483,14 +492,16 @@ class Store:
             ) from err
 
 
-class _KeyOnly(Struct):
+class _ShownKey(Struct, frozen=True):
+    fixed: dict[str, str] = {}
+    condition: str = ""
+
+
+class _Shown(Struct):
     """The part of a stored body that a list shows."""
 
-    class Key(Struct):
-        fixed: dict[str, str] = {}
-        condition: str = ""
-
-    key: Key
+    key: _ShownKey = _ShownKey()
+    gain: Gain | None = None
 
 
 @contextmanager

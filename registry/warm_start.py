@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sirtaki.errors import CorruptStoreError, RegistryError
-from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel, faster
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 
 from .entry import Entry, EntryKey
 from .graph import (
@@ -479,7 +479,7 @@ def _source(neighbour: Neighbour, job: Job) -> str:
     entry = neighbour.entry
     if entry.key == job.key:
         state = "what an earlier job found" if entry.complete else "the best so far of a job that was cut short"
-        source = f"{state}, {faster(entry.default_span_s, entry.best_span_s)} than the default"
+        source = f"{state}, {entry.describe_gain()} than the default"
     else:
         source = f"what a similar job found, {entry.describe()}, distance {neighbour.distance:.2f} of 1"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

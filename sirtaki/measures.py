@@ -119,7 +119,53 @@ def faster(before_s: float, after_s: float) -> str:
     return f"{factor:.2f}× {word}" if factor < 10.0 else f"{factor:.0f}× {word}"
 
 
-def faster_than(before_s: float, after_s: float, *, other: str) -> str:
-    """`1.24× faster than` the other, or `as fast as` it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """How many times as fast as another setting one is, as paired turns of both have shown.
+
+    Attributes:
+        times: the mean, 1.07 = 7 % faster.
+        low, high: its 95 % interval.
+
+    Raises:
+        TuningError: they are not in this order, or not positive.
+    """
+
+    times: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.low <= self.times <= self.high < math.inf:
+            raise TuningError(f"a gain of {self.times} does not lie in its interval from {self.low} to {self.high}")
+
+    @property
+    def proved(self) -> bool:
+        """The whole interval is a gain."""
+        return self.low > 1.0
+
+    def pooled(self, other: Gain) -> Gain:
+        """What both together show of the same gain, each weighted by its precision."""
+        middles, halves = [], []
+        for one in (self, other):
+            middles.append(math.log(one.times))
+            halves.append(max(math.log(one.high / one.low) / 2.0, 1e-6))
+        weights = [half**-2 for half in halves]
+        mean = sum(map(math.prod, zip(weights, middles, strict=True))) / sum(weights)
+        half = sum(weights) ** -0.5
+        return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
+
+    def describe(self) -> str:
+        """`7 % faster, ± 2`, or `2.31× faster, ± 0.04`."""
+        half = self.times - self.low  # the other side is longer where the interval is wide
+        if abs(self.times - 1.0) >= 1.0:
+            return f"{self.times:.2f}× faster, ± {half:.2f}"
+        digits = 0 if half >= 0.0095 else 1
+        word = "faster" if self.times >= 1.0 else "slower"
+        return f"{100 * abs(self.times - 1.0):.{digits}f} % {word}, ± {100 * half:.{digits}f}"
+
+
+def told_gain(gain: Gain | None, before_s: float, after_s: float) -> str:
+    """The gain with its interval; without one how the times compare, and that nothing is proved."""
     told = faster(before_s, after_s)
-    return f"{told} {'as' if told == 'as fast' else 'than'} {other}"
+    return gain.describe() if gain is not None else told if told == "as fast" else f"{told} (not proved)"

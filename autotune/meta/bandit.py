@@ -6,9 +6,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from itertools import islice, zip_longest
+from dataclasses import replace
+from itertools import accumulate, islice, zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -19,32 +18,6 @@ from ..arms.planners import Planner
 from ..arms.techniques import OUR_ARMS, make_arm, third_party_arms
 from ..knobs import Knobs, KnobSpace
 from ..trial import Arm, Proposal, Trial, opinion
-
-
-class Opening(Enum):
-    """Who goes first among the arms that have no use in the window."""
-
-    RANDOM = "random"  # the formula as printed: equal scores, so a matter of luck
-    AS_GIVEN = "as_given"  # in the order of the arms: the most promising first
-
-
-@dataclass(slots=True)
-class _Uses:
-    """One arm's uses in the window."""
-
-    count: int = 0  # n
-    wins: int = 0  # Σ V_i, the height of the curve
-    area: int = 0  # under it
-
-    def push(self, won: bool) -> None:
-        self.count += 1
-        self.wins += won
-        self.area += self.wins
-
-    def evict_oldest(self, won: bool) -> None:
-        self.area -= won * self.count  # it had lifted the curve at its own place and at all later ones
-        self.count -= 1
-        self.wins -= won
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
@@ -69,46 +42,36 @@ class AUCBandit:
             raise TuningError(f"a bandit needs arms with different names, not {list(arms)}")
         if window < 1:
             raise TuningError(f"the window must hold at least one use, not {window}")
-        self.window = window
+        self.arms = tuple(arms)
         self.exploration = exploration
-        self._history: deque[tuple[str, bool]] = deque()
-        self._uses = {arm: _Uses() for arm in arms}
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """All arms' names, in the order given."""
-        return tuple(self._uses)
+        self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
         """One use of an arm; the oldest use leaves a full window."""
-        if len(self._history) == self.window:
-            oldest, won = self._history.popleft()
-            self._uses[oldest].evict_oldest(won)
-        self._history.append((arm, was_best))
-        self._uses[arm].push(was_best)
+        self._uses.append((arm, was_best))
 
     def uses(self, arm: str) -> int:
         """H_t: the arm's uses in the window."""
-        return self._uses[arm].count
+        return sum(used == arm for used, _ in self._uses)
 
     def auc(self, arm: str) -> float:
-        """AUC_t, from 0 (never a new best) to 1 (always); 0 for an arm outside the window."""
-        uses = self._uses[arm]
-        return 2.0 * uses.area / (uses.count * (uses.count + 1)) if uses.count else 0.0
+        """AUC_t: under a curve that goes up with each new best, from 0 (never) to 1 (always); 0 outside the window."""
+        heights = list(accumulate(won for used, won in self._uses if used == arm))
+        return 2.0 * sum(heights) / (len(heights) * (len(heights) + 1)) if heights else 0.0
 
     def score(self, arm: str) -> float:
         """Credit plus exploration; infinite for an arm without a use in the window."""
-        uses = self._uses[arm].count
+        uses = self.uses(arm)
         if uses == 0:
             return math.inf
-        return self.auc(arm) + self.exploration * math.sqrt(2.0 * math.log2(len(self._history)) / uses)
+        return self.auc(arm) + self.exploration * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
 
-    def ranking(self, rng: np.random.Generator, *, opening: Opening = Opening.RANDOM) -> list[str]:
-        """All arms, the highest score first; `rng` orders equal ones, `opening` those without a use."""
-        lots = dict(zip(self._uses, rng.permutation(len(self._uses)).tolist(), strict=True))
-        if opening is Opening.AS_GIVEN:
-            lots.update({arm: place for place, arm in enumerate(self._uses) if self.uses(arm) == 0})
-        return sorted(self._uses, key=lambda arm: (-self.score(arm), lots[arm]))
+    def ranking(self, rng: np.random.Generator, *, as_given: bool = False) -> list[str]:
+        """All arms, the highest score first; `rng` orders equal ones, unless those without a use come `as_given`."""
+        lots = dict(zip(self.arms, rng.permutation(len(self.arms)).tolist(), strict=True))
+        if as_given:
+            lots |= {arm: place for place, arm in enumerate(self.arms) if self.uses(arm) == 0}
+        return sorted(self.arms, key=lambda arm: (-self.score(arm), lots[arm]))
 
 
 logger = logging.getLogger(__name__)
@@ -132,7 +95,7 @@ class BanditArm:
         rng: breaks ties between equal scores.
         window: uses that the bandit remembers (see `window_for`).
         exploration: C of the AUC formula.
-        opening: order of the arms' first turns.
+        as_given: untried arms have their turns in the order given, the most promising first; else by lot, as printed.
         doubted: whether what the arms' space was narrowed by has turned out to be wrong.
         wider: makes arms that see the whole space, which then take over from those of their names.
     """
@@ -144,7 +107,7 @@ class BanditArm:
         rng: np.random.Generator,
         window: int,
         exploration: float = 0.2,
-        opening: Opening = Opening.RANDOM,
+        as_given: bool = False,
         name: str = "bandit",
         doubted: Callable[[], bool] | None = None,
         wider: Callable[[], Sequence[Arm]] | None = None,
@@ -153,14 +116,14 @@ class BanditArm:
         self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
-        self._opening = opening
+        self._as_given = as_given
         self._doubted, self._wider = doubted, wider
         self._told: list[Trial] = []
         self._asked: set[str] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
-        ranking = self.bandit.ranking(self._rng, opening=self._opening)
+        ranking = self.bandit.ranking(self._rng, as_given=self._as_given)
         if n == 1:
             return next((good[:1] for name in ranking if (good := self._screened(self._ask_arm(name, SCREENED)))), [])
         rounds = zip_longest(*(self._ask_arm(name, n) for name in ranking))
@@ -207,11 +170,6 @@ class BanditArm:
     def credits(self) -> dict[str, float]:
         """Every arm's current AUC."""
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
-
-    @property
-    def leader(self) -> str:
-        """The arm with the most credit, ties to the one given first."""
-        return max(self.bandit.arms, key=self.bandit.auc)
 
     def _screened(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
         """Those that the first arm with an opinion gives a chance, the best first; as they came where none has one."""
@@ -279,7 +237,7 @@ def default_arms(
     names: Sequence[str] | None = None,
     planners: Sequence[Arm] = (),
     exploration: float = 0.2,
-    opening: Opening = Opening.AS_GIVEN,
+    as_given: bool = True,
     whole_space: KnobSpace | None = None,
 ) -> BanditArm:
     """The bandit over the named search techniques and the given planners.
@@ -293,7 +251,7 @@ def default_arms(
         names: search techniques; None = all of ours and all that installed packages bring.
         planners: arms that are there already, with names of their own; the best first.
         exploration: C of the AUC formula.
-        opening: order of the arms' first turns: planners as given, then the techniques, or random as printed.
+        as_given: planners have the first turns as given, then the techniques; else by lot, as printed.
         whole_space: what techniques choose from once trials have spoken against the planners' model, by whose word
             `space` is narrower; None = `space`.
 
@@ -324,7 +282,7 @@ def default_arms(
         rng=ties,
         window=window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(arms)),
         exploration=exploration,
-        opening=opening,
+        as_given=as_given,
         doubted=lambda: any(isinstance(arm, Planner) and arm.doubted for arm in planners),
         wider=None if whole_space is None or whole_space == space else lambda: techniques(whole_space),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import combinations_with_replacement
@@ -13,6 +13,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from sirtaki.errors import TuningError
+from sirtaki.measures import Gain
 
 from ..knobs import KnobLattice, Knobs, KnobSpace
 from ..trial import Arm, Proposal, Trial, TrialStatus, opinion
@@ -80,14 +81,16 @@ class SessionResult:
 
     Attributes:
         knobs: the setting to keep.
-        default_span_s: median span of the untuned default; infinite if not measured yet.
-        best_span_s: median span of `knobs`.
+        default_span_s: span of the untuned default; infinite if not measured yet.
+        best_span_s: span of `knobs`; where a gain is proved, what that makes of the default's.
         noise_s: standard deviation of one measured span of `knobs`.
         arm: who proposed `knobs`.
         n_trials: settings that were measured, the default among them.
         iterations_used: training iterations spent, discarded ones included.
         reason: why it ended so, in words.
         tuned: `knobs` are not the untuned default.
+        gain: of `knobs` over the default, proved in paired turns; None where the default stays, and before the end.
+        doubt: why the default stays although something seemed to be faster: the host is shared, or the default drifts.
     """
 
     knobs: Knobs
@@ -99,6 +102,8 @@ class SessionResult:
     iterations_used: int
     reason: str
     tuned: bool
+    gain: Gain | None = None
+    doubt: str = ""
 
 
 CLEAR = 2.0  # standard errors between two settings that are told apart
@@ -227,6 +232,10 @@ class Ledger:
         """Standard error of the difference between two settings' logarithms."""
         return self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
 
+    def sure_lead(self, first: Setting, second: Setting) -> float:
+        """Logarithm of how much faster `first` is, less what luck usually gives to the fastest of several."""
+        return math.log(second.span_s / first.span_s) - self._error(first, second)
+
     def lead(self, first: Setting, second: Setting) -> float:
         """By how many standard errors `first` is faster than `second`; negative if it is slower."""
         if math.isinf(first.span_s) or math.isinf(second.span_s):
@@ -234,53 +243,143 @@ class Ledger:
         return math.log(second.span_s / first.span_s) / self._error(first, second)
 
 
+# ── what proves a gain ───────────────────────────────────────────────────────────────────────────────────────────────
+
+FEWEST_PAIRS, MOST_PAIRS = 4, 24
+MOST_PAIRS_OF_CHECK = 8  # for a setting that is remembered; then a search follows, in which it takes part
+UNSTEADY = 3.0  # standard errors by which the default must drift while it is compared
+SHARED_NOISE = 0.4  # of a measurement, from which on others must be using the host
+USUAL_NOISE, TIMES_NOISE = 0.15, 3.0  # or from here on, if it is so many times what it was during the search
+
+TWO_LOOKS = 1.11  # by which intervals are wider that are looked at twice (Pocock 1977), so that both together hold 95 %
+
+_T_975 = (
+    3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23, 2.21, 2.18, 2.17, 2.15, 2.14, 2.12, 2.11, 2.11, 2.10, 2.10, 2.09,
+)  # fmt: skip
+"""Student's t, of which 2.5 % lie above, for the mean of 4, 5, … pairs; rounded up, and the last one beyond."""
+
+
+def half_width(deviation: float, n_pairs: int) -> float:
+    """Of the 95 % interval of the mean of at least `FEWEST_PAIRS` differences with this standard deviation."""
+    return TWO_LOOKS * _T_975[min(n_pairs - FEWEST_PAIRS, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
+
+
+def pairs_wanted(lead: float, noise: float) -> int:
+    """Paired turns that will probably prove a lead, a logarithm, where a measurement scatters by the noise."""
+    fit = (n for n in range(FEWEST_PAIRS, MOST_PAIRS) if half_width(math.sqrt(2.0) * noise, n) <= lead / 1.5)
+    return next(fit, MOST_PAIRS)
+
+
+@dataclass(slots=True)
+class PairedTurns:
+    """What the default and a setting took in turns, the order of which alternates: ABBA.
+
+    Attributes:
+        usual_noise: of a measurement, before.
+        default, other: logarithms of spans, `(n_pairs,)`; infinite where it could not be run.
+    """
+
+    usual_noise: float
+    default: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
+
+    @property
+    def leads(self) -> list[float]:
+        """By how much the other one was faster in each pair: differences of logarithms."""
+        return [before - after for before, after in zip(self.default, self.other, strict=True)]
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of one measurement, as a share of it, whatever a few outliers do."""
+        middle = statistics.median(self.leads)
+        return statistics.median(abs(lead - middle) for lead in self.leads) / 0.6745 / math.sqrt(2.0)
+
+    @property
+    def gain(self) -> Gain:
+        """How much faster the other one is: the mean over all pairs, with its 95 % interval (Student's).
+
+        Outliers are cut to size; and pairs do not scatter less than measurements did before, however alike a few are.
+        """
+        middle, usual = statistics.median(self.leads), math.sqrt(2.0) * self.usual_noise
+        limit = _OUTLIER * max(usual, math.sqrt(2.0) * self.noise)
+        leads = [min(max(lead, middle - limit), middle + limit) for lead in self.leads]
+        mean, half = statistics.fmean(leads), half_width(max(usual, statistics.stdev(leads)), len(leads))
+        return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
+
+    @property
+    def failed(self) -> bool:
+        """One of them could not be run."""
+        return math.inf in self.default or math.inf in self.other
+
+    @property
+    def drift(self) -> float:
+        """Logarithm of what the default took in later pairs over what it took in earlier ones; 0 unless it is clear."""
+        half = len(self.default) // 2
+        early, late = self.default[:half], self.default[-half:]
+        error = max(self.usual_noise, statistics.stdev(early), statistics.stdev(late)) * math.sqrt(2.0 / half)
+        drift = statistics.fmean(late) - statistics.fmean(early)
+        return drift if abs(drift) > UNSTEADY * error else 0.0
+
+    @property
+    def doubt(self) -> str:
+        """Why what was measured proves nothing although it seems to, in words; empty if there is no reason."""
+        if self.noise > min(SHARED_NOISE, max(USUAL_NOISE, TIMES_NOISE * self.usual_noise)):
+            return f"measurements scatter by {100 * self.noise:.0f} %: others seem to use the host or the network"
+        if self.drift and abs(self.drift) > math.log(self.gain.low):
+            return f"the default itself became {_changed(self.drift)} while it was compared"
+        return ""
+
+
+def _changed(drift: float) -> str:
+    return f"{math.exp(abs(drift)):.2f}× {'slower' if drift > 0.0 else 'faster'}"
+
+
 OTHER_GAIN = 1.25  # how many times as large or as small a gain may be on the same link
-CONFIDENCE = 2.0  # standard errors by which it must be more than that
-USUAL_MEASUREMENTS = 4  # that the earlier job's times rest on
+USUAL_MEASUREMENTS = 4  # that an earlier job's times rest on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """What that job measured.
+class Remembered:
+    """What an earlier job of the same kind has kept.
 
     Attributes:
-        exact_s: span with the setting.
+        knobs: the setting.
+        best_s: span with the setting.
         default_s: span with the untuned default.
         noise: standard deviation of one measured span, as a share of it.
+        gain: that was proved; None where the default was kept, or by a release that proved nothing.
         other_times: how many times as much or as little time both may take on the same link.
     """
 
-    exact_s: float
+    knobs: Knobs
+    best_s: float
     default_s: float
     noise: float = 0.0
+    gain: Gain | None = None
     other_times: float = 1.5
 
-    def broken_by(self, exact: Setting, default: Setting, *, noise: float) -> bool:
+    def broken_by(self, best: Setting, default: Setting, *, noise: float) -> bool:
         """Whether the link is clearly another one than it was.
 
         Args:
-            exact: what was measured of the setting here.
+            best: what was measured of the setting here.
             default: of the default; the same object where that is the setting.
             noise: of one measured span here, as a share.
         """
-        exact_ratio, default_ratio = exact.span_s / self.exact_s, default.span_s / self.default_s
-        if not all(0.0 < ratio < math.inf for ratio in (exact_ratio, default_ratio)):
+        ratios = best.span_s / self.best_s, default.span_s / self.default_s
+        if not all(0.0 < ratio < math.inf for ratio in ratios):
             return False
-        of_exact, of_default = (
-            math.hypot(self._error, noise / math.sqrt(len(one.spans_s))) for one in (exact, default)
-        )
-        times = [math.log(exact_ratio), math.log(default_ratio)]
-        error = max(of_exact, of_default)
-        least = min(abs(time) for time in times) if times[0] * times[1] > 0.0 else 0.0
-        if least - CONFIDENCE * error > math.log(self.other_times):
+        then = self.noise / math.sqrt(USUAL_MEASUREMENTS)
+        errors = [math.hypot(then, noise / math.sqrt(len(one.spans_s))) for one in (best, default)]
+        times = [math.log(ratio) for ratio in ratios]
+        least = min(map(abs, times)) if times[0] * times[1] > 0.0 else 0.0
+        if least - CLEAR * max(errors) > math.log(self.other_times):
             return True
-        gained = abs(times[0] - times[1]) if exact is not default else 0.0
-        return gained - CONFIDENCE * math.hypot(of_exact, of_default) > math.log(OTHER_GAIN)
+        gained = abs(times[0] - times[1]) if best is not default else 0.0
+        return gained - CLEAR * math.hypot(*errors) > math.log(OTHER_GAIN)
 
-    @property
-    def _error(self) -> float:
-        return self.noise / math.sqrt(USUAL_MEASUREMENTS)
 
+# ── what lies next to a setting ──────────────────────────────────────────────────────────────────────────────────────
 
 STEP_OCTAVES = 0.5
 NEAR_OCTAVES = 0.3
@@ -312,12 +411,10 @@ def _near(first: Knobs, second: Knobs) -> bool:
     return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
 
 
-RESERVE_PER_NOISE = 7.0  # share of the budget kept for the finals over the noise, within the bounds below
-QUIET = 0.015  # noise that needs no reserve
-MIN_RESERVE, MAX_RESERVE = 0.15, 0.3
+MIN_RESERVE, MAX_RESERVE = 0.15, 0.35  # shares of the budget between which the final comparison gets what it needs
 REFINEMENT = 0.12  # share of the budget that is for neighbours of the fastest setting
 SHORT = 60  # iterations below which trials are too few to spend some on neighbours
-NOISY = 0.06  # from this noise on, turns in the finals take all the iterations that are left
+NOISY = 0.06  # noise from which on neighbours cannot be told apart
 
 MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
 FEW = 16  # settings that are all tried: those of a model of a unit or two, where most knobs come to the same
@@ -328,8 +425,7 @@ WORTHWHILE = 0.001  # the share of the span that must be in reach to go on searc
 
 INDIFFERENT = 0.001  # share of the span that may be lost by not comparing any further
 HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
-MAX_ROUNDS, MAX_TURN_ITERATIONS = 8, 12  # of the finals, and measured iterations of one turn in them
-MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
+MAX_ROUNDS = 8  # of the finals
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
 
 _Script = Generator[Assignment, Sequence[float], None]
@@ -347,9 +443,8 @@ class WarmupSession:
         budget_iterations: training iterations in all, discarded ones and finals included.
         discarded_iterations: iterations after a change of knobs that are not measured.
         measured_iterations: measured iterations of a trial that is not given up early.
-        exact: the registry's setting for this very job: run at once, and kept unless the default is clearly faster.
-        promise: what that job measured, None = unknown. If the first iterations break it, the link has changed: a short
-            search follows, from that setting on.
+        exact: the registry's setting for this very job, run at once in paired turns with the default: it is kept if it
+            is faster, and proved now or by that job. If the link has changed, a short search follows, from there on.
         seeds: settings of similar jobs; the first proposals.
         given: the user's: the very first one; beside `exact` it is compared with that, too.
         history: an earlier, unfinished session's `trials`; counted into the budget.
@@ -368,8 +463,7 @@ class WarmupSession:
         budget_iterations: int = 100,
         discarded_iterations: int = 1,
         measured_iterations: int = 2,
-        exact: Knobs | None = None,
-        promise: Promise | None = None,
+        exact: Remembered | None = None,
         seeds: Sequence[Knobs] = (),
         given: Knobs | None = None,
         history: Sequence[Trial] = (),
@@ -394,12 +488,13 @@ class WarmupSession:
         self._incumbent: Setting | None = None  # the last new best, at first the default
         self._running = default if retune else None
         self._called = "the setting that ran" if retune else "the default"
-        self._exact, self._promise = exact, promise
+        self._exact = exact
         self._space, self._seeds, self._given = space, list(seeds), given
         self._has_refused = False
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
-        self._outcome: tuple[Knobs, str] | None = None
+        self._outcome: tuple[Knobs, str, Gain | None] | None = None
+        self._doubt = ""
         self._script = self._warm_up()
         self._assignment = next(self._script)
 
@@ -447,18 +542,20 @@ class WarmupSession:
     @property
     def result(self) -> SessionResult:
         """What was found; before the end, the best so far if it beats the default by more than the noise."""
-        knobs, reason = self._outcome or (self._best_so_far(), "the warm-up was cut short")
-        setting = self._setting(knobs)
+        knobs, reason, gain = self._outcome or (self._best_so_far(), "the warm-up was cut short", None)
+        setting, default_s = self._setting(knobs), self._setting(self._default).span_s
         return SessionResult(
             knobs=knobs,
-            default_span_s=self._setting(self._default).span_s,
-            best_span_s=setting.span_s,
+            default_span_s=default_s,
+            best_span_s=setting.span_s if gain is None else default_s / gain.times,
             noise_s=self._ledger.noise * setting.span_s,
             arm=setting.arm,
             n_trials=len(self._ledger),
             iterations_used=self._spent,
             reason=reason,
             tuned=knobs != self._default,
+            gain=gain,
+            doubt=self._doubt,
         )
 
     @property
@@ -485,16 +582,18 @@ class WarmupSession:
     # ── the course of events ─────────────────────────────────────────────────────────────────────────────────────
 
     def _warm_up(self) -> _Script:
-        if self._exact is not None and self._accepts(self._exact):
-            stays, held = yield from self._check(self._exact)
+        if self._exact is not None and self._accepts(self._exact.knobs):
+            held = yield from self._check(self._exact)
             if held and not self._link_has_changed(self._exact):
-                return self._end(stays, held)
+                return
             logger.info(
                 "the registry's setting for this job %s",
                 "holds, but the link has changed: a short search begins there"
                 if held
                 else "did not hold: a search begins",
             )
+            stays = self._outcome[0] if self._outcome else self._default
+            self._outcome = None
             if held:
                 self._iterations = min(self._iterations, self._spent + SHORT_SEARCH_ITERATIONS)
             yield Assignment(
@@ -513,50 +612,57 @@ class WarmupSession:
         why = yield from self._search()
         if self._for_refinement:
             yield from self._refine()
-        field = self._finalists()
-        if not field:
-            return self._end(self._default, f"nothing came near {self._called}; {why}")
-        kept = yield from self._compare(field)
-        if kept is None:
-            return self._end(self._default, f"no finalist beat {self._called}; {why}")
-        return self._end(kept, f"beat {self._called} in alternating iterations; {why}")
+        kept, gain, verdict = self._default, None, f"nothing came near {self._called}"
+        beaten: list[Knobs] = []  # by the default, clearly: then another one has its turn
+        while (challenger := (yield from self._select(beaten))) is not None:
+            if self._setting(self._default).failed:
+                return self._end(challenger, f"{self._called} cannot be run; {why}")
+            turns = yield from self._compare(challenger, arm=FINALS_ARM)
+            if turns is None:
+                verdict = verdict if beaten else "too few iterations are left to prove a gain"
+                break
+            kept, gain, verdict = self._judge(challenger, turns)
+            if not turns.failed and turns.gain.high >= 1.0:
+                break
+            beaten.append(challenger)
+        return self._end(kept, f"{verdict}; {why}", gain)
 
-    def _end(self, knobs: Knobs, reason: str) -> None:
-        self._outcome = knobs, reason
+    def _end(self, knobs: Knobs, reason: str, gain: Gain | None = None) -> None:
+        self._outcome = knobs, reason, gain
 
-    def _check(self, exact: Knobs) -> Generator[Assignment, Sequence[float], tuple[Knobs, str]]:
-        """Runs an earlier job's result in turns with the default, and with the user's plan if there is one.
+    def _check(self, exact: Remembered) -> Generator[Assignment, Sequence[float], bool]:
+        """Runs an earlier job's result in paired turns with the default, then the user's plan if there is one.
 
         Returns:
-            What is kept and why; the default and nothing, if neither is.
+            Whether one of them is kept, or the default, if that is what the earlier job kept.
         """
         given, self._given = self._given, None
-        arms = {exact: REGISTRY_ARM}
-        if given is not None and self._accepts(given) and not self._same(given, exact):
-            arms[given] = PLAN_ARM
-        field = [knobs for knobs in arms if not self._same(knobs, self._default)]
-        default_was_best = exact, "the registry knows the default as the best for this job"
-        if not field:
+        kept: list[tuple[float, Knobs, str, Gain | None]] = []
+        if self._same(exact.knobs, self._default):
             yield from self._run_default()
-            return default_was_best
-        # An earlier job's winner is proved already, and goes only if clearly slower.
-        kept = yield from self._compare(
-            field,
-            arms=arms,
-            max_rounds=MAX_EXACT_ROUNDS,
-            max_turn_iterations=2 * self._measured,
-            doubt=CLEAR if exact in field else 0.0,
-        )
-        self._finish(Proposal(arm=DEFAULT_ARM, knobs=self._default))
-        if kept is not None:
-            whose = "the registry's setting for this job" if kept == exact else "the plan that was given"
-            return kept, f"{whose}, checked against the default"
-        return (self._default, "") if exact in field else default_was_best
+            kept.append((1.0, exact.knobs, "the registry knows the default as the best for this job", None))
+        else:
+            turns = yield from self._compare(exact.knobs, arm=REGISTRY_ARM, known=exact.gain)
+            knobs, gain, verdict = self._judge(exact.knobs, turns, known=exact.gain)
+            if gain is not None:
+                kept.append((gain.times, knobs, f"the registry's setting for this job {verdict}", gain))
+            if self._ledger.find(self._default) is None:
+                yield from self._run_default()
+            else:
+                self._finish(Proposal(arm=DEFAULT_ARM, knobs=self._default))
+        if given is not None and self._accepts(given) and not self._same(given, exact.knobs):
+            turns = yield from self._compare(given, arm=PLAN_ARM)
+            knobs, gain, verdict = self._judge(given, turns)
+            if gain is not None:
+                kept.append((gain.times, knobs, f"the plan that was given {verdict}", gain))
+        if kept:
+            self._end(*max(kept, key=lambda one: one[0])[1:])
+        return bool(kept)
 
-    def _link_has_changed(self, exact: Knobs) -> bool:
+    def _link_has_changed(self, exact: Remembered) -> bool:
         """Whether this job's first iterations are not like those of the job that `exact` is of."""
-        setting, default = self._setting(exact), self._setting(self._default)
-        return self._promise is not None and self._promise.broken_by(setting, default, noise=self._ledger.noise)
+        best, default = self._setting(exact.knobs), self._setting(self._default)
+        return exact.broken_by(best, default, noise=self._ledger.noise)
 
     # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -647,79 +753,90 @@ class WarmupSession:
 
     # ── the final comparison ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _finalists(self) -> list[Knobs]:
+    def _finalists(self, beaten: Sequence[Knobs]) -> list[Knobs]:
         """The fastest settings and those with the best surrogate's estimate, in turns, but none that is hopeless."""
         ranked = self._ledger.ranked()
         rivals = [
             setting.knobs
             for setting in ranked
-            if not self._same(setting.knobs, self._default) and self._ledger.lead(setting, ranked[0]) > -HOPELESS
+            if not self._same(setting.knobs, self._default)
+            and setting.knobs not in beaten
+            and self._ledger.lead(setting, ranked[0]) > -HOPELESS
         ]
         in_turns = zip(rivals, sorted(rivals, key=self._believed_s), strict=True)
-        field = list(dict.fromkeys(knobs for pair in in_turns for knobs in pair))
-        affordable = self._left // self._turn - 1  # beside the default
-        return field[: max(1, min(self._most_finalists, affordable))]
+        return list(dict.fromkeys(knobs for pair in in_turns for knobs in pair))[: self._most_finalists]
 
-    def _compare(
-        self,
-        field: list[Knobs],
-        *,
-        arms: Mapping[Knobs, str] = {},
-        max_rounds: int = MAX_ROUNDS,
-        max_turn_iterations: int = MAX_TURN_ITERATIONS,
-        doubt: float = 0.0,
-    ) -> Generator[Assignment, Sequence[float], Knobs | None]:
-        """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
+    def _select(self, beaten: Sequence[Knobs]) -> Generator[Assignment, Sequence[float], Knobs | None]:
+        """Rounds of the finalists in random order, after each of which the slower half leaves; who remains.
 
-        After each round the slower half leaves, by all that was measured of it; where it is noisy the last two stay
-        until they are told apart or the budget ends. The default pauses while the duel with it is clear.
-
-        Args:
-            field: the finalists, the favourite first.
-            arms: whose trials settings are that have not run before.
-            max_rounds: after so many the leader is taken.
-            max_turn_iterations: measured iterations of one turn at most.
-            doubt: the lead that the default must have to stay.
+        Of two that cannot be told apart both stay while iterations last that the paired turns do not need.
         """
-        ledger, default = self._ledger, self._default
-        duel = Ledger(identity=self._identity)
-        with_default = True
-        for number in range(max_rounds):
-            noisy = ledger.noise > NOISY
-            measured = min(max_turn_iterations, self._turn_iterations(field, with_default, noisy))
-            running = field + [default] * with_default
-            turns = self._rng.permutation(len(running)).tolist()
-            # At first the favourite: it may be kept for good.
-            for i in turns if number else sorted(turns, key=bool):
-                knobs = running[i]
-                who = DEFAULT_ARM if knobs == default else arms.get(knobs) or self._setting(knobs).arm
-                spans_s = yield from self._run(knobs, arm=who, purpose=Purpose.FINALS, measured=measured)
-                duel.add(knobs, arm=who, spans_s=spans_s)
-            for knobs in field:
-                self._finish(Proposal(arm=arms.get(knobs, FINALS_ARM), knobs=knobs))
-            stay = max((len(field) + 1) // 2, 2 if noisy else 1)
+        field = self._finalists(beaten)
+        for _ in range(MAX_ROUNDS):
+            if len(field) < 2 or self._left - self._for_pairs < len(field) * self._turn:
+                break
+            for i in self._rng.permutation(len(field)).tolist():
+                yield from self._run(
+                    field[i], arm=self._setting(field[i]).arm, purpose=Purpose.FINALS, measured=self._measured
+                )
+                self._finish(Proposal(arm=FINALS_ARM, knobs=field[i]))
+            stay = max((len(field) + 1) // 2, 2 if self._ledger.noise > NOISY else 1)
             field = sorted(field, key=self._believed_s)[:stay]
             best = self._setting(field[0])
-            field = [
-                knobs
-                for knobs in field
-                if knobs == best.knobs or ledger.at_stake(best, self._setting(knobs)) > INDIFFERENT
-            ]
-            lead = duel.lead(duel[best.knobs], duel[default])
-            with_default = abs(lead) < CLEAR
-            n_running = len(field) + with_default
-            if n_running == 1 or lead <= -CLEAR or n_running * self._turn > self._left:
-                break
-        return best.knobs if lead > -doubt else None
+            rest = [one for one in field[1:] if self._ledger.at_stake(best, self._setting(one)) > INDIFFERENT]
+            field = [field[0], *rest]
+        return min(field, key=self._believed_s, default=None)
 
-    def _turn_iterations(self, field: list[Knobs], with_default: bool, noisy: bool) -> int:
-        """Measured iterations of one turn in the finals: where it is noisy, all that rounds to come leave."""
-        if not noisy:
-            return self._measured
-        beaten = self._ledger.lead(self._setting(field[0]), self._setting(self._default)) > CLEAR
-        halvings = len(field).bit_length() - (len(field) == 2)
-        rounds = max(1, halvings - beaten)  # and a duel if it is open
-        return max(self._measured, self._left // ((len(field) + with_default) * rounds) - self._discarded)
+    def _compare(
+        self, knobs: Knobs, *, arm: str, known: Gain | None = None
+    ) -> Generator[Assignment, Sequence[float], PairedTurns | None]:
+        """Runs a setting and the default in paired turns, until it is proved faster or can hardly be; None = no time.
+
+        How many pairs it takes is settled by the lead and the noise that were seen before. If that was not enough, all
+        that can still be afforded follow, and then it is decided: looking after every pair would prove luck.
+
+        Args:
+            knobs: the setting.
+            arm: whose trial it is.
+            known: what an earlier job has proved.
+        """
+        turns, default = PairedTurns(usual_noise=self._ledger.noise), self._default
+        order = [default, knobs] if self._running == default else [knobs, default]
+        final = arm == FINALS_ARM
+        most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
+        at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= self._left), default=0)
+        if final and not at_most:
+            return None
+        wanted = min(self._pairs_wanted(knobs), at_most) if final else FEWEST_PAIRS  # to check comes before the budget
+        while not turns.failed and len(turns.other) < wanted:
+            for one in order:
+                proposer = DEFAULT_ARM if one == default else self._setting(one).arm if final else arm
+                spans_s = yield from self._run(one, arm=proposer, purpose=Purpose.FINALS, measured=1)
+                valid = math.isfinite(spans_s[0]) and spans_s[0] > 0.0
+                (turns.default if one == default else turns.other).append(math.log(spans_s[0]) if valid else math.inf)
+                if not valid:
+                    break
+            order.reverse()
+            if len(turns.other) == wanted < at_most and not turns.failed:
+                gain = turns.gain if known is None else turns.gain.pooled(known)
+                if turns.gain.high > 1.0 and not gain.proved:
+                    wanted = at_most
+        self._finish(Proposal(arm=arm, knobs=knobs))
+        return turns
+
+    def _judge(
+        self, knobs: Knobs, turns: PairedTurns | None, *, known: Gain | None = None
+    ) -> tuple[Knobs, Gain | None, str]:
+        """What is kept after paired turns with the default, the gain that is proved, and the verdict in words."""
+        if turns is None or turns.failed:
+            return self._default, None, "could not be compared"
+        here, n_pairs = turns.gain, len(turns.other)
+        gain = here if known is None else here.pooled(known)
+        against = f"{self._called} in {n_pairs} paired turns"
+        self._doubt = turns.doubt
+        if here.times > 1.0 and gain.proved and not self._doubt:
+            return knobs, gain, f"beat {against}"
+        return self._default, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
 
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -729,9 +846,28 @@ class WarmupSession:
 
     @property
     def _left_for_trials(self) -> int:
-        """The others are kept for the finals, the more the noisier it is; negative where they are used already."""
-        share = min(max(RESERVE_PER_NOISE * (self._ledger.noise - QUIET), MIN_RESERVE), MAX_RESERVE)
-        return self._left - max(2 * self._turn, round(share * self._iterations))
+        """The others are kept for the final comparison; negative where they are used already."""
+        needed = self._most_finalists * self._turn + self._for_pairs
+        reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(MAX_RESERVE * self._iterations))
+        return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
+
+    def _pairs_wanted(self, knobs: Knobs) -> int:
+        """Paired turns that will probably prove what a setting seems to gain."""
+        setting, default = self._setting(knobs), self._setting(self._default)
+        if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
+            return FEWEST_PAIRS
+        lead = self._ledger.sure_lead(setting, default)
+        return pairs_wanted(lead, self._ledger.noise) if lead > 0.0 else FEWEST_PAIRS  # there is nothing to prove yet
+
+    @property
+    def _for_pairs(self) -> int:
+        """Iterations that paired turns of the fastest setting will take."""
+        ranked = self._ledger.ranked()
+        return self._for_turns(self._pairs_wanted(ranked[0].knobs)) if ranked else 0
+
+    def _for_turns(self, n_pairs: int) -> int:
+        """Iterations of so many paired turns, in each of which the setting changes once, and once before them."""
+        return self._discarded + n_pairs * (2 + self._discarded)
 
     @property
     def _for_refinement(self) -> int:
@@ -799,7 +935,8 @@ class WarmupSession:
         best = self._setting(self._best_so_far())
         if self._incumbent is not None and best.spans_s:
             self._incumbent = best  # who beats only the default has not found a new best
-        self._spent = min(self._spent, max(self._iterations - 4 * self._turn, self._turn))
+        left = self._for_turns(FEWEST_PAIRS) + self._turn
+        self._spent = min(self._spent, max(self._iterations - left, self._turn))
 
     def _setting(self, knobs: Knobs) -> Setting:
         """What was measured of these knobs, perhaps nothing."""

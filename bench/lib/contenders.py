@@ -63,8 +63,7 @@ class Bare:
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.comm.router import Router
-        from sirtaki.engine.tuning.plans import default_knobs, knob_space
-        from sirtaki.engine.tuning.probes import measure
+        from sirtaki.engine.tuning.plans import default_knobs, knob_space, measure
 
         self._control = current.control
         self._model, self._batch = model, batch

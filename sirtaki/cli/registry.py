@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sirtaki.errors import RegistryError
-from sirtaki.measures import LinkModel, faster
+from sirtaki.measures import LinkModel, told_gain
 from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.safe_store import open_store
@@ -97,7 +97,7 @@ def _list(store: Store, options: Namespace) -> None:
             "ranks": str(summary.world_size),
             "hosts": clusters[summary.topology],
             "device": f"{summary.device} {summary.dtype}",
-            "than default": faster(summary.default_span_s, summary.best_span_s),
+            "than default": told_gain(summary.gain, summary.default_span_s, summary.best_span_s),
             "fixed by the user": _pairs(summary.fixed),
             "communication took": summary.condition,
             "proposed by": summary.arm,
@@ -161,7 +161,6 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
         knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
     links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
     known = [f"{name} {link}" for name, link in links.items() if link.is_known]
-    gain = faster(entry.default_span_s, entry.best_span_s)
     return {
         "id": entry.id,
         "job": entry.describe(),
@@ -174,7 +173,8 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
         "communication took": f"{entry.key.condition or '1×'} its usual time",
         "knobs": _pairs((name, value) for name, value in knobs.items() if value is not None),
         "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
-        "default": f"{1e3 * entry.default_span_s:.3f} ms; the best is {gain}",
+        "default": f"{1e3 * entry.default_span_s:.3f} ms",
+        "gain": entry.describe_gain(),
         "proposed by": entry.arm or "unknown",
         "trials": _trials(entry),
         "link": "not measured" if entry.link is None else _link(entry.link),
@@ -205,7 +205,7 @@ def _similar(store: Store, options: Namespace) -> None:
             "distance": f"{match.distance:.3f}",
             "of models": f"{least[match.id]:.3f}–{match.model_distance:.3f}",
             "of clusters": f"{match.topology_distance:.3f}",
-            "than default": faster(other.default_span_s, other.best_span_s),
+            "than default": other.describe_gain(),
         }
         for match, other in matches
     ]

@@ -63,7 +63,11 @@ def _retune(retune: Retune) -> str:
         return f"{begin} the log ends before another setting was chosen."
     if found.knobs == retune.running:
         return f"{begin} nothing better was found."
-    gain = "" if found.default_span_s is None else f", {faster(found.default_span_s, found.span_s)} than what ran"
+    gain = ""
+    if found.gain is not None:
+        gain = f", which is {found.gain.describe()}, than what ran"
+    elif found.default_span_s is not None:
+        gain = f", {faster(found.default_span_s, found.span_s)} than what ran"
     return f"{begin} from then on {found.knobs.describe()}{gain}."
 
 
@@ -73,7 +77,8 @@ def _gain(kept: Outcome) -> Iterator[str]:
         yield f"Communication takes {ms(kept.span_s)}."
         return
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
-    yield f"Communication takes {ms(after_s)}, {ms(before_s)} by default ({faster(before_s, after_s)})."
+    gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired turns"
+    yield f"Communication takes {ms(after_s)}, {ms(before_s)} by default ({gain})."
     if usual is not None:
         yield (
             f"A step takes {ms(usual.step_s(after_s))}, {ms(usual.step_s(before_s))} by default "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from sirtaki.comm.gradients.buffers import Pace
-from sirtaki.engine.tuning import coordinator, warmup
+from sirtaki.engine.tuning import warmup
 from sirtaki.engine.tuning.warmup import DriftWatch
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
@@ -31,7 +31,7 @@ class RestlessWatch(DriftWatch):
 def begin(rank: int) -> None:
     """From now on in this process."""
     RestlessWatch.dice.seed(rank)
-    coordinator.RETUNE_ITERATIONS = 16
+    warmup.RETUNE_ITERATIONS = 16
     warmup.DriftWatch = RestlessWatch  # type: ignore[misc]
 
 

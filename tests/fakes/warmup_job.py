@@ -8,9 +8,10 @@ import numpy as np
 
 from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import Assignment, Purpose, Remembered, SessionResult, WarmupSession
 from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.measures import Gain
 
 SPACE = KnobSpace(
     routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(MIB, 64 * MIB), streams=(1, 2, 3, 4, 6, 8)
@@ -40,7 +41,7 @@ class Job:
         self.session = session
         self._search_with = search_with or ListArm()
         self.assignments: list[Assignment] = []
-        self._span_of = span_of
+        self.span_of = span_of
         self._noise = noise
         self._rng = np.random.default_rng(seed)
 
@@ -54,7 +55,7 @@ class Job:
                 continue
             self.assignments.append(now)
             noise = np.exp(self._noise * self._rng.standard_normal(now.measured_iterations))
-            self.session.record([self._span_of(now.knobs) * factor for factor in noise.tolist()])
+            self.session.record([self.span_of(now.knobs) * factor for factor in noise.tolist()])
         return self
 
     @property
@@ -119,6 +120,14 @@ def session(arm: Arm | None = None, **options: object) -> WarmupSession:
         "refine": False,
     }
     return WarmupSession(**{**arguments, **options})  # type: ignore[arg-type]
+
+
+def remembered(knobs: Knobs, *, times: float = 1.0, proved: bool = True) -> Remembered:
+    """An earlier job's setting, of the landscape or of one that is so many times as slow."""
+    best_s, default_s = times * landscape(knobs), times * landscape(DEFAULT)
+    ratio = default_s / best_s
+    gain = Gain(times=ratio, low=0.99 * ratio, high=1.01 * ratio) if proved and ratio > 1.0 else None
+    return Remembered(knobs=knobs, best_s=best_s, default_s=default_s, gain=gain)
 
 
 def streams(count: int) -> Knobs:

@@ -100,7 +100,7 @@ def it_is_the_first_trial_where_a_job_is_tuned() -> None:
     with common_folder() as folder:
         knobs = optimized(folder / "first")
         log = folder / "trials.jsonl"
-        changes = {"plan": str(folder / "first" / "plan.json"), "warmup_iterations": 12, "trial_log": str(log)}
+        changes = {"plan": str(folder / "first" / "plan.json"), "warmup_iterations": 20, "trial_log": str(log)}
         with settings(**changes):
             trained(20)
         hvd.barrier()

@@ -24,7 +24,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.engine.tuning import probes as contention_probe
+from sirtaki.engine.tuning import plans as contention_probe
 from sirtaki.engine.tuning import warmup
 from sirtaki.engine.tuning import warmup as drift
 

@@ -12,7 +12,7 @@ from fakes.streams import FakeDevice, FakeOpener
 import sirtaki.torch as hvd
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
-from sirtaki.engine.tuning import probes as contention_probe
+from sirtaki.engine.tuning import plans as contention_probe
 from sirtaki.engine.tuning import warmup
 from sirtaki.settings import Settings
 

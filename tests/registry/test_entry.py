@@ -336,7 +336,7 @@ def with_second_way(**fields: Any) -> str:
         (DOCUMENT.replace('"n_trials": 20', '"n_trials": 20, "n_trials": 21'), "twice"),
         (DOCUMENT.replace('"noise_s": 0.01', '"noise_s": NaN'), "NaN"),
         (changed(format="pickle"), "format"),
-        (changed(version=3), "version"),
+        (changed(version=4), "version"),
         (changed(version=1), "exactly the fields format, version and entries$"),
         (changed(version=True), "version"),
         (changed(extra=1), "exactly"),

@@ -254,7 +254,7 @@ def test_a_jobs_own_entry_is_explained_as_such() -> None:
     start = suited(make_entry(), distance=0.0)
     assert start.knobs == KNOBS
     assert start.explanation == (
-        "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00× faster than the default"
+        "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00× faster (not proved) than the default"
     )
     assert "cut short" in suited(make_entry(complete=False)).explanation
 

@@ -14,7 +14,7 @@ import numpy as np
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
-from sirtaki.autotune.meta.bandit import Opening, default_arms
+from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.trial import Arm
 
@@ -119,7 +119,7 @@ def _ensemble(
     budget: int,
     seed: int,
     *,
-    opening: Opening = Opening.AS_GIVEN,
+    as_given: bool = True,
 ) -> Arm:
     return default_arms(
         space=space,
@@ -127,7 +127,7 @@ def _ensemble(
         budget_iterations=budget,
         names=list(OUR_ARMS),
         planners=planners,
-        opening=opening,
+        as_given=as_given,
         whole_space=landscape.space,
     )
 
@@ -285,7 +285,7 @@ OTHERS: dict[str, Contender] = {
     "horovod-like": partial(search, make=partial(Skopt, size_only=True)),
 }
 ARMS: dict[str, Contender] = {
-    AIACC: partial(in_session, make_arm=partial(_ensemble, opening=Opening.RANDOM), planners=False),
+    AIACC: partial(in_session, make_arm=partial(_ensemble, as_given=False), planners=False),
     **{name: partial(in_session, make_arm=partial(_alone, name=name), planners=False) for name in OUR_ARMS},
     **{
         name: partial(in_session, make_arm=partial(_alone, name=name), planners=True)

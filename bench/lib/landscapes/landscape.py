@@ -16,7 +16,7 @@ from sirtaki.autotune.model.fits import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout, Route
-from sirtaki.engine.tuning.probes import ENOUGH, SHAPES, Measured, narrowed
+from sirtaki.engine.tuning.plans import ENOUGH, SHAPES, Measured, narrowed
 
 # ── A backward pass beside its all-reduces, replayed event by event under any physics ────────────────────────────────
 

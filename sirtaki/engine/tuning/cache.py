@@ -18,13 +18,13 @@ from msgspec import structs
 import sirtaki
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Promise, SessionResult
+from sirtaki.autotune.meta.session import Remembered, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import PlanError, TuningError
 from sirtaki.machine import host_kind
-from sirtaki.measures import LinkModel, faster, faster_than
+from sirtaki.measures import LinkModel, faster
 from sirtaki.registry.entry import Entry, Provenance, make_key
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
@@ -143,14 +143,12 @@ class CacheHit:
     """What an earlier job has left.
 
     Attributes:
-        exact: the knobs that this very job ended its warm-up with.
-        promise: what that job measured of them; None where there are no such knobs.
+        exact: what this very job ended its warm-up with.
         history: trials of a warm-up that was cut short.
         message: where this comes from, for the log; empty if there is nothing.
     """
 
-    exact: Knobs | None = None
-    promise: Promise | None = None
+    exact: Remembered | None = None
     history: tuple[Trial, ...] = ()
     message: str = ""
 
@@ -324,15 +322,16 @@ class TuningCache:
             return CacheHit()
         self._found_by[knobs] = own.arm
         return CacheHit(
-            exact=knobs,
-            promise=Promise(
-                exact_s=own.best_span_s,
+            exact=Remembered(
+                knobs=knobs,
+                best_s=own.best_span_s,
                 default_s=own.default_span_s,
                 noise=own.noise_s / own.best_span_s,
+                gain=own.gain,
                 other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
             ),
             message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
-            f"{faster_than(own.default_span_s, own.best_span_s, other='with the default')}, by {knobs.describe()}",
+            f"against the default {own.describe_gain()}, by {knobs.describe()}",
         )
 
     def disprove(self) -> None:
@@ -437,6 +436,7 @@ class TuningCache:
             best_span_s=result.best_span_s,
             default_span_s=result.default_span_s,
             noise_s=result.noise_s,
+            gain=result.gain,
             n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
             arm=self._found_by.setdefault(result.knobs, result.arm),
             complete=complete,

@@ -1,27 +1,40 @@
-"""Settings that a job may use, plans given from outside, and tuning carried over to the next generation."""
+"""What a job may run: its knob space, the untuned default, plans from outside, and what probes of links rule out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.model.fits import ComputeSample, ContentionModel, LinkProbe, TransmissionSample, fit_contention
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.replayer import SharedHost
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
+from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
-from sirtaki.errors import ConfigError, PlanError, TransportError
-from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
+from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError
+from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.comm.device import Device
+    from sirtaki.comm.router import Router
+    from sirtaki.comm.transports.contract import FlatBuffer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +181,6 @@ def fixed_knobs(settings: Settings) -> dict[str, str]:
     }
     return {name: str(value) for name, value in fixed.items() if value is not None}
 
-
-logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
 FORMAT, FORMAT_VERSION = "sirtaki-plan", 1
@@ -402,4 +413,554 @@ def one_element_a_stream(knobs: Knobs) -> CommPlan:
             Unit(start=number, stop=number + 1, stream=number, threads=knobs.threads, algorithm=knobs.algorithm)
             for number in range(knobs.streams)
         ),
+    )
+
+
+STREAM_BYTES = MIB
+"""What each stream carries in one pass of a probe where there is time."""
+
+PASSES = 2
+"""That are timed as one, after one that is not."""
+
+SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
+"""What a small unit is, and no larger one is made smaller than the second: α shows in the difference."""
+
+SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
+"""Of single all-reduces that tell what probes will take."""
+
+GOES_ON = 0.5
+"""Where twice the streams have carried twice as much, four times are expected to carry so much more, as an exponent."""
+
+LEAST_SHARE = 0.25
+"""Of an all-reduce's time, what counts as transmission at least."""
+
+OTHERS = 3
+"""So many probes that need not be are to have their share of the time, too, if one could carry less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSize:
+    """What one probe carries.
+
+    Attributes:
+        unit_bytes: of each all-reduce.
+        rounds: all-reduces on each stream, in one pass.
+    """
+
+    unit_bytes: int
+    rounds: int
+
+
+class ProbeBudget:
+    """Of one route's probes and what they have shown so far."""
+
+    def __init__(self, soundings_s: tuple[float, float]) -> None:
+        """Args: `soundings_s` are times of one all-reduce of `SOUNDING_BYTES` each, on one stream."""
+        self._alpha_s, sounded_s = soundings_s
+        self._sounded = self._rate(SOUNDING_BYTES[1], sounded_s)
+        self._probed: dict[int, float] = {}  # bytes a second by number of streams
+
+    def learn(self, *, streams: int, unit_bytes: int, round_s: float) -> None:
+        """A probe has run."""
+        rate = self._rate(streams * unit_bytes, round_s)
+        self._probed[streams] = max(rate, self._probed.get(streams, 0.0))
+
+    def _rate(self, size_bytes: int, seconds: float) -> float:
+        """Bytes a second; a start-up time that is as long as the whole was a hiccup."""
+        return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
+
+    def expected_s(self, size: ProbeSize, *, streams: int) -> float:
+        """What a probe takes: more streams carry more together half as much as those have that were seen."""
+        probed = [(count, rate) for count, rate in self._probed.items() if count <= streams]
+        count, rate = max(probed, default=(1, self._sounded))
+        one = self._probed.get(1, rate)
+        if count > 1 and streams > count and rate > one:
+            rate *= (streams / count) ** (GOES_ON * min(1.0, math.log(rate / one) / math.log(count)))
+        return (1 + PASSES) * size.rounds * (self._alpha_s + streams * size.unit_bytes / rate)
+
+    def size(self, unit_bytes: int, streams: int, *, left_s: float, needed_more: int) -> ProbeSize | None:
+        """The largest probe of a shape that there is time for.
+
+        Args:
+            unit_bytes: of a unit where there is time.
+            streams: that work side by side.
+            left_s: until the budget ends; may be negative.
+            needed_more: probes that must be taken, this one included; if it is one of them, the smallest is the least.
+                0 = this one need not be.
+
+        Returns:
+            None: there is no time.
+        """
+        share_s = left_s / (needed_more + OTHERS)
+        sizes = list(_sizes(unit_bytes))
+        for size in sizes:
+            if self.expected_s(size, streams=streams) <= share_s:
+                return size
+        return sizes[-1] if needed_more or self.expected_s(sizes[-1], streams=streams) <= left_s else None
+
+
+def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
+    """A probe's sizes, the largest first: fewer rounds, then smaller units."""
+    least = min(unit_bytes, LEAST_LARGE_BYTES)
+    stream_bytes = STREAM_BYTES
+    while stream_bytes >= least:
+        unit = min(unit_bytes, stream_bytes)
+        yield ProbeSize(unit_bytes=unit, rounds=stream_bytes // unit)
+        stream_bytes //= 2
+
+
+UNIT_BYTES = (2 * MIB, 16 * MIB)
+MATRIX = 2048
+COMPUTE_STEPS = 16
+"""Matrix products that are computed beside the all-reduces: some milliseconds on a current GPU."""
+
+MOST_REDUCTIONS = 64
+
+REPETITIONS = 3
+CLEAR = 3.0
+"""Threads are offered where their effect is so many times what repeated measurements differ by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadProbe:
+    """One allowance, measured `REPETITIONS` times; each time the slowest rank's.
+
+    Attributes:
+        threads: of each all-reduce; None = as many as NCCL takes by itself.
+        unit_bytes: of each all-reduce.
+        alone_s: an all-reduce with nothing beside it, `(REPETITIONS,)`.
+        beside_s: an all-reduce beside computation, `(REPETITIONS,)`.
+        compute_s: the computation beside all-reduces, `(REPETITIONS,)`.
+        undisturbed_s: the computation with nothing beside it, `(REPETITIONS,)`.
+    """
+
+    threads: int | None
+    unit_bytes: int
+    alone_s: tuple[float, ...]
+    beside_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    undisturbed_s: tuple[float, ...]
+
+
+def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
+    """Collective: measures no allowance and every one that the router offers, on one stream of `route`."""
+    device = router.device
+    buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
+    matrix = torch.zeros(MATRIX, MATRIX, device=device.torch_device)
+    product = torch.empty_like(matrix)
+    probes = []
+    for threads in (None, *router.threads()):
+        for unit_bytes in UNIT_BYTES:
+            plan = _one_unit(route, unit_bytes, threads)
+            router.open_plan(plan)
+            rounds = [_round(control, router, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
+            worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
+            alone_s, beside_s, compute_s, undisturbed_s = (tuple(column.tolist()) for column in worst.T)
+            probes.append(
+                ThreadProbe(
+                    threads=threads,
+                    unit_bytes=unit_bytes,
+                    alone_s=alone_s,
+                    beside_s=beside_s,
+                    compute_s=compute_s,
+                    undisturbed_s=undisturbed_s,
+                )
+            )
+    return probes
+
+
+def _one_unit(route: Route, unit_bytes: int, threads: int | None) -> CommPlan:
+    unit = Unit(start=0, stop=unit_bytes // 4, threads=threads, algorithm=route[1])
+    return CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=route[0])
+
+
+def _round(
+    control: ControlPlane,
+    router: Router,
+    plan: CommPlan,
+    buffer: FlatBuffer,
+    matrix: torch.Tensor,
+    product: torch.Tensor,
+) -> tuple[float, float, float, float]:
+    """Collective: seconds of an all-reduce alone, beside computation, of the computation beside it, and of it alone."""
+    device = router.device
+    device.synchronise()
+    begin = device.record_event()
+    router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
+    reduced = device.record_event()
+    _compute(device, matrix, product)
+    computed = device.record_event()
+    device.synchronise()
+    alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
+    # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
+    wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
+    count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
+    beside = device.make_stream()
+    begin = device.record_event()
+    works = [work for _ in range(count) for work in router.all_reduce_plan(buffer, plan, scale=0.0)]
+    with device.on(beside):
+        router.wait_for(works)
+        reduced = device.record_event()
+    _compute(device, matrix, product)
+    computed = device.record_event()
+    device.synchronise()
+    return alone_s, device.elapsed_s(begin, reduced) / count, device.elapsed_s(begin, computed), undisturbed_s
+
+
+def _compute(device: Device, matrix: torch.Tensor, product: torch.Tensor) -> None:
+    for _ in range(COMPUTE_STEPS):
+        device.launch(_multiply, matrix, product)
+
+
+def _multiply(matrix: torch.Tensor, product: torch.Tensor) -> None:
+    torch.mm(matrix, matrix, out=product)
+
+
+def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
+    """Whether allowances differ in the time of all-reduces or of the computation by clearly more than repetitions do.
+
+    Medians by allowance are compared with the spread of repetitions of one allowance, unit size by unit size.
+    """
+    for unit_bytes in UNIT_BYTES:
+        for quantity in ("beside_s", "compute_s"):
+            rows = np.array([getattr(probe, quantity) for probe in probes if probe.unit_bytes == unit_bytes])
+            if len(rows) < 2:
+                return False
+            noise = float(np.median(np.ptp(rows, axis=1)))
+            if float(np.ptp(np.median(rows, axis=1))) > CLEAR * noise:
+                return True
+    return False
+
+
+def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
+    """LIBRA's g, p and q from the probes; None, and a line in the log, where they do not fit.
+
+    Args:
+        probes: of none and of at least two allowances.
+        alpha_s: the start-up time of an all-reduce on the same route.
+    """
+    counted = [(probe.threads, probe) for probe in probes if probe.threads is not None]
+    compute = [
+        ComputeSample(alone_s=alone_s, seconds=seconds, threads=threads)
+        for threads, probe in counted
+        for alone_s, seconds in zip(probe.undisturbed_s, probe.compute_s, strict=True)
+    ]
+    transmissions = [
+        TransmissionSample(unit_bytes=probe.unit_bytes, seconds=seconds, threads=threads, overlapped=overlapped)
+        for threads, probe in counted
+        for overlapped, column in ((True, probe.beside_s), (False, probe.alone_s))
+        for seconds in column
+    ]
+    try:
+        return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
+    except TuningError as err:
+        logger.info("no model of contention: %s", err)
+        return None
+
+
+def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
+    """The allowance whose times are nearest to those without one, as ratios."""
+    log_s = {
+        (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
+        for probe in probes
+    }
+    off = {
+        threads: sum(float(np.abs(log_s[threads, size] - log_s[None, size]).sum()) for size in UNIT_BYTES)
+        for threads, _ in log_s
+        if threads is not None
+    }
+    return min(off, key=lambda threads: off[threads])
+
+
+SHORT_S = 0.02
+MOST_REPEATS = 3
+"""A probe is repeated until it has taken so long or been taken so often: hiccups outlast short ones."""
+
+SHAPES = (
+    (64 * KIB, 1),
+    (MIB, 1),
+    (MIB, 4),
+    (MIB, 16),
+    (64 * KIB, 4),
+    (MIB, 8),
+    (64 * KIB, 8),
+    (MIB, 2),
+    (256 * KIB, 1),
+)
+"""Bytes of a unit where there is time, and streams; what a small budget should know comes first."""
+
+NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
+"""So many shapes are measured on the first route and on every other, and on the others at most so many."""
+
+
+def probe_routes(
+    control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
+) -> dict[Route, list[LinkProbe]]:
+    """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
+
+    Where the link is slow, probes carry less (`ProbeBudget`), and only the needed shapes may exceed the budget.
+
+    Args:
+        control: the ranks.
+        router: carries the units.
+        routes: to measure, the most important first: where there is time, it is measured in more ways than the others.
+        max_streams: no more are opened.
+        budget_s: by the clock, opening of connections included. The smallest of all ranks' counts.
+    """
+    # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
+    budget_s = float(control.minimum(np.array([budget_s]))[0])
+    buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
+    found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
+    needed_after = NEEDED_FIRST + NEEDED * (len(routes) - 1)
+    begin_s = time.perf_counter()
+    for route in routes:
+        shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
+        try:
+            soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
+        except (PlanError, TransportError) as err:  # on all ranks alike
+            logger.info("not probed: %s", err)
+            needed_after -= needed
+            continue
+        mine_s = [*soundings_s, time.perf_counter() - begin_s]
+        small_s, large_s, spent_s = control.maximum(np.array(mine_s)).tolist()
+        budget = ProbeBudget((small_s, large_s))
+        seen: set[tuple[int, int]] = set()
+        most = min(max_streams, router.max_streams([route]))
+        for number, (unit_bytes, streams) in enumerate(shapes):
+            needed_more = needed_after - number if number < needed else 0
+            size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
+            # What is not known to be slow would have to be tried.
+            if streams > most or size is None or (size.unit_bytes, streams) in seen:
+                continue
+            plan = _probe_plan(route, size, streams)
+            try:
+                router.open_plan(plan)
+            except (PlanError, TransportError) as err:  # on all ranks alike
+                logger.info("not probed: %s", err)
+                continue
+            seen.add((size.unit_bytes, streams))
+            probed_s = 0.0
+            for repeat in range(MOST_REPEATS):
+                own_s, own_busy = _probe_s(control, router, plan, buffer, is_first=repeat == 0)
+                mine = [own_s, time.perf_counter() - begin_s, own_busy]
+                seconds, spent_s, busy = control.maximum(np.array(mine)).tolist()
+                probe = LinkProbe(
+                    unit_bytes=size.unit_bytes,
+                    streams=streams,
+                    seconds=seconds,
+                    rounds=PASSES * size.rounds,
+                    busy=busy,
+                )
+                found[route].append(probe)
+                budget.learn(streams=streams, unit_bytes=size.unit_bytes, round_s=probe.round_s)
+                probed_s += seconds
+                if probed_s > SHORT_S or spent_s > budget_s:
+                    break
+        needed_after -= needed
+    return found
+
+
+def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
+    """The space without what probes have shown to be hopeless: a trial of it would cost many times a good one.
+
+    Routes that carry less than a third of the fastest one's throughput, and numbers of streams that carry less than
+    half of what the default's route carries at best, are left out; the default stays.
+    """
+    rates = {
+        route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
+        for route, measured in probes.items()
+    }
+    best = {route: max(by_streams.values()) for route, by_streams in rates.items() if by_streams}
+    if not best:
+        return space
+    default_route = default.route
+    routes = tuple(
+        route for route in space.routes if route == default_route or 3 * best.get(route, math.inf) >= max(best.values())
+    )
+    curve = rates.get(default_route, {})
+    streams = tuple(
+        n for n in space.streams if n == default.streams or 2 * curve.get(n, math.inf) >= best.get(default_route, 0.0)
+    )
+    return replace(space, routes=routes, streams=streams)
+
+
+def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
+    """Bytes a second by number of streams, of the faster of repeated probes."""
+    rates: dict[int, float] = {}
+    for probe in probes:
+        rate = probe.streams * probe.unit_bytes / probe.round_s
+        rates[probe.streams] = max(rate, rates.get(probe.streams, 0.0))
+    return rates
+
+
+def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
+    """So many rounds on each stream, in units that take the streams in turn."""
+    transport, algorithm = route
+    numel = size.unit_bytes // 4
+    units = tuple(
+        Unit(start=number * numel, stop=(number + 1) * numel, stream=number % streams, algorithm=algorithm)
+        for number in range(streams * size.rounds)
+    )
+    return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
+
+
+def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: FlatBuffer, unit_bytes: int) -> float:
+    """Collective: seconds that one all-reduce takes, roughly, on this rank; the second one, on open connections.
+
+    Raises:
+        PlanError | TransportError: on all ranks, the route cannot be opened.
+    """
+    plan = _probe_plan(route, ProbeSize(unit_bytes=unit_bytes, rounds=1), 1)
+    router.open_plan(plan)
+    seconds, _ = _probe_s(control, router, plan, buffer, is_first=True)
+    return seconds / PASSES
+
+
+def _probe_s(
+    control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool
+) -> tuple[float, float]:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, and processors that they keep busy.
+
+    Both are this rank's.
+
+    At first a pass goes before that opens connections, touches memory, lets congestion windows grow, and uses up what
+    shapers grant a link that was idle; so the timed ones follow without a pause, not even that of a barrier.
+    """
+    control.barrier()
+    if is_first:
+        _pass(router, plan, buffer, times=1)
+    device = router.device
+    used_s = processor_time_beside_s()
+    begin = device.record_event()
+    _pass(router, plan, buffer, times=PASSES)
+    end = device.record_event()
+    device.wait_for(end)
+    seconds = device.elapsed_s(begin, end)
+    return seconds, (processor_time_beside_s() - used_s) / seconds
+
+
+def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+    """Collective: submits all units so many times, then waits for all of them."""
+    router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
+
+
+def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, LinkModel]:
+    """What all-reduces cost on each route; those that follow no simple rule are left out, which the log says."""
+    from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
+
+    links: dict[Route, LinkModel] = {}
+    unfit: list[str] = []
+    for route, measured in probes.items():
+        name = f"{route[0].value} {route[1].value}"
+        try:
+            links[route] = link = fit_link(measured)
+        except TuningError as err:
+            unfit.append(name)
+            logger.debug("%s: %s", name, err)
+            continue
+        curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
+        logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
+    if unfit:
+        logger.info(
+            "no plans for %s, whose times follow no simple rule here; search techniques try it all the same",
+            ", ".join(unfit),
+        )
+    return links
+
+
+PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
+"""What probing may take, besides so many times the time that synchronising takes, and at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found.
+
+    Attributes:
+        space: what may be chosen.
+        promising: the space without what probes have shown to be hopeless, as long as probes are believed.
+        links: probes of each route; none where planners do not take part.
+        threads: what thread allowances do; empty where they make no difference.
+        host: see `PlanningModel`.
+    """
+
+    space: KnobSpace
+    promising: KnobSpace
+    links: Mapping[Route, Sequence[LinkProbe]] = field(default_factory=dict)
+    threads: Sequence[ThreadProbe] = ()
+    host: SharedHost | None = None
+
+    def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
+        """The same, if these may be chosen, whether or not they were probed, and only some of them promise something.
+
+        What was slow on an idle network costs too much to be tried again while probes are believed.
+        """
+        narrow = replace(self.promising, routes=tuple(route for route in routes if route in promising))
+        return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
+
+    def model(
+        self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
+    ) -> PlanningModel | None:
+        """The planners' model; None where no route could be fitted, which the log says.
+
+        Args:
+            layout: gradients in the order in which they become ready.
+            ready_s: when each did, `(n_gradients,)`, in the layout's order.
+            backward_s: when the backward pass ended.
+            between_s: from the last reduced gradient to the first ready one; not a number = unknown.
+        """
+        links = fitted_links(self.links)
+        if not links or not all(map(math.isfinite, ready_s)):
+            return None
+        forward_s = max(0.0, between_s) if math.isfinite(between_s) else 0.0
+        profile = Profile(ready_s=tuple(ready_s), compute_s=max(backward_s, *ready_s), forward_s=forward_s)
+        alpha_s = next(iter(links.values())).alpha_s
+        contention = contention_model(self.threads, alpha_s=alpha_s) if self.threads else None
+        return PlanningModel(layout=layout, profile=profile, links=links, contention=contention, host=self.host)
+
+
+def without_planners(space: KnobSpace) -> Measured:
+    """Nothing is measured; nobody tunes threads without knowing what they do."""
+    space = replace(space, threads=space.threads[:1])
+    return Measured(space=space, promising=space)
+
+
+def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, span_s: float) -> Measured:
+    """Collective: probes the routes of a space.
+
+    Args:
+        control: the ranks.
+        router: carries the probes.
+        space: what may be chosen as far as is known.
+        default: what runs untuned, which stays in the space.
+        span_s: what synchronising takes, by which probing may take longer.
+    """
+    budget_s = min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
+    try:
+        links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
+        space = still_possible(space, router)
+        threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
+    except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
+        logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
+        return without_planners(space)
+    if not threads or not threads_matter(threads):
+        threads, space = [], replace(space, threads=space.threads[:1])
+    return Measured(
+        space=space,
+        promising=narrowed(space, links, default=default),
+        links=links,
+        threads=threads,
+        host=_shared_host(control) if control.one_node and not router.device.streams else None,
+    )
+
+
+def _shared_host(control: ControlPlane) -> SharedHost:
+    """Collective: what all ranks may use together."""
+    told: list[tuple[tuple[int, ...], float | None, int]] = control.all_gather(
+        (allowed_processors(), cpu_quota(), torch.get_num_threads())
+    )
+    processors = float(len({number for allowed, _, _ in told for number in allowed}))
+    quotas = [processors if quota is None else quota for _, quota, _ in told]
+    return SharedHost(
+        ranks=control.size, processors=min(processors, *quotas), threads=min(threads for _, _, threads in told)
     )

@@ -10,10 +10,12 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
+
+import msgspec
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.session import Assignment, SessionResult
@@ -22,6 +24,7 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.errors import ConfigError, SirtakiError
+from sirtaki.measures import Gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +184,7 @@ class TrialLogWriter:
                 "default_span_s": result.default_span_s,
                 "best_span_s": result.best_span_s,
                 "noise_s": result.noise_s,
+                "gain": None if result.gain is None else asdict(result.gain),
                 "n_trials": result.n_trials,
                 "reason": result.reason,
                 "tuned": result.tuned,
@@ -255,6 +259,7 @@ class Outcome:
     Attributes:
         span_s, default_span_s: communication times.
         usual: what steps take besides; None where the log does not say.
+        gain: that was proved; None where the default stays, in older logs, and where the warm-up did not end.
     """
 
     knobs: Knobs
@@ -263,6 +268,7 @@ class Outcome:
     default_span_s: float | None
     reason: str
     usual: StepTime | None = None
+    gain: Gain | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -418,6 +424,7 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
             default_span_s=_positive_or_none(data.get("default_span_s")),
             reason=str(data.get("reason", "")),
             usual=_usual(data.get("backward_s"), data.get("between_s")),
+            gain=None if data.get("gain") is None else msgspec.convert(data["gain"], Gain),
         )
     elif data.get("event") == "sparse":
         summary = SparseSummary.from_json(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,16 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
-from sirtaki.engine.tuning.coordinator import (
+from sirtaki.engine.tuning.plans import Carried, key_of
+from sirtaki.engine.tuning.trial_log import StepTime
+from sirtaki.engine.tuning.warmup import (
     RETUNE_ITERATIONS,
     TuningCoordinator,
     describe_change,
     describe_progress,
     describe_result,
 )
-from sirtaki.engine.tuning.plans import Carried, key_of
-from sirtaki.engine.tuning.trial_log import StepTime
-from sirtaki.measures import LinkModel
+from sirtaki.measures import Gain, LinkModel
 from sirtaki.settings import Settings
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
@@ -145,7 +146,7 @@ def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCapture
     assert coordinator.assignment.knobs == better
     coordinator.end(iteration=220)
     assert "communication takes 3 times as long as when this setting was chosen" in caplog.text
-    assert "2.50× faster than with the setting that ran" in caplog.text
+    assert "communication is 2.50× faster, ± " in caplog.text
     assert coordinator.assignment.knobs == better
 
 
@@ -363,21 +364,28 @@ def test_before_the_default_is_measured_nothing_is_promised() -> None:
 
 def test_while_nothing_beats_the_default_that_is_said() -> None:
     assert describe_progress(session(0.2), USUAL) == (
-        "warm-up, iteration 3 of at most 100, at most 29 s more: nothing gained on the default yet (300 ms); "
+        "warm-up, iteration 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
 
 
-def test_the_gain_is_told_in_milliseconds_a_step() -> None:
+def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> None:
     assert describe_progress(session(0.2, 0.15, 0.15), USUAL).startswith(
-        "warm-up, iteration 6 of at most 100, at most 24 s more: 50 ms a step gained so far (300 ms → 250 ms); now"
+        "warm-up, iteration 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "
+        "50 ms a step less (300 ms → 250 ms); "
+        "now"
     )
 
 
-def test_the_result_says_what_steps_gain() -> None:
-    said = describe_result(session(0.2, 0.15, 0.15).result, USUAL, "the search technique two")
+def test_the_result_says_what_is_proved_and_of_a_search_cut_short_that_nothing_is() -> None:
+    found = session(0.2, 0.15, 0.15).result
+    assert "1 stream" not in describe_result(found, USUAL, "the search technique two")
+    assert "not yet proved" in describe_result(found, USUAL, "the search technique two")
+    proved = replace(found, gain=Gain(times=4 / 3, low=1.3, high=1.37))
+    said = describe_result(proved, USUAL, "the search technique two")
+    assert "communication is 33 % faster, ± 3" in said
     assert "steps take 250 ms instead of 300 (1.20× faster)" in said
-    assert "takes 110 ms instead of 160" in said
+    assert "110 ms instead of 160" in said
     assert "2 streams, proposed by the search technique two" in said
 
 

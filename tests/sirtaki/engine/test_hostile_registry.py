@@ -21,8 +21,8 @@ from sirtaki.autotune.meta.session import Purpose, SessionResult
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
-from sirtaki.engine.tuning.coordinator import TuningCoordinator
 from sirtaki.engine.tuning.plans import checked_plans
+from sirtaki.engine.tuning.warmup import TuningCoordinator
 from sirtaki.registry.safe_store import SafeStore, open_store
 from sirtaki.settings import Settings
 
@@ -170,9 +170,9 @@ class Broken:
 
 def faults() -> list[tuple[str, str]]:
     return [
-        ("sirtaki.engine.tuning.coordinator.make_planners", "without planners"),
-        ("sirtaki.engine.tuning.coordinator.default_arms", "tuning has failed"),
-        ("sirtaki.engine.tuning.coordinator.WarmupSession", "tuning has failed"),
+        ("sirtaki.engine.tuning.warmup.make_planners", "without planners"),
+        ("sirtaki.engine.tuning.warmup.default_arms", "tuning has failed"),
+        ("sirtaki.engine.tuning.warmup.WarmupSession", "tuning has failed"),
         ("sirtaki.engine.tuning.cache.neighbours", "registry"),
         ("sirtaki.engine.tuning.cache.make_key", "left alone"),
         ("sirtaki.engine.tuning.cache.Entry", "not remembered"),

@@ -9,8 +9,7 @@ from conftest import RunRanks
 from sirtaki.autotune.knobs import MIB, KnobSpace
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.tuning.plans import knob_space
-from sirtaki.engine.tuning.probes import (
+from sirtaki.engine.tuning.plans import (
     LEAST_LARGE_BYTES,
     NEEDED_FIRST,
     PASSES,
@@ -24,6 +23,7 @@ from sirtaki.engine.tuning.probes import (
     ProbeSize,
     ThreadProbe,
     contention_model,
+    knob_space,
     threads_matter,
     without_planners,
 )

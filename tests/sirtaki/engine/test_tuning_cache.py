@@ -11,7 +11,7 @@ from conformance.graphs import chain_graph
 
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Promise, SessionResult
+from sirtaki.autotune.meta.session import Remembered, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
@@ -24,7 +24,7 @@ from sirtaki.engine.tuning.cache import (
     condition_of,
     first_proposals,
 )
-from sirtaki.measures import LinkModel
+from sirtaki.measures import Gain, LinkModel
 from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.topology import Topology
@@ -53,6 +53,7 @@ WINNER = SessionResult(
     iterations_used=30,
     reason="because",
     tuned=True,
+    gain=Gain(times=2.0, low=1.9, high=2.1),
 )
 
 
@@ -108,7 +109,8 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
     first = only_entry(path)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
-    assert found.exact == KNOBS
+    assert found.exact is not None
+    assert found.exact.knobs == KNOBS
     assert again.first_proposals([layout], SPACE, None) == []
     checked = replace(WINNER, arm="registry", n_trials=2)
     assert again.keep(checked, TRIALS[:2], complete=True, links={})
@@ -133,13 +135,16 @@ def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, 
     assert found == {"": 8, **({condition: 4} if condition else {})}
 
 
-def test_an_entry_promises_what_its_job_measured_and_more_is_forgiven_within_one_host(path: Path) -> None:
+def test_an_entry_tells_the_gain_that_its_job_proved_and_more_is_forgiven_within_one_host(path: Path) -> None:
     memory, layout = job(path)
     memory.look_up([layout], SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     again, layout = job(path)
-    promise = again.look_up([layout], SPACE).promise
-    assert promise == Promise(exact_s=0.5, default_s=1.0, noise=0.02, other_times=OTHER_TIMES)
+    found = again.look_up([layout], SPACE)
+    assert found.exact == Remembered(
+        knobs=KNOBS, best_s=0.5, default_s=1.0, noise=0.02, other_times=OTHER_TIMES, gain=WINNER.gain
+    )
+    assert "2.00× faster, ± 0.10" in found.message
     assert OTHER_TIMES < OTHER_TIMES_ON_ONE_HOST
 
 
@@ -236,7 +241,8 @@ def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: 
     assert sorted(summary.condition for summary in store.summaries()) == ["", "4×"]
     again, layout = job(path)
     hit = again.look_up([layout], SPACE)
-    assert hit.exact == KNOBS
+    assert hit.exact is not None
+    assert hit.exact.knobs == KNOBS
     proposals = again.first_proposals([layout], SPACE, planning_model(layout, slower))
     assert replace(KNOBS, streams=1) in [proposal.knobs for proposal in proposals]
 
