@@ -1,6 +1,7 @@
 """Jobs tune while they train, remember what they found, and are never harmed by it."""
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     assert len({json.dumps(record["knobs"]) for record in records}) > 3
     env["SIRTAKI_TRIAL_LOG"] = str(tmp_path / "second.jsonl")
     second = run_ranks("tuning.py", ranks, 90, env=env).stderr
-    assert "found Sequential" in second
+    # On a host that is too busy to prove anything the next job goes on instead.
+    assert re.search("found (an unfinished warm-up of )?Sequential", second)
     # What was kept is what runs first; whether it is kept again is up to the noise of a busy machine.
     assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
