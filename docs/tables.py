@@ -80,6 +80,41 @@ def listing(script: str) -> str:
     return f"```{language}\n{(DOCS.parent / script).read_text(encoding='utf-8').strip()}\n```"
 
 
+FIGURES: Sequence[tuple[str, str, str, str]] = (
+    (
+        "one host, 4 ranks, 60 ms of emulated compute",
+        "step",
+        "| resnet50, 4 ranks: untuned step",
+        "| resnet50, 4 ranks: tuned step",
+    ),
+    (
+        "four emulated nodes, link 400 Mbit/s, one flow at most 100",
+        "netlab",
+        "| capped | untuned |",
+        "| capped | tuned |",
+    ),
+    ("the same, of the best DDP tuned by hand", "netlab", "", "| tuned step / the best DDP tuned by hand"),
+    ("the same, where link and flow have the same rate", "netlab", "| equal | untuned |", "| equal | tuned |"),
+)
+"""What the README shows: words, the kept result, and how the lines begin that hold the untuned and the tuned figure."""
+
+
+def figures_table() -> str:
+    """Times of a step with ResNet-50's gradients, of DDP's, out of kept results."""
+    rows = []
+    for what, stem, *lines in FIGURES:
+        text = (DOCS.parent / "bench" / "results" / f"{stem}.md").read_text(encoding="utf-8")
+        rows.append((what, *(_ratio(text, line) if line else "" for line in lines), f"`python -m bench.{stem}`"))
+    return _table(("step ÷ DDP's", "untuned", "tuned", "command"), rows)
+
+
+def _ratio(text: str, begin: str) -> str:
+    """The figure of the line that begins so: a target's, or the ratio to DDP of a contender."""
+    (line,) = (line for line in text.splitlines() if line.startswith(begin))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    return f"{float(cells[1] if cells[-1] in ('met', '**missed**') else cells[3].split(' ')[0]):.2f}"
+
+
 def targets_table() -> str:
     """One row a target that a kept result of a benchmark speaks of, those that were missed first."""
     rows = []
@@ -116,6 +151,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "sirtakirun": ("reference/cli.md", launcher_table),
     **{f"sirtaki {name}": ("reference/cli.md", lambda name=name: command_table(name)) for name in COMMANDS},
     "decisions": ("decisions/index.md", decisions_table),
+    "figures": ("../README.md", figures_table),
     "targets": ("explanation/targets.md", targets_table),
     **{
         f"listing {script}": (str(page.relative_to(DOCS)), partial(listing, script))

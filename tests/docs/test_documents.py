@@ -113,8 +113,9 @@ def test_the_example_of_an_arm_imports_from_one_place() -> None:
 # ── snippets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_script_of_the_readme_is_the_one_that_the_tests_run() -> None:
-    assert blocks(ROOT / "README.md", "python") == [(ROOT / "examples" / "tutorial" / "pytorch_after.py").read_text()]
+def test_the_readme_is_one_screen() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 620  # with the table of figures
 
 
 def included(page: Path) -> list[str]:
