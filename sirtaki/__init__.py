@@ -3,4 +3,4 @@
 Scripts import `sirtaki.torch`; importing this package alone starts nothing and loads neither torch nor MPI.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
