@@ -39,11 +39,11 @@ quick: $(STAMP)
 	changed=$$( (git diff --name-only --diff-filter=d $$(git merge-base main HEAD 2>/dev/null || echo HEAD); \
 		git ls-files --others --exclude-standard) | grep '\.py$$' | sort -u); \
 		[ -z "$$changed" ] || { $(BIN)/ruff format --check $$changed && $(BIN)/ruff check $$changed; }
-	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile=quick -m "$(USUAL) and not ranks" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --hypothesis-profile=quick -m "$(USUAL) and not ranks" $(ARGS)
 
 # What starts no ranks two at a time, then what starts ranks; either may have nothing to do with ARGS.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "$(USUAL) and not ranks" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL) and not ranks" $(ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -m "$(USUAL) and ranks" $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: $(STAMP)

@@ -46,6 +46,7 @@ class _Server(ThreadingHTTPServer):
     """Serves few at a time, so that strangers cost neither threads nor descriptors."""
 
     daemon_threads = True
+    request_queue_size = 128  # of connections that nobody has accepted yet; beyond that a client waits for a second
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._lock = threading.Lock()

@@ -32,7 +32,7 @@ def on_jobs(size: int, act: Callable[[int], Any]) -> list[Any]:
         engine = sets[GLOBAL].engine
         serials: Any = defaultdict(itertools.count)
         here.job = SimpleNamespace(
-            control=control, engine=engine, rank_sets=sets, serials=serials, settled=True, elastic=None
+            control=control, engine=engine, rank_sets=sets, serials=serials, settled=True, elastic=None, size=size
         )
         result = act(control.rank)
         sets.close()

@@ -209,7 +209,7 @@ def check(played: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SHORT)
 def test_it_trains_and_shows_what_one_process_does(
     short: Callable[[str, int], dict[str, Any]], name: str, ranks: int
