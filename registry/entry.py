@@ -505,20 +505,106 @@ def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | N
     return min(alike, key=lambda ranked: ranked[:2])[2] if alike else None
 
 
+class ShardsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be equal for a setting of sharded training to be looked at.
+
+    Attributes:
+        topology: fingerprint of the topology.
+        ranks: that have the shards of one model.
+        model: digest of its sharded modules, in the order in which they are used.
+        transport: what carries them.
+        versions: library versions that matter, by name.
+        fixed: knobs that the user has fixed, and their values.
+    """
+
+    topology: Text
+    ranks: Ranks
+    model: Text
+    transport: Text
+    versions: Texts = {}
+    fixed: Texts = {}
+
+    def digest(self) -> str:
+        """A digest that is equal exactly for equal keys."""
+        return digest("shards", canonical_json(plain(self)))[:32]
+
+
+_Modules = Annotated[int, Meta(ge=0, le=2**20)]
+
+
+class ShardWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the shards of one model travelled fastest, of what a job tried.
+
+    Attributes:
+        key: where it is found again.
+        memory_bytes: that the job allowed, above what untuned training takes.
+        modules: how many are sharded.
+        streams: as the next three as `autotune.sharded.ShardKnobs` has them.
+        gain: over the untuned setting, as a share of its step; 0 where that was kept.
+        created_s: seconds since the epoch.
+    """
+
+    key: ShardsKey
+    memory_bytes: Annotated[int, Meta(ge=0, le=2**62)]
+    modules: _Modules
+    streams: Annotated[int, Meta(ge=1, le=1024)]
+    ahead: _Modules
+    behind: _Modules
+    kept: _Modules
+    gain: Annotated[float, Meta(ge=0, le=1)]
+    created_s: Number
+
+    @property
+    def id(self) -> str:
+        """One setting is kept for each: key, and memory allowed."""
+        return digest("shard way", self.key.digest(), str(self.memory_bytes))[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `shard_way_from_json` is its inverse."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+
+def shard_way_from_json(data: object) -> ShardWay:
+    """The setting that `ShardWay.to_json` described.
+
+    Raises:
+        RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
+            the message names it.
+    """
+    way = checked(ShardWay, data)
+    if way.created_s > time.time() + MAX_AHEAD_S:
+        raise RegistryError(f"created_s: {way.created_s:.0f} is in the future")
+    for name in ("ahead", "behind", "kept"):
+        if getattr(way, name) > max(1, way.modules):
+            raise RegistryError(f"{name}: {getattr(way, name)} of {way.modules} modules")
+    return way
+
+
 FORMAT = "sirtaki-registry"
-VERSION = 3
-_LISTS = {1: ("entries",), 2: ("entries", "row_ways"), VERSION: ("entries", "row_ways")}  # of documents of a version
+VERSION = 4
+_LISTS = {  # of documents of a version
+    1: ("entries",),
+    2: ("entries", "row_ways"),
+    3: ("entries", "row_ways"),
+    VERSION: ("entries", "row_ways", "shard_ways"),
+}
+
+Way = RowWay | ShardWay
 
 MAX_FILE_CHARS = 1 << 29
 MAX_ENTRIES = 100_000
 
 
-def write_document(entries: Iterable[Entry], ways: Iterable[RowWay], file: IO[str]) -> int:
-    """Writes a document with one entry or way of rows a line; how many there were."""
+def write_document(entries: Iterable[Entry], ways: Iterable[Way], file: IO[str]) -> int:
+    """Writes a document with one entry, way of rows or setting of sharded training a line; how many there were."""
+    ways = list(ways)
     file.write(f'{{"format": "{FORMAT}", "version": {VERSION}, "entries": [')
     count = _write_lines((entry.to_json() for entry in entries), file)
     file.write('], "row_ways": [')
-    count += _write_lines((way.to_json() for way in ways), file)
+    count += _write_lines((way.to_json() for way in ways if isinstance(way, RowWay)), file)
+    file.write('], "shard_ways": [')
+    count += _write_lines((way.to_json() for way in ways if isinstance(way, ShardWay)), file)
     file.write("]}\n")
     return count
 
@@ -532,11 +618,13 @@ def _write_lines(items: Iterable[dict[str, Any]], file: IO[str]) -> int:
     return count
 
 
-def read_document(file: IO[str]) -> tuple[list[Entry], list[RowWay]]:
-    """The entries and ways of rows of a document, all of them checked; documents of version 1 have no ways.
+def read_document(file: IO[str]) -> tuple[list[Entry], list[Way]]:
+    """The entries, ways of rows and settings of sharded training of a document, all of them checked.
+
+    Documents of version 1 have entries only, those up to version 3 no settings of sharded training.
 
     Raises:
-        RegistryError: it is no such document, or an entry or way has a field that is invalid; the message names both.
+        RegistryError: it is no such document, or one of them has a field that is invalid; the message names both.
     """
     try:
         text = file.read(MAX_FILE_CHARS + 1)
@@ -559,7 +647,9 @@ def read_document(file: IO[str]) -> tuple[list[Entry], list[RowWay]]:
         if not isinstance(data[name], list) or len(data[name]) > MAX_ENTRIES:
             raise RegistryError(f"{name} must be a list of at most {MAX_ENTRIES}")
     entries = _each("entry", data["entries"], entry_from_json)
-    return entries, _each("way of rows", data.get("row_ways", []), way_from_json)
+    rows = _each("way of rows", data.get("row_ways", []), way_from_json)
+    shards = _each("setting of sharded training", data.get("shard_ways", []), shard_way_from_json)
+    return entries, [*rows, *shards]
 
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Entries and ways of rows in SQLite or another database of SQLAlchemy's."""
+"""Entries, ways of rows and settings of sharded training in SQLite or another database of SQLAlchemy's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,19 @@ from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import Gain
 
 from .checked import parsed, plain
-from .entry import Entry, EntryKey, RowsKey, RowWay, entry_from_body, supersedes, way_from_json
+from .entry import (
+    Entry,
+    EntryKey,
+    RowsKey,
+    RowWay,
+    ShardsKey,
+    ShardWay,
+    Way,
+    entry_from_body,
+    shard_way_from_json,
+    supersedes,
+    way_from_json,
+)
 from .graph import (
     SIGNATURE_VERSION,
     GraphJson,
@@ -126,21 +138,31 @@ distances = Table(
     Column("distance", Float(53), nullable=False),
 )
 
-row_ways = Table(
-    "row_ways",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("kind", String(64), nullable=False),  # digest of the key
-    Column("created_s", Float(53), nullable=False),
-    Column("body", Text, nullable=False),
-    Index("row_ways_by_kind", "kind"),
+
+def _table_of_ways(name: str) -> Table:
+    return Table(
+        name,
+        metadata,
+        Column("id", String(64), primary_key=True),
+        Column("kind", String(64), nullable=False),  # digest of the key
+        Column("created_s", Float(53), nullable=False),
+        Column("body", Text, nullable=False),
+        Index(f"{name}_by_kind", "kind"),
+    )
+
+
+row_ways, shard_ways = _table_of_ways("row_ways"), _table_of_ways("shard_ways")
+
+SCHEMAS: Sequence[Sequence[Table]] = (
+    (versions, models, signatures, topologies, entries),
+    (distances,),
+    (row_ways,),
+    (shard_ways,),
 )
+"""The tables that each version of the schema has added; older ones that may not be written stay as they are."""
 
-SCHEMAS: Sequence[Sequence[Table]] = ((versions, models, signatures, topologies, entries), (distances,), (row_ways,))
-"""The tables that each version of the schema has added."""
-
-WITH_ROW_WAYS = 3
-"""The first schema that has the table; older ones that may not be written stay as they are."""
+_CALLED = {row_ways: "way of rows", shard_ways: "setting of sharded training"}
+_LISTED = {row_ways: "`sirtaki registry rows`", shard_ways: "`sirtaki registry shards`"}
 
 _LOCK = 0x51A7A1  # any number, the same in every process
 
@@ -202,7 +224,9 @@ _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if nam
 
 
 class Store:
-    """Keeps one entry a key, and ways of rows. Methods raise RegistryError where it cannot be read or written.
+    """Keeps one entry a key, ways of rows, and settings of sharded training.
+
+    Methods raise RegistryError where it cannot be read or written.
 
     Attributes:
         read_only: it is never written: so it was opened, or it may not be.
@@ -211,7 +235,7 @@ class Store:
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
         self.read_only = read_only
-        self._kinds: tuple[Table, ...] = (entries, row_ways)
+        self._kinds: Sequence[Table] = (entries, row_ways, shard_ways)
         url = _url(url_or_path)
         self._path = file_of(url_or_path)
         self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
@@ -235,16 +259,17 @@ class Store:
         with self._reading() as connection:
             return _load_one(connection, _find(connection, id_prefix, (entries,))[1])
 
-    def find(self, id_prefix: str) -> Entry | RowWay:
-        """The one entry or way of rows whose id begins like this."""
+    def find(self, id_prefix: str) -> Entry | Way:
+        """The one entry, way of rows or setting of sharded training whose id begins like this."""
         with self._reading() as connection:
             table, name = _find(connection, id_prefix, self._kinds)
             if table is entries:
                 return _load_one(connection, name)
             try:
-                return _way(name, connection.execute(select(row_ways.c.body).where(row_ways.c.id == name)).scalar_one())
+                body = connection.execute(select(table.c.body).where(table.c.id == name)).scalar_one()
+                return _way(table, name, body)
             except RegistryError as err:
-                raise RegistryError(f"way of rows {name} is damaged ({err}): forget it") from err
+                raise RegistryError(f"{_CALLED[table]} {name} is damaged ({err}): forget it") from err
 
     def entries(self) -> Iterator[Entry]:
         """All entries in full, newest first. One that cannot be read is left out with a warning."""
@@ -286,12 +311,12 @@ class Store:
         """
         return self.save_all([entry], disproved=disproved) == 1
 
-    def save_row_way(self, way: RowWay) -> bool:
-        """Keeps a way of rows, unless the one of the same id is as new; False if so. Atomic."""
+    def save_way(self, way: Way) -> bool:
+        """Keeps a way, of rows or of shards, unless the one of the same id is as new; False if so. Atomic."""
         return self.save_all([], [way]) == 1
 
-    def save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = (), *, disproved: Entry | None = None) -> int:
-        """Saves all entries and ways of rows or, if anything goes wrong, none; how many were kept."""
+    def save_all(self, new: Sequence[Entry], ways: Sequence[Way] = (), *, disproved: Entry | None = None) -> int:
+        """Saves all entries and ways or, if anything goes wrong, none; how many were kept."""
         bodies = [canonical_json(entry.body()) for entry in new]
         for entry, body in zip(new, bodies, strict=True):  # what cannot be read must not be written
             entry_from_body(body, model=entry.model, topology=entry.topology)
@@ -306,7 +331,7 @@ class Store:
         raise RegistryError(f"{self.name} is written by so many others at once that nothing could be kept")
 
     def forget(self, id_prefix: str) -> str:
-        """Removes the one entry or way of rows whose id begins like this; its id."""
+        """Removes the one entry, way of rows or setting of sharded training whose id begins like this; its id."""
         with self._writing() as connection:
             table, name = _find(connection, id_prefix, self._kinds)
             connection.execute(delete(table).where(table.c.id == name))
@@ -314,7 +339,7 @@ class Store:
             return name
 
     def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
-        """Removes what is older, and all but the `keep` newest entries and as many ways of rows; how many went."""
+        """Removes what is older, and all but the `keep` newest of each kind; how many went."""
         gone = 0
         with self._writing() as connection:
             for table in self._kinds:
@@ -389,16 +414,23 @@ class Store:
 
     def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
         """All ways of rows, or some of this key, the newest first; those that are damaged are left out."""
-        if row_ways not in self._kinds:
+        return [way for way in self._ways(row_ways, key) if isinstance(way, RowWay)]
+
+    def shard_ways(self, key: ShardsKey | None = None) -> list[ShardWay]:
+        """The same of settings of sharded training."""
+        return [way for way in self._ways(shard_ways, key) if isinstance(way, ShardWay)]
+
+    def _ways(self, table: Table, key: RowsKey | ShardsKey | None) -> Sequence[Way]:
+        if table not in self._kinds:
             return []
-        newest = select(row_ways.c.id, row_ways.c.body).order_by(row_ways.c.created_s.desc(), row_ways.c.id)
+        newest = select(table.c.id, table.c.body).order_by(table.c.created_s.desc(), table.c.id)
         if key is not None:
-            newest = newest.where(row_ways.c.kind == key.digest()).limit(MOST_WAYS)
+            newest = newest.where(table.c.kind == key.digest()).limit(MOST_WAYS)
         found = []
         with self._reading() as connection:
             for name, body in connection.execute(newest):
-                with _skipping(f"way of rows {name}", logging.WARNING if key is None else logging.INFO):
-                    found.append(_way(name, body))
+                with _skipping(f"{_CALLED[table]} {name}", logging.WARNING if key is None else logging.INFO):
+                    found.append(_way(table, name, body))
         return found
 
     def close(self) -> None:
@@ -444,7 +476,8 @@ class Store:
             if self.read_only and version == 0:
                 raise RegistryError(f"there is no registry in {self.name}")
             if self.read_only:
-                self._kinds = (entries,) if version < WITH_ROW_WAYS else self._kinds
+                there_are = [table for added in SCHEMAS[:version] for table in added]
+                self._kinds = [table for table in self._kinds if table in there_are]
             elif version < len(SCHEMAS):
                 metadata.create_all(connection, tables=[table for added in SCHEMAS[version:] for table in added])
                 connection.execute(delete(versions))
@@ -528,9 +561,10 @@ def _find(connection: Connection, id_prefix: str, tables: Sequence[Table]) -> tu
         ).scalars()
     ]
     if len(found) != 1 or not id_prefix:
-        kind, lists = ("entry", "`sirtaki registry list`")
+        kind, lists = "entry", "`sirtaki registry list`"
         if len(tables) > 1:
-            kind, lists = "entry or way of rows", f"{lists} and `sirtaki registry rows`"
+            kind = f"{kind} or {' or '.join(_CALLED[table] for table in tables[1:])}"
+            lists = f"{lists}, {' and '.join(_LISTED[table] for table in tables[1:])}"
         what = "several ids begin" if found else f"no {kind} has an id that begins"
         raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
     return found[0]
@@ -612,26 +646,28 @@ def _save(connection: Connection, entry: Entry, body: str, disproved: Entry | No
     return True
 
 
-def _save_way(connection: Connection, way: RowWay) -> bool:
-    """Keeps a way of rows unless the one of the same id is as new; False if so."""
+def _save_way(connection: Connection, way: Way) -> bool:
+    """Keeps a way unless the one of the same id is as new; False if so."""
+    table = row_ways if isinstance(way, RowWay) else shard_ways
     body = canonical_json(way.to_json())
-    _way(way.id, body)  # what cannot be read must not be written
-    mine = row_ways.c.id == way.id
-    there = connection.execute(select(row_ways.c.body).where(mine).with_for_update()).scalar_one_or_none()
+    _way(table, way.id, body)  # what cannot be read must not be written
+    mine = table.c.id == way.id
+    there = connection.execute(select(table.c.body).where(mine).with_for_update()).scalar_one_or_none()
     if there is not None:
-        with _skipping(f"way of rows {way.id}"):
-            if _way(way.id, there).created_s >= way.created_s:
+        with _skipping(f"{_CALLED[table]} {way.id}"):
+            if _way(table, way.id, there).created_s >= way.created_s:
                 return False
-    connection.execute(delete(row_ways).where(mine))
+    connection.execute(delete(table).where(mine))
     row = {"id": way.id, "kind": way.key.digest(), "created_s": way.created_s, "body": body}
-    connection.execute(insert(row_ways).values(row))
+    connection.execute(insert(table).values(row))
     return True
 
 
-def _way(name: str, body: str) -> RowWay:
-    way = way_from_json(parsed(dict, body))
+def _way(table: Table, name: str, body: str) -> Way:
+    data = parsed(dict, body)
+    way = way_from_json(data) if table is row_ways else shard_way_from_json(data)
     if way.id != name:
-        raise RegistryError("it is of other rows")
+        raise RegistryError(f"it is of other {'rows' if table is row_ways else 'shards'}")
     return way
 
 

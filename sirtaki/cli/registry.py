@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, told_gain
-from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay
+from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay, ShardWay, Way
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.warm_start import nearest
@@ -36,28 +36,31 @@ def configure(parser: ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     listing = commands.add_parser("list", help="all entries, newest first")
-    show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one way of rows")
+    show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one of the others")
     rows = commands.add_parser("rows", help="which way rows of sparse gradients went fastest, newest first")
+    shards = commands.add_parser("shards", help="how shards of sharded training travelled fastest, newest first")
     similar = commands.add_parser("similar", help="the entries nearest to one")
     similar.add_argument("-k", type=whole(1), default=5, metavar="N", help="at most so many (default: 5)")
     similar.add_argument(
         "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
     )
     similar.add_argument("--plot", type=Path, metavar="FILE", help="picture of its model and the nearest one's")
-    export = commands.add_parser("export", help="write entries and ways of rows to a file, for `import` elsewhere")
+    export = commands.add_parser("export", help="write all that is remembered to a file, for `import` elsewhere")
     export.add_argument("ids", nargs="*", metavar="ID", help="which (default: all)")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: standard output)")
     importing = commands.add_parser(
-        "import", help="check what is in a file and keep entries that are not worse than ours, and newer ways of rows"
+        "import",
+        help="check what is in a file and keep entries that are not worse than ours, and all else that is newer",
     )
     importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
-    prune = commands.add_parser("prune", help="remove old entries and ways of rows")
+    prune = commands.add_parser("prune", help="remove what is old")
     prune.add_argument("--older-than", type=positive, metavar="DAYS", help="those made longer ago")
     prune.add_argument("--keep", type=whole(0), metavar="N", help="all but the newest N of each")
-    forget = commands.add_parser("forget", help="remove one entry or way of rows")
-    for command, lists in ((show, "`list` or `rows`"), (similar, "`list`"), (forget, "`list` or `rows`")):
+    forget = commands.add_parser("forget", help="remove one entry, way of rows or setting of sharded training")
+    every = "`list`, `rows` or `shards`"
+    for command, lists in ((show, every), (similar, "`list`"), (forget, every)):
         command.add_argument("id", metavar="ID", help=f"the beginning of its id, as {lists} shows it")
-    for command in (listing, rows, show, similar, importing, prune, forget):
+    for command in (listing, rows, shards, show, similar, importing, prune, forget):
         add_formats(command)
 
 
@@ -131,11 +134,37 @@ def _rows(store: Store, options: Namespace) -> None:
     _show_rows(options, rows, [{"id": way.id, **way.to_json()} for way in ways], "no ways of rows are remembered yet")
 
 
+def _shards(store: Store, options: Namespace) -> None:
+    ways = store.shard_ways()
+    rows = [
+        {
+            "id": way.id[:8],
+            "model": way.key.model[:8],
+            "modules": str(way.modules),
+            "ranks": str(way.key.ranks),
+            "by": way.key.transport,
+            "memory allowed": f"{way.memory_bytes / 1e6:.0f} MB",
+            "setting": _setting(way),
+            "faster than untuned": f"{way.gain:.0%}" if way.gain else "nothing was",
+            "made": _date(way.created_s),
+        }
+        for way in ways
+    ]
+    data = [{"id": way.id, **way.to_json()} for way in ways]
+    _show_rows(options, rows, data, "no settings of sharded training are remembered yet")
+
+
 def _show(store: Store, options: Namespace) -> None:
     found = store.find(options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        print_table(["", ""], (_way_facts(found) if isinstance(found, RowWay) else _entry_facts(found)).items())
+        print_table(["", ""], _facts(found).items())
+
+
+def _facts(found: Entry | Way) -> Mapping[str, str]:
+    if isinstance(found, Entry):
+        return _entry_facts(found)
+    return _way_facts(found) if isinstance(found, RowWay) else _shard_facts(found)
 
 
 def _way_facts(way: RowWay) -> Mapping[str, str]:
@@ -150,6 +179,22 @@ def _way_facts(way: RowWay) -> Mapping[str, str]:
         "aggregator": "there" if key.aggregator else "none",
         "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
         "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
+        "made": _date(way.created_s),
+        "key versions": _versions(key.versions),
+    }
+
+
+def _shard_facts(way: ShardWay) -> Mapping[str, str]:
+    key = way.key
+    return {
+        "id": way.id,
+        "model": f"{way.modules} sharded modules on {key.ranks} ranks, {key.model}",
+        "cluster": key.topology,
+        "carried by": key.transport,
+        "memory allowed": f"{way.memory_bytes} bytes above untuned training",
+        "fixed by the user": _pairs(key.fixed.items()) or "nothing",
+        "setting": _setting(way),
+        "gain": f"{way.gain:.0%} faster than untuned" if way.gain else "nothing was faster than untuned",
         "made": _date(way.created_s),
         "key versions": _versions(key.versions),
     }
@@ -243,11 +288,11 @@ def _export(store: Store, options: Namespace) -> None:
     from sirtaki.registry.entry import write_document
 
     entries: Iterable[Entry] = store.entries()
-    ways = store.row_ways()
+    ways: Sequence[Way] = [*store.row_ways(), *store.shard_ways()]
     if options.ids:
         named = [store.find(id_prefix) for id_prefix in options.ids]
         entries = [one for one in named if isinstance(one, Entry)]
-        ways = [one for one in named if isinstance(one, RowWay)]
+        ways = [one for one in named if not isinstance(one, Entry)]
     try:
         opened = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
     except OSError as err:
@@ -290,10 +335,11 @@ def _report(options: Namespace, facts: dict[str, Any]) -> None:
         print(", ".join(f"{name}: {value}" for name, value in facts.items()))
 
 
-_READING = ("list", "rows", "show", "similar", "export")
+_READING = ("list", "rows", "shards", "show", "similar", "export")
 _ACTIONS = {
     "list": _list,
     "rows": _rows,
+    "shards": _shards,
     "show": _show,
     "similar": _similar,
     "export": _export,
@@ -320,6 +366,10 @@ def _words(way: RowWay) -> str:
     if way.path == HOT_COLD:
         return f"{way.path}, {way.cold}{', aggregator' if way.aggregated else ''}"
     return f"{way.path} of {way.block_rows}" if way.path == BLOCKS else way.path
+
+
+def _setting(way: ShardWay) -> str:
+    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept"))
 
 
 def _link(link: LinkModel) -> str:

@@ -43,10 +43,9 @@ from sirtaki.comm.transports.contract import scale_
 from sirtaki.errors import PlanError
 from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
 from sirtaki.registry.safe_store import SafeStore
-from sirtaki.registry.topology import Topology
 from sirtaki.settings import REGISTRY_OFF
 
-from .tuning.cache import Hardware, hosts_by_rank
+from .tuning.cache import cluster_fingerprint
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
 
@@ -335,13 +334,7 @@ class SparseMemory:
         if not learned:
             return {}
         if not self._topology:
-            hosts = hosts_by_rank(self._control, self._settings)
-            kinds = self._control.all_gather(Hardware.here(torch.device("cpu")))
-            self._topology = Topology.from_ranks(
-                hosts,
-                devices=[kind.device for kind in kinds],
-                host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=True)},
-            ).fingerprint()
+            self._topology = cluster_fingerprint(self._control, self._settings)
         found = {name: self._find(name, *one) for name, one in learned.items()} if self._writes else {}
         return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
 
@@ -384,7 +377,7 @@ class SparseMemory:
                 span_s=min(choice.measured_s, default=0.0),
                 created_s=time.time(),
             )
-            self._opened().attempt(lambda store: store.save_row_way(way), False)
+            self._opened().attempt(lambda store: store.save_way(way), False)
         except Exception:  # as above
             logger.warning("the way of rows of %s is not remembered", name, exc_info=True)
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp as TorchOp
 
+import sirtaki
 from sirtaki.autotune.sharded import STREAMS, ShardKnobs, ShardSession, ShardSpace
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
@@ -41,8 +42,16 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
 from sirtaki.engine.ranks import open_beside
+from sirtaki.engine.tuning.cache import cluster_fingerprint
+from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
-from sirtaki.settings import Settings
+from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
+from sirtaki.registry.graph import canonical_json, digest
+from sirtaki.registry.safe_store import SafeStore
+from sirtaki.settings import REGISTRY_OFF, Settings
+
+if TYPE_CHECKING:
+    from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,7 @@ UNTUNED = ShardKnobs(streams=1, ahead=1, behind=1, kept=0)
 """One module ahead is gathered in the forward pass, too; in the backward pass FSDP does that."""
 
 Ranks = tuple[int, ...]
+_T = TypeVar("_T")
 _Group = Any  # FSDP's parameter group: of a private module of PyTorch, like its state
 
 
@@ -238,12 +248,16 @@ class Attached:
 
 
 class _Tuning:
-    """Finds the fastest setting in the first steps; rank 0 of the model's ranks decides, the others follow."""
+    """Finds the fastest setting in the first steps; rank 0 of the model's ranks decides, the others follow.
+
+    What it finds is remembered, and tried first by the next job.
+    """
 
     def __init__(self, attached: Attached, lanes: ShardLanes | None, settings: Settings) -> None:
         self._attached, self._lanes, self._settings = attached, lanes, settings
         self._active = lanes is not None and settings.tune and settings.warmup_iterations > 0
-        self._session: ShardSession | None = None  # on rank 0
+        self._session: ShardSession | None = None  # on rank 0, as the next one
+        self._memory: ShardMemory | None = None
         self._begun_s: float | None = None
         if lanes is not None:
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
@@ -255,8 +269,10 @@ class _Tuning:
         begun_s, self._begun_s = self._begun_s, time.perf_counter()
         control = self._lanes.control
         if begun_s is None:
+            remembers = self._settings.registry != REGISTRY_OFF
+            topology = cluster_fingerprint(control, self._settings) if remembers else ""
             if control.rank == 0:
-                self._session = self._begin(self._lanes)
+                self._session = self._begin(self._lanes, topology)
             return
         span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
         told: tuple[ShardKnobs, bool] | None = None
@@ -270,7 +286,7 @@ class _Tuning:
             self._end()
         self._begun_s = time.perf_counter()
 
-    def _begin(self, lanes: ShardLanes) -> ShardSession:
+    def _begin(self, lanes: ShardLanes, topology: str) -> ShardSession:
         attached, settings = self._attached, self._settings
         wholes = tuple(_bytes_of(each.group, 1)[0] * lanes.control.size for each in attached.sharded)
         streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if settings.streams is None else ()
@@ -281,7 +297,18 @@ class _Tuning:
             whole_bytes=wholes,
             memory_bytes=settings.fsdp_memory,
         )
-        return ShardSession(space, default, budget=settings.warmup_iterations)
+        if topology:
+            key = ShardsKey(
+                topology=topology,
+                ranks=lanes.control.size,
+                model=_digest_of(attached.sharded),
+                transport=lanes.kind.value,
+                versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
+                fixed={name: value for name, value in fixed_knobs(settings).items() if name == "streams"},
+            )
+            self._memory = ShardMemory(settings.registry, key, space)
+        first = None if self._memory is None else self._memory.recall()
+        return ShardSession(space, default, budget=settings.warmup_iterations, first=first)
 
     def _run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
         if knobs.streams != self._attached.knobs.streams:
@@ -295,6 +322,57 @@ class _Tuning:
         if (session := self._session) is not None:
             gain = f"{session.gain:.0%} faster than untuned" if session.gain else "nothing was faster"
             logger.info("sharded training: %s; %s; %d settings tried", self._attached.describe(), gain, session.tried)
+            if self._memory is not None and session.tried > 1:
+                self._memory.keep(self._attached.knobs, session.gain)
+
+
+class ShardMemory:
+    """What earlier jobs have found for such a model on such ranks; on rank 0. Nothing here raises into training."""
+
+    def __init__(self, registry: str | None, key: ShardsKey, space: ShardSpace) -> None:
+        self._registry, self._key, self._space = registry, key, space
+
+    def recall(self) -> ShardKnobs | None:
+        """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
+        ways = self._attempt(lambda store: store.shard_ways(self._key), list[ShardWay]())
+        since_s, allowed = time.time() - STALE_AFTER_S, self._space.memory_bytes
+        found = [(way.memory_bytes, _knobs_of(way)) for way in ways if way.created_s >= since_s]
+        fitting = [one for one in found if one[0] >= allowed and one[1] in self._space]
+        if not fitting:
+            return None
+        _, knobs = min(fitting, key=lambda one: one[0])
+        logger.info("an earlier job has found for these shards: %s", knobs.describe())
+        return knobs
+
+    def keep(self, knobs: ShardKnobs, gain: float) -> None:
+        """Takes the place of what a job of the same key, which was allowed as much memory, has found."""
+        way = ShardWay(
+            key=self._key,
+            memory_bytes=self._space.memory_bytes,
+            modules=self._space.modules,
+            **asdict(knobs),
+            gain=gain,
+            created_s=time.time(),
+        )
+        self._attempt(lambda store: store.save_way(way), False)
+
+    def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
+        """Opens the registry for that only: a search lasts for many steps."""
+        store = SafeStore(self._registry)
+        try:
+            return store.attempt(action, otherwise)
+        finally:
+            store.close()
+
+
+def _knobs_of(way: ShardWay) -> ShardKnobs:
+    return ShardKnobs(streams=way.streams, ahead=way.ahead, behind=way.behind, kept=way.kept)
+
+
+def _digest_of(sharded: Sequence[_Sharded]) -> str:
+    """Equal for models that gather and scatter the same in the same order."""
+    sizes = [[_description(each.group), _bytes_of(each.group, 1)] for each in sharded]
+    return digest("sharded model", canonical_json(sizes))[:32]
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:

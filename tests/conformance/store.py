@@ -10,7 +10,17 @@ from msgspec import structs
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
-from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, RowsKey, RowWay, Skew, make_key
+from sirtaki.registry.entry import (
+    STALE_AFTER_S,
+    Entry,
+    Provenance,
+    RowsKey,
+    RowWay,
+    ShardsKey,
+    ShardWay,
+    Skew,
+    make_key,
+)
 from sirtaki.registry.graph import WIDTH, ModelGraph, labels, signature
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
@@ -250,14 +260,47 @@ def make_way(*, ranks: int = 4, created_s: float = 1.7e9) -> RowWay:
     )
 
 
+def make_shard_way(*, ranks: int = 4, created_s: float = 1.7e9) -> ShardWay:
+    """A setting of sharded training with every field filled."""
+    key = ShardsKey(
+        topology="ab" * 32,
+        ranks=ranks,
+        model="cd" * 16,
+        transport="gloo",
+        versions={"sirtaki": "0.1"},
+        fixed={"streams": "2"},
+    )
+    return ShardWay(
+        key=key, memory_bytes=2**20, modules=9, streams=2, ahead=3, behind=1, kept=9, gain=0.25, created_s=created_s
+    )
+
+
+def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None:
+    way, ways = make_way(), [make_shard_way(), make_shard_way(ranks=8, created_s=1.71e9)]
+    assert store.save_all([], [way, *ways]) == 3
+    more = structs.replace(ways[0], memory_bytes=2**30, created_s=1.69e9)
+    assert store.save_way(more)
+    assert store.shard_ways(ways[0].key) == [ways[0], more]
+    assert store.shard_ways() == [ways[1], ways[0], more]
+    assert store.row_ways() == [way]
+    assert store.save_way(newer := structs.replace(ways[0], kept=0, created_s=1.72e9))
+    assert not store.save_way(ways[0])
+    assert store.find(ways[0].id[:12]) == newer
+    with pytest.raises(RegistryError, match="kept: 10 of 9 modules"):
+        store.save_way(structs.replace(ways[0], kept=10, created_s=1.73e9))
+    assert store.forget(more.id) == more.id
+    assert store.prune(keep=1) == 1
+    assert (store.shard_ways(), store.row_ways()) == ([newer], [way])
+
+
 def keeps_ways_of_rows_by_their_key(store: Store) -> None:
     ways = [make_way(), make_way(ranks=8, created_s=1.71e9)]
     for way in ways:
-        store.save_row_way(way)
+        store.save_way(way)
     assert store.row_ways(ways[0].key) == ways[:1]
     assert store.row_ways() == ways[::-1]
-    assert store.save_row_way(newer := structs.replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
-    assert not store.save_row_way(ways[0])
+    assert store.save_way(newer := structs.replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
+    assert not store.save_way(ways[0])
     assert store.row_ways() == [newer, ways[1]]
 
 
@@ -311,6 +354,7 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     keeps_distances_in_both_directions,
     refuses_what_it_could_not_read_again,
     keeps_ways_of_rows_by_their_key,
+    keeps_settings_of_sharded_training_beside_ways_of_rows,
     prunes_ways_of_rows_as_entries,
     saves_all_entries_and_ways_or_none,
     finds_and_forgets_ways_of_rows_by_their_id,

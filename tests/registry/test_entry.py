@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.graphs import chain_graph
-from conformance.store import make_entry, make_way
+from conformance.store import make_entry, make_shard_way, make_way
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs, to_builtins
@@ -30,6 +30,7 @@ from sirtaki.registry.entry import (
     RowsKey,
     RowWay,
     Skew,
+    Way,
     entry_from_json,
     implausible,
     nearest_way,
@@ -284,25 +285,28 @@ def test_all_knobs_of_the_tuner_pass(knobs: Knobs) -> None:
 # ── documents ──
 
 
-def exported(entries: list[Entry], ways: list[RowWay]) -> str:
+def exported(entries: list[Entry], ways: list[Way]) -> str:
     file = io.StringIO()
     assert write_document(entries, ways, file) == len(entries) + len(ways)
     return file.getvalue()
 
 
 ENTRIES = [make_entry(), make_entry(model=chain_graph([4, 4])), make_entry(ranks=6, complete=False)]
-WAYS = [make_way(), make_way(ranks=8)]
+WAYS = [make_way(), make_way(ranks=8), make_shard_way(), make_shard_way(ranks=8)]
 DOCUMENT = exported(ENTRIES, WAYS)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 4])
 def test_what_was_exported_comes_back(count: int) -> None:
     given = (ENTRIES[:count], WAYS[:count])
     assert read_document(io.StringIO(exported(*given))) == given
 
 
-def test_a_document_from_before_there_were_ways_of_rows_is_read() -> None:
+def test_documents_of_earlier_versions_are_read() -> None:
     data = json.loads(DOCUMENT)
+    del data["shard_ways"]
+    for version in (3, 2):
+        assert read_document(io.StringIO(json.dumps({**data, "version": version}))) == (ENTRIES, WAYS[:2])
     del data["row_ways"]
     assert read_document(io.StringIO(json.dumps({**data, "version": 1}))) == (ENTRIES, [])
 
@@ -317,9 +321,9 @@ def with_second_entry(**fields: Any) -> str:
     return json.dumps(data)
 
 
-def with_second_way(**fields: Any) -> str:
+def with_second_way(of: str = "row_ways", **fields: Any) -> str:
     data = json.loads(DOCUMENT)
-    data["row_ways"][1].update(fields)
+    data[of][1].update(fields)
     return json.dumps(data)
 
 
@@ -336,7 +340,7 @@ def with_second_way(**fields: Any) -> str:
         (DOCUMENT.replace('"n_trials": 20', '"n_trials": 20, "n_trials": 21'), "twice"),
         (DOCUMENT.replace('"noise_s": 0.01', '"noise_s": NaN'), "NaN"),
         (changed(format="pickle"), "format"),
-        (changed(version=4), "version"),
+        (changed(version=5), "version"),
         (changed(version=1), "exactly the fields format, version and entries$"),
         (changed(version=True), "version"),
         (changed(extra=1), "exactly"),
@@ -345,6 +349,9 @@ def with_second_way(**fields: Any) -> str:
         (changed(row_ways=[{}]), "way of rows 1: JSON: object missing required field key"),
         (with_second_way(path="by air"), "way of rows 2: path: "),
         (with_second_way(created_s=4e9), "way of rows 2: created_s"),
+        (with_second_way("shard_ways", streams=0), "setting of sharded training 2: streams"),
+        (with_second_way("shard_ways", behind=10), "setting of sharded training 2: behind: 10 of 9 modules"),
+        (with_second_way("shard_ways", created_s=4e9), "setting of sharded training 2: created_s"),
         (changed(entries=[1]), "entry 1: JSON: expected object, got int"),
         (with_second_entry(noise_s=-1), "entry 2: noise_s"),
         (with_second_entry(knobs={}), "entry 2: knobs: object missing required field unit_bytes"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from conformance.graphs import chain_graph
-from conformance.store import CHECKS, make_entry, make_way
+from conformance.store import CHECKS, make_entry, make_shard_way, make_way
 from msgspec import structs
 from sqlalchemy.exc import ArgumentError, DatabaseError, IntegrityError, OperationalError
 
@@ -171,7 +171,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(path: Path) -> None:
     assert store.lookup(entry.key) == entry
     for write in (
         lambda: store.save(entry),
-        lambda: store.save_row_way(make_way()),
+        lambda: store.save_way(make_way()),
         lambda: store.forget(entry.id),
         lambda: store.prune(keep=0),
     ):
@@ -230,15 +230,16 @@ def test_an_older_schema_is_read_and_brought_up_to_date(
         open_store(str(path)).save(entry)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(version,)]
     store = open_store(str(path), read_only=True)
-    assert store.row_ways() == store.row_ways(way.key) == []
+    assert store.row_ways() == store.row_ways(way.key) == store.shard_ways() == []
     assert store.find(entry.id) == entry
     for _ in range(2):
         store = open_store(str(path))
         assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(len(SCHEMAS),)]
     store.save_distances("a", {"b": 0.5})
     assert store.distances("b") == {"a": 0.5}
-    assert store.save_row_way(way)
+    assert store.save_all([], [way, make_shard_way()]) == 2
     assert store.row_ways(way.key) == [way]
+    assert store.shard_ways() == [make_shard_way()]
     assert store.lookup(entry.key) == entry
 
 
@@ -246,7 +247,7 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, monkeypatch: pyte
     open_store(str(path)).close()
     monkeypatch.setattr(store_module, "SCHEMAS", SCHEMAS[:1])
     for read_only in (False, True):
-        with pytest.raises(RegistryError, match=r"has schema 3, this release knows up to 1: upgrade .* SIRTAKI_REG"):
+        with pytest.raises(RegistryError, match=r"has schema 4, this release knows up to 1: upgrade .* SIRTAKI_REG"):
             open_store(str(path), read_only=read_only)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(len(SCHEMAS),)]
 
@@ -396,7 +397,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     assert f"way of rows {other.id} in the registry is left out" in caplog.text
     with pytest.raises(RegistryError, match=r"is damaged \(.*\): forget it"):
         store.find(other.id)
-    assert store.save_row_way(other)
+    assert store.save_way(other)
     assert store.row_ways() == [other, way]
 
 

@@ -208,6 +208,17 @@ def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
     return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
 
+def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
+    """Collective: of the topology of these ranks, which compute on their processors."""
+    hosts = hosts_by_rank(control, settings)
+    kinds = control.all_gather(Hardware.here(torch.device("cpu")))
+    return Topology.from_ranks(
+        hosts,
+        devices=[kind.device for kind in kinds],
+        host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=True)},
+    ).fingerprint()
+
+
 class TuningCache:
     """Looks this job up and stores what it found. Nothing here raises into training."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conformance.graphs import chain_graph
-from conformance.store import make_entry, make_way
+from conformance.store import make_entry, make_shard_way, make_way
 from msgspec import structs
 
 from sirtaki.cli import registry as cli
@@ -65,7 +65,7 @@ def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> Non
 
 def test_rows_shows_which_way_rows_went_where_they_were_touched_how(run: Run, store: Store) -> None:
     assert run("rows") == ""
-    store.save_row_way(make_way())
+    store.save_way(make_way())
     titles, line = run("rows").splitlines()
     assert re.split(" {2,}", titles.strip())[-3:] == ["way", "hot", "made"]
     shown = [make_way().id[:8], "table.weight", "1000", "64", "4", "15.00%", "34% of touches", "hot_cold, owner", "30"]
@@ -86,13 +86,32 @@ def test_rows_shows_which_way_rows_went_where_they_were_touched_how(run: Run, st
     ],
 )
 def test_show_tells_a_way_of_rows(run: Run, store: Store, way: RowWay, words: str) -> None:
-    store.save_row_way(way)
+    store.save_way(way)
     text = run("show", way.id[:10])
     assert words in text
     assert words in run("rows")
     for part in ("table.weight: 1000 rows of 64 bytes, float32, on 4 ranks", "streams=2", "30: 70%", "10.000 ms"):
         assert part in text
     assert json.loads(run("show", way.id, "--json")) == way.to_json()
+
+
+def test_settings_of_sharded_training_are_shown_and_carried_elsewhere(run: Run, store: Store, tmp_path: Path) -> None:
+    assert run("shards") == ""
+    way, file, elsewhere = make_shard_way(), tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
+    store.save_way(way)
+    line = run("shards").splitlines()[1]
+    shown = [way.id[:8], "cdcdcdcd", "9", "4", "gloo", "1 MB", "streams=2, ahead=3, behind=1, kept=9", "25%"]
+    assert re.split(" {2,}", line.strip())[:-1] == shown
+    assert json.loads(run("shards", "--json")) == [{"id": way.id, **way.to_json()}]
+    text = run("show", way.id[:10])
+    for part in ("9 sharded modules on 4 ranks", "streams=2, ahead=3", "25% faster than untuned"):
+        assert part in text
+    assert json.loads(run("show", way.id, "--json")) == way.to_json()
+    run("export", way.id[:10], "-o", file)
+    assert run(elsewhere, "import", file) == "imported: 1, kept as they were: 0\n"
+    assert run(elsewhere, "import", file) == "imported: 0, kept as they were: 1\n"
+    assert run("forget", way.id) == f"forgotten: {way.id}\n"
+    assert run("shards") == ""
 
 
 def test_models_of_one_name_are_told_apart(run: Run, store: Store) -> None:
@@ -164,7 +183,7 @@ def test_ways_of_rows_go_with_entries_and_the_newer_stays(run: Run, store: Store
     run("export", "-o", file)
     there = open_store(str(tmp_path / "other.db"))
     newer = structs.replace(ways[0], path="gather", n_hot=0, created_s=1.75e9)
-    there.save_row_way(newer)
+    there.save_way(newer)
     assert run(elsewhere, "import", file) == "imported: 2, kept as they were: 1\n"
     assert there.row_ways() == [newer, ways[1]]
     assert list(there.entries()) == [entry]

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RunRanks
+from msgspec import structs
 from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.errors import ConfigError
+from sirtaki.registry.safe_store import open_store
 from sirtaki.torch import fsdp
 
 SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
@@ -32,6 +34,59 @@ def test_attached_models_train_as_in_one_process(play: Play, rank_case: RankCase
 def test_a_rank_that_dies_is_named_to_those_who_wait(run_ranks: RunRanks, env: dict[str, str]) -> None:
     job = run_ranks("fsdp_faults.py", 3, env=env, check=False, timeout_s=60)
     assert job.stdout.count("PeerLostError: rank 1 has ended") == 2, job.stdout + job.stderr
+
+
+def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
+    """Those that a search has run, in order; the last one is what it has kept."""
+    tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
+    return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("env", [SHARED, pytest.param(SOCKETS, marks=pytest.mark.slow)])
+def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_process(
+    run_ranks: RunRanks, ranks: int, env: dict[str, str]
+) -> None:
+    found = settings_run(run_ranks, "fast", "3 kept", ranks=ranks, **env)
+    assert "kept" not in found[0]
+    assert "3 kept" in found[-1]
+    assert len(set(found)) > 2
+    found = settings_run(run_ranks, "fast", "3 kept", ranks=ranks, **env, SIRTAKI_FSDP_MEMORY="1")
+    assert not any("3 kept" in setting for setting in found)
+    assert len(set(found)) > 1
+
+
+def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and_replaces_it(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "registry.db")
+
+    def run(*args: str, **env: str) -> list[str]:
+        return settings_run(run_ranks, *args, SIRTAKI_REGISTRY=path, **env)
+
+    kept_all = "gathers 1 ahead and 1 behind, 3 kept"
+    assert run("fast", "3 kept")[-1].endswith(kept_all)
+    (first,) = open_store(path).shard_ways()
+    assert (first.kept, first.memory_bytes, first.modules) == (3, 2**20, 3)
+    assert first.gain > 0.0
+    unusual = structs.replace(first, ahead=2, kept=2, created_s=first.created_s + 1)  # not the first that is tried else
+    open_store(path).save_way(unusual)
+
+    again = run("fast", "2 kept")
+    assert len(set(again)) == 2, "nothing else is tried where it wins"
+    assert again[-1].endswith("gathers 2 ahead and 1 behind, 2 kept")
+    (second,) = open_store(path).shard_ways()
+    assert second == structs.replace(unusual, gain=second.gain, created_s=second.created_s)
+    assert second.created_s > unusual.created_s
+
+    little = run("fast", "2 kept", SIRTAKI_FSDP_MEMORY="1")
+    assert not any("2 kept" in setting for setting in little), "it takes more memory than is allowed"
+    assert second in open_store(path).shard_ways()
+
+    slower = run("slow", "2 kept")
+    assert "2 kept" in slower[1], "it is tried first"
+    assert "2 kept" not in slower[-1]
+    assert all(way.kept != 2 for way in open_store(path).shard_ways())
 
 
 @pytest.mark.slow

@@ -1,0 +1,45 @@
+"""A search over real steps of a sharded model, against one process. Started by test_fsdp.py.
+
+The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
+long ("slow" "WORD"): which setting wins is known. Rank 0 prints every setting that ran, in order.
+"""
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from ranks.fsdp_attached import Tower, sharded, trains_alike
+from torch import nn
+
+from sirtaki.torch import fsdp
+
+
+def main(which: str, word: str) -> None:
+    model = sharded(Tower(blocks=2))
+    seen: list[str] = []
+    now_s = 0.0
+
+    def passes(module: nn.Module, args: object) -> None:
+        nonlocal now_s
+        setting = fsdp.describe(model)
+        if seen[-1:] != [setting]:
+            seen.append(setting)
+        now_s += 1.0 if (word in setting) == (which == "fast") else 2.0
+
+    model.register_forward_pre_hook(passes)
+    fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+    steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # a proof that has begun is ended
+    trains_alike(model, Tower(blocks=2), steps=steps, tolerance=1e-9)
+    every: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, seen)
+    assert all(each == seen for each in every), "ranks ran different settings"
+    if dist.get_rank() == 0:
+        print("\n".join(seen))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()
