@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_jobs import OVER_MESH
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
@@ -47,6 +48,13 @@ def test_the_language_model_learns_though_ranks_have_different_amounts_of_text(r
     bits = [float(found) for found in re.findall(r"([\d.]+) bits a character", out)]
     assert len(bits) == 3
     assert bits[-1] < bits[0] < 7
+
+
+def test_the_sharded_transformer_learns_a_sentence_by_heart(run_ranks: RunRanks) -> None:
+    out = run_ranks(EXAMPLES / "fsdp_transformer.py", 2, env={**ENV, **OVER_MESH}, timeout_s=60).stdout
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.slow
