@@ -1,12 +1,14 @@
-"""The pages that `sirtaki report` writes, in a real browser.
+"""The pages that `sirtaki report` writes, and the site of the documents, in a real browser.
 
-No script error, every plot drawn, readable on a telephone, in light and dark.
+No script error; every plot of a report drawn, readable on a telephone, in light and dark.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return page
 
 
-def opened(page: Path, folder: Path, *, width: int, dark: bool) -> str:
+def opened(address: str, folder: Path, *, width: int, dark: bool) -> str:
     """What the page has become once its scripts have run; no script may have complained."""
     assert CHROMIUM is not None
     options = [
@@ -62,7 +64,7 @@ def opened(page: Path, folder: Path, *, width: int, dark: bool) -> str:
         "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=3000 --dump-dom",
         f"--window-size={width},2000 --blink-settings=preferredColorScheme={0 if dark else 1}",
     ]
-    command = [CHROMIUM, *" ".join(options).split(), f"--user-data-dir={folder}", page.as_uri()]
+    command = [CHROMIUM, *" ".join(options).split(), f"--user-data-dir={folder}", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert re.findall(r".*:CONSOLE.*", done.stderr) == []
     return done.stdout
@@ -72,11 +74,13 @@ def opened(page: Path, folder: Path, *, width: int, dark: bool) -> str:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_a_report_is_drawn_and_readable(page: Path, width: int, dark: bool, tmp_path: Path) -> None:
-    opened(page, tmp_path / "profile", width=width, dark=dark)  # as it is, with its content security policy
+    opened(page.as_uri(), tmp_path / "profile", width=width, dark=dark)  # as it is, with its content security policy
     looked_at = tmp_path / "looked_at.html"
     text = re.sub(r"<meta http-equiv=.?Content-Security-Policy[^>]*>", "", page.read_text(), flags=re.IGNORECASE)
     looked_at.write_text(text + LOOK)
-    found = re.search(r'<pre id="seen">(.*?)</pre>', opened(looked_at, tmp_path / "profile", width=width, dark=dark))
+    found = re.search(
+        r'<pre id="seen">(.*?)</pre>', opened(looked_at.as_uri(), tmp_path / "profile", width=width, dark=dark)
+    )
     assert found is not None
     seen = json.loads(found[1])
     assert seen["canvases"] or seen["plots"]
@@ -85,3 +89,14 @@ def test_a_report_is_drawn_and_readable(page: Path, width: int, dark: bool, tmp_
     assert seen["text"] >= 14
     assert seen["contrast"] > 0.6
     assert seen["dark"] is dark
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian's package chromium)")
+def test_the_site_is_searched_from_disk_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    page = site / "how-to" / "watch.html"
+    assert re.findall(r'<(?:script|link rel="stylesheet")[^>]*https?://[^>]*>', page.read_text()) == []
+    shown = opened(f"{page.as_uri()}?q=preemptible", tmp_path / "profile", width=1440, dark=False)
+    assert re.search(r"[1-9]\d* matching documents", shown)
