@@ -9,7 +9,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import sirtaki
 from sirtaki.errors import SirtakiError
@@ -17,6 +17,7 @@ from sirtaki.errors import SirtakiError
 # Command → its module and a line of help.
 COMMANDS = {
     "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
+    "completion": ("sirtaki.cli.completion", "a script with which bash or zsh complete these commands and sirtakirun"),
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
     "optimize": ("sirtaki.cli.optimize", "how a recorded job's gradients should travel: a plan for the next job"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
@@ -36,6 +37,18 @@ COMMANDS = {
 }
 
 
+def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> argparse.ArgumentParser:
+    """The parser of all commands; those named so get their options, for which their modules are imported."""
+    parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
+    parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help_line) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line, description=help_line)
+        if with_options(name):
+            importlib.import_module(module).configure(command)
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -43,14 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Its exit code; 1 where it ends with one of Sirtaki's errors, 2 where the command line is invalid.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
-    parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in arguments if not word.startswith("-")), None)
-    for name, (module, help_line) in COMMANDS.items():
-        command = commands.add_parser(name, help=help_line, description=help_line)
-        if name == wanted:
-            importlib.import_module(module).configure(command)
+    parser = build_parser(lambda name: name == wanted)
     if wanted is not None and wanted not in COMMANDS and (meant := difflib.get_close_matches(wanted, COMMANDS, 1)):
         parser.error(f"{wanted!r} is no command; did you mean {meant[0]!r}?")
     options = parser.parse_args(arguments)

@@ -1,0 +1,45 @@
+"""`sirtaki completion`: a script with which a shell completes commands, options and files."""
+
+import argparse
+from collections.abc import Iterator
+
+from sirtaki.errors import ConfigError
+from sirtaki.run.options import build_parser as build_launcher_parser
+
+FILES = {"COMMAND", "DIR", "DIR_OR_LOG", "FILE", "FOLDER", "LOG", "SCRIPT"}
+"""Arguments for which the shell offers files, by their names in the help."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("shell", choices=["bash", "zsh"], metavar="SHELL", help="bash or zsh")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the script for both programs.
+
+    Raises:
+        ConfigError: shtab is missing.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as err:
+        raise ConfigError("shtab is missing: pip install 'sirtaki[completion]'") from err
+    from .__main__ import build_parser
+
+    for parser in (build_parser(), build_launcher_parser()):
+        for action in _actions(parser):
+            if (action.metavar or action.dest.upper()) in FILES and action.choices is None:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if action.nargs == argparse.REMAINDER:
+                action.help = "what the ranks run"  # shtab leaves out what the help does not show
+        print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
