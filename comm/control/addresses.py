@@ -91,12 +91,28 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
         except OSError:  # this process itself may listen there, for the script's own process groups
             if not (port and multi_tenant):
                 raise
-    return TCPStore(
-        host,
-        port if listener is None else listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        multi_tenant=multi_tenant,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    if listener is None:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
+
+    def serve(**options: bool) -> TCPStore:
+        handle = os.dup(listener.fileno())  # the store's own from then on
+        try:
+            return TCPStore(
+                host,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                multi_tenant=multi_tenant,
+                master_listen_fd=handle,
+                **options,
+            )
+        except NotImplementedError:
+            os.close(handle)
+            raise
+
+    with listener:
+        try:
+            return serve()
+        except NotImplementedError:  # PyTorch 2.4's newer store opens its own sockets only
+            return serve(use_libuv=False)

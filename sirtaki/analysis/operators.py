@@ -258,11 +258,13 @@ def live_storages() -> list[LiveStorage]:
             if issubclass(type(thing), kind):  # not isinstance, which may run code of proxies
                 kept.append(thing)
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
+    wholes = _wholes(tensors)
     gradients = [one.grad for one in parameters if one.grad is not None]
     states = [state for each in optimizers for state in vars(each).get("state", {}).values()]
     buffers = [one for module in modules for one in (vars(module).get("_buffers") or {}).values()]
     kinds: tuple[tuple[Holds, Iterable[object]], ...] = (
         (Holds.PARAMETERS, parameters),
+        (Holds.FLAT_BUFFERS, (wholes[_extent(one)] for one in gradients if _extent(one) in wholes)),
         (Holds.FLAT_BUFFERS, (one for one in gradients if _is_part(one))),
         (Holds.GRADIENTS, gradients),
         (Holds.MODULE_BUFFERS, buffers),
@@ -275,6 +277,8 @@ def live_storages() -> list[LiveStorage]:
             address = address_of(one) if isinstance(one, torch.Tensor) else None
             if not isinstance(one, torch.Tensor) or address is None or address[0] == "meta" or address in found:
                 continue
+            if _extent(one) in wholes:  # which is counted as a whole
+                continue
             storage = one.untyped_storage()
             # What is mapped lies in a file, or in memory that other ranks share, whose own it may be.
             if holds is not Holds.OTHER or getattr(storage, "filename", None) is None:
@@ -285,6 +289,28 @@ def live_storages() -> list[LiveStorage]:
         if left > 0:
             found[device, UNSEEN] = LiveStorage(device, UNSEEN, left, Holds.OTHER)
     return list(found.values())
+
+
+Extent = tuple[str, int, int]
+"""(device, address, bytes) of a storage."""
+
+
+def _extent(tensor: torch.Tensor) -> Extent | None:
+    address = address_of(tensor)
+    return None if address is None else (*address, tensor.untyped_storage().nbytes())
+
+
+def _wholes(tensors: Iterable[torch.Tensor]) -> dict[Extent | None, torch.Tensor]:
+    """Return a tensor of the larger storage for each that lies within one, as a gradient does in its flat buffer."""
+    known = {extent: one for one in tensors if (extent := _extent(one)) is not None and extent[0] != "meta"}
+    found: dict[Extent | None, torch.Tensor] = {}
+    whole: Extent = ("", 0, 0)
+    for extent in sorted(known, key=lambda one: (one[0], one[1], -one[2])):
+        if extent[0] == whole[0] and extent[1] + extent[2] <= whole[1] + whole[2]:
+            found[extent] = known[whole]
+        else:
+            whole = extent
+    return found
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

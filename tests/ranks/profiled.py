@@ -143,7 +143,7 @@ def memory_is_recorded_of_one_step_and_modules_of_all_operators() -> None:
         for one in memory.allocations:
             n_bytes[one.holds] += one.n_bytes
         parameters = sum(one.nbytes for one in model.parameters())
-        assert n_bytes[Holds.GRADIENTS] == parameters
+        assert n_bytes[Holds.GRADIENTS] == parameters, (n_bytes, parameters)
         assert n_bytes[Holds.FLAT_BUFFERS] >= parameters
         assert n_bytes[Holds.ACTIVATIONS] >= 4 * (16 + 4) * 4
         for step in rank.iterations:  # also of those that torch.profiler did not see

@@ -248,7 +248,9 @@ def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_
     assert len({line["hash"] for line in ends}) == 1, ends
     assert all(line["off"] < 0.1 for line in ends), ends
     owed = {(line["worker"], line["step"]): line["owed"] for line in judge.lines("step")}
-    assert all(owed[worker, step] > 0.0 for worker in (0, 2) for step in (11, 12, 13, 17)), owed
+    # A step in which a rank was lost may be told by nobody.
+    assert {(worker, step) for worker in (0, 2) for step in (11, 17)} <= owed.keys()
+    assert all(left > 0.0 for (worker, step), left in owed.items() if worker in (0, 2) and 11 <= step <= 17), owed
 
 
 # ── repeating ─────────────────────────────────────────────────────────────────────────────────────────────────────────
