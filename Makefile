@@ -75,6 +75,7 @@ check: $(STAMP)
 # The site in site/; a dead link or a name that is not there is an error.
 docs: $(STAMP)
 	$(BIN)/python docs/tables.py --check
+	$(BIN)/python docs/pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # sdist -> wheel -> a fresh environment: every module must come along through the three links.

@@ -30,8 +30,9 @@ SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 
 
 @cache
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("documents_tables", DOCS / "tables.py")
+def script(name: str) -> ModuleType:
+    """A program of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"documents_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,8 +52,12 @@ def names_after(page: str, package: str) -> list[str]:
 
 
 def test_the_tables_say_what_the_code_says() -> None:
-    outdated = [name for name, _, _ in tables().outdated()]
+    outdated = [name for name, _, _ in script("tables").outdated()]
     assert not outdated, "run `python docs/tables.py`"
+
+
+def test_pictures_show_the_kept_results() -> None:
+    assert list(script("pictures").outdated()) == [], "run `python docs/pictures.py`"
 
 
 def test_every_setting_is_documented() -> None:

@@ -1,0 +1,135 @@
+"""Draws pictures of the documents out of kept results: bench/results/NAME.md → docs/pictures/NAME.svg.
+
+    python docs/pictures.py            # draws those whose results are not those that they show
+    python docs/pictures.py --check    # only says which these are; exit code 1 if there are any
+
+A picture holds the numbers that it shows as JSON in its metadata, so that neither needs matplotlib to be compared.
+"""
+
+import argparse
+import html
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "bench" / "results"
+INK, COLORS = "#444444", ("#8c959f", "#0072b2", "#d55e00")
+DARK = f"""<style>@media (prefers-color-scheme: dark) {{
+text {{ fill: #c8ccd0 !important; }} [style*="stroke: {INK}"] {{ stroke: #9da7b3 !important; }} }}</style>"""
+
+Numbers = list[list[Any]]
+
+
+def overlap() -> Numbers:
+    """Rows of case, network, contender, and step with its interval in ms."""
+    rows = [row for row in _rows("overlap") if len(row) == 7 and row[2] in ("ddp", "off", "on")]
+    return [[*row[:3], *map(float, re.findall(r"[\d.]+", row[3]))] for row in rows]
+
+
+def draw_overlap(figure: Any, numbers: Numbers) -> None:
+    """A panel a network to train over, in it three bars a model."""
+    titles = {"equal": "link and flow 200 Mbit/s", "capped": "link 400 Mbit/s, a flow at most 100"}
+    names = {"ddp": "PyTorch DDP", "off": "Sirtaki, tuned", "on": "with overlap_forward"}
+    for axes, (case, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        rows = [row[1:] for row in numbers if row[0] == case]
+        models = list(dict.fromkeys(row[0] for row in rows))
+        for place, (contender, label) in enumerate(names.items()):
+            spans = [row[2:] for row in rows if row[1] == contender]
+            _bars(axes, place - 1, 0.27, spans, label, COLORS[place])
+        axes.set_xticks(range(len(models)), models)
+        axes.set_title(title)
+    figure.axes[0].set_ylabel("step, ms")
+    figure.axes[1].legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.98), labelcolor=INK)
+    figure.axes[1].set_ylim(0, 1300)
+
+
+def elastic() -> Numbers:
+    """Rows of ranks, recovery with its interval, worst, join with its interval, in ms."""
+    rows = [row for row in _rows("elastic") if row[0] == "sirtaki"]
+    return [
+        [float(row[1]), *(float(figure) for cell in row[3:6] for figure in re.findall(r"[\d.]+", cell))] for row in rows
+    ]
+
+
+def draw_elastic(figure: Any, numbers: Numbers) -> None:
+    """Three bars a number of ranks."""
+    axes = figure.subplots()
+    bars = ("recovery, median", [row[1:4] for row in numbers]), ("join, median", [row[5:8] for row in numbers])
+    for place, (label, spans) in enumerate(bars):
+        _bars(axes, place - 0.5, 0.35, spans, label, COLORS[place + 1])
+    axes.plot([n - 0.175 for n in range(len(numbers))], [row[4] for row in numbers], "_", color=COLORS[0], ms=24, mew=2,
+              label="worst recovery")  # fmt: skip
+    axes.set_xticks(range(len(numbers)), [f"{row[0]:.0f} ranks" for row in numbers])
+    axes.set_ylabel("ms")
+    axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+
+
+def _bars(axes: Any, place: float, width: float, spans: Numbers, label: str, color: str) -> None:
+    """One bar a row of value, lowest and highest."""
+    errors = [[row[0] - row[1] for row in spans], [row[2] - row[0] for row in spans]]
+    at = [number + place * width for number in range(len(spans))]
+    axes.bar(at, [row[0] for row in spans], width, yerr=errors, label=label, color=color, ecolor=INK, capsize=2)
+
+
+PICTURES: Mapping[str, tuple[Callable[[], Numbers], Callable[[Any, Numbers], None], float]] = {
+    "overlap": (overlap, draw_overlap, 8.4),
+    "elastic": (elastic, draw_elastic, 5.2),
+}
+"""Name → the numbers of the kept result, what draws them, and the width in inches."""
+
+
+def _rows(name: str) -> Iterator[list[str]]:
+    """The cells of each line of the tables in a kept result."""
+    for line in (RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def outdated() -> Iterator[str]:
+    """Names of the pictures that are not there, or show other numbers than the kept results hold."""
+    for name, (numbers, _, _) in PICTURES.items():
+        path = DOCS / "pictures" / f"{name}.svg"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        shown = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)
+        if shown is None or json.loads(html.unescape(shown[1])) != numbers():
+            yield name
+
+
+def draw(name: str) -> None:
+    """Writes one picture, readable on light and dark pages."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    numbers, picture, width = PICTURES[name]
+    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "font.family": "sans-serif"}
+    plain = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10}
+    path = DOCS / "pictures" / f"{name}.svg"
+    with matplotlib.rc_context({**ink, **fixed, **plain}):
+        figure = Figure(figsize=(width, 3.2), layout="constrained")
+        picture(figure, numbers())
+        said = {"Title": name, "Description": json.dumps(numbers()), "Date": None, "Creator": None}
+        figure.savefig(path, transparent=True, metadata=said)
+    text = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+    path.write_text(text.replace("<metadata>", f"{DARK}\n<metadata>", 1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Draws the pictures, or says which are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a picture is out of date")
+    check, names = parser.parse_args().check, list(outdated())
+    if not check:
+        for name in names:
+            draw(name)
+    if names:
+        print(f"{'out of date, run `python docs/pictures.py`' if check else 'drawn'}: {', '.join(names)}")
+    return int(check and bool(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
