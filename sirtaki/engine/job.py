@@ -207,7 +207,7 @@ class Job:
         # A rank that does not record while others do would not come to where they meet for it.
         self.settings = settings = replace(settings, profile=profile)
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
-        _start_logging(settings, self.control.rank)
+        start_logging(settings, self.control.rank)
         self.courier = Courier(self.control.duplicate())
         self.watchdog = Watchdog(
             self.courier,
@@ -377,7 +377,7 @@ class _RankFormatter(logging.Formatter):
         super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
 
 
-def _start_logging(settings: Settings, rank: int) -> None:
+def start_logging(settings: Settings, rank: int) -> None:
     """Rank 0 tells what is decided, the others only what is wrong; a handler of the user's own stays alone."""
     root = logging.getLogger("sirtaki")
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _RankFormatter)]:

@@ -41,6 +41,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
+from sirtaki.engine.job import is_initialized, start_logging
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
@@ -93,7 +94,10 @@ def attach(model: nn.Module) -> None:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ConfigError("attach() takes a model that fully_shard() has been called on, and this one is not sharded")
-    Attached(model, modules, Settings.from_environ())
+    settings = Settings.from_environ()
+    if not is_initialized():  # else `hvd.init()` has
+        start_logging(settings, dist.get_rank())
+    Attached(model, modules, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +425,14 @@ class _Connections:
         if control.rank == 0:
             shared = lanes.kind is TransportKind.SHARED_MEMORY
             how = "shared memory" if shared else f"{streams} connections to each other rank"
-            logger.info("shards of %d modules between %d ranks: %s", len(groups), len(ranks), how)
+            tried = f"; settings are tried in the first {settings.warmup_iterations} steps (SIRTAKI_TUNE=0: none)"
+            logger.info(
+                "shards of %d modules between %d ranks: %s%s",
+                len(groups),
+                len(ranks),
+                how,
+                tried if settings.tune else "",
+            )
 
     def close(self) -> None:
         """Collective in so far as ranks take leave of each other, for some seconds at most."""

@@ -51,9 +51,11 @@ def test_the_language_model_learns_though_ranks_have_different_amounts_of_text(r
 
 
 def test_the_sharded_transformer_learns_a_sentence_by_heart(run_ranks: RunRanks) -> None:
-    out = run_ranks(EXAMPLES / "fsdp_transformer.py", 2, env={**ENV, **OVER_MESH}, timeout_s=60).stdout
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", out)]
+    job = run_ranks(EXAMPLES / "fsdp_transformer.py", 2, env={**ENV, **OVER_MESH}, timeout_s=60)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", job.stdout)]
     assert len(losses) == 3
+    assert re.search(r"sirtaki 0\] shards of 5 modules between 2 ranks: ", job.stderr)
+    assert re.search(r"sirtaki 0\] sharded training: ", job.stderr)
     assert losses[-1] < losses[0] / 2
 
 
