@@ -61,7 +61,7 @@ class Tower(nn.Module):
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
-    return model(batch(rank, step, 6, 5, dtype=dtype)).float().square().mean()
+    return model(batch(rank, step, 6, 5, dtype=dtype)).double().square().mean()
 
 
 def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = True, **options: Any) -> nn.Module:
