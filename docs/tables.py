@@ -75,7 +75,8 @@ def command_table(name: str) -> str:
 def listing(script: str) -> str:
     """A script of the repository as a block of code, or a page as it is."""
     if script.endswith(".md"):
-        return (DOCS.parent / script).read_text(encoding="utf-8").strip()
+        text = (DOCS.parent / script).read_text(encoding="utf-8").strip()
+        return text.replace("](docs/", "](")  # links from where the page stands
     language = {".py": "python", ".sh": "bash"}.get(Path(script).suffix, "")
     return f"```{language}\n{(DOCS.parent / script).read_text(encoding='utf-8').strip()}\n```"
 
