@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +22,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An explicit unit of a fusion plan: it ends before element `stop` and begins where the last one ended."""
 
     stop: int
@@ -71,40 +71,27 @@ class Knobs:
         Raises:
             PlanError: explicit cuts do not fit the layout.
         """
-        units: list[Unit] = []
-        if self.cuts is None:
+        cuts = self.cuts
+        if cuts is None:
             step = max(1, self.unit_bytes // layout.itemsize_bytes)
-            bounds = [(start, min(start + step, layout.numel)) for start in range(0, layout.numel, step)]
-            for index, (start, stop) in enumerate(bounds):
-                stream = index % self.streams
-                units.append(
-                    Unit(start=start, stop=stop, stream=stream, threads=self.threads, algorithm=self.algorithm)
-                )
-        else:
-            start = 0
-            for cut in self.cuts:
-                units.append(
-                    Unit(
-                        start=start,
-                        stop=cut.stop,
-                        stream=cut.stream,
-                        threads=cut.threads or self.threads,
-                        algorithm=self.algorithm,
-                    )
-                )
-                start = cut.stop
+            stops = (min(start + step, layout.numel) for start in range(0, layout.numel, step))
+            cuts = tuple(Cut(stop=stop, stream=number % self.streams) for number, stop in enumerate(stops))
+        units = [
+            Unit(
+                start=start,
+                stop=cut.stop,
+                stream=cut.stream,
+                threads=cut.threads or self.threads,
+                algorithm=self.algorithm,
+            )
+            for start, cut in zip([0, *(cut.stop for cut in cuts)], cuts, strict=False)
+        ]
         return CommPlan(numel=layout.numel, units=tuple(units), streams=self.streams, transport=self.transport)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
-        return {
-            "unit_bytes": self.unit_bytes,
-            "streams": self.streams,
-            "threads": self.threads,
-            "algorithm": self.algorithm.value,
-            "transport": self.transport.value,
-            "cuts": None if self.cuts is None else [[cut.stop, cut.stream, cut.threads] for cut in self.cuts],
-        }
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Knobs:
@@ -114,19 +101,9 @@ class Knobs:
             PlanError: a field is missing or has a value that is invalid.
         """
         try:
-            cuts = data["cuts"]
-            return cls(
-                unit_bytes=int(data["unit_bytes"]),
-                streams=int(data["streams"]),
-                threads=None if data["threads"] is None else int(data["threads"]),
-                algorithm=Algorithm(data["algorithm"]),
-                transport=TransportKind(data["transport"]),
-                cuts=None
-                if cuts is None
-                else tuple(Cut(stop=stop, stream=stream, threads=threads) for stop, stream, threads in cuts),
-            )
-        except (KeyError, TypeError, ValueError) as err:
-            raise PlanError(f"these are not knobs: {err!r} in {dict(data)!r}") from err
+            return msgspec.convert(data, cls)
+        except (msgspec.ValidationError, RecursionError) as err:
+            raise PlanError(f"these are not knobs: {err} in {data!r:.500}") from err
 
     def describe(self) -> str:
         """The knobs in a few words, for logs: `shared_memory flat, 4 MiB units, 2 streams`."""

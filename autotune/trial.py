@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+import msgspec
+
 from sirtaki.errors import PlanError, TuningError
 
 from .knobs import Knobs
@@ -62,15 +64,8 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; an infinite span is None, since JSON knows no infinity. `from_json` is its inverse."""
-        return {
-            "arm": self.arm,
-            "knobs": self.knobs.to_json(),
-            "iterations": self.iterations,
-            "span_s": self.span_s if math.isfinite(self.span_s) else None,
-            "noise_s": self.noise_s,
-            "status": self.status.value,
-            "was_best": self.was_best,
-        }
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return {**data, "span_s": self.span_s if math.isfinite(self.span_s) else None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
@@ -80,16 +75,9 @@ class Trial:
             TuningError: a field is missing or has a value that is invalid.
         """
         try:
-            trial = cls(
-                arm=str(data["arm"]),
-                knobs=Knobs.from_json(data["knobs"]),
-                iterations=int(data["iterations"]),
-                span_s=math.inf if data["span_s"] is None else float(data["span_s"]),
-                noise_s=float(data["noise_s"]),
-                status=TrialStatus(data["status"]),
-                was_best=bool(data["was_best"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, PlanError) as err:
+            finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
+            trial = msgspec.convert(finite, cls)
+        except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
         if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
             raise TuningError(

@@ -9,7 +9,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 from urllib.parse import parse_qsl
@@ -21,6 +21,8 @@ from sirtaki.errors import ConfigError
 from sirtaki.host_port import parse_address
 from sirtaki.launchers import AGENT
 from sirtaki.measures import SMALLEST_UNIT_BYTES
+
+# ruff: noqa: RUF009  # what `_set_by` makes is a field
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
@@ -38,170 +40,6 @@ class Overlap(Enum):
     OFF = "0"
     ON = "1"
     CHECK = "check"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRequest:
-    """What is to be recorded of a job; its text is that of `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
-
-    Attributes:
-        folder: where to.
-        iterations: how many are recorded.
-        operators: record operators, too; without them gradients and units only, which costs less.
-        edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
-    """
-
-    folder: str
-    iterations: int = 10
-    operators: bool = True
-    edges: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.folder}?iterations={self.iterations}&operators={self.operators:d}&edges={self.edges:d}"
-
-    @classmethod
-    def parse(cls, text: str) -> "ProfileRequest":
-        """What such a text asks for; ValueError if it is none."""
-        folder, _, options = text.partition("?")
-        given = dict(parse_qsl(options, strict_parsing=True))
-        readers = {"iterations": _integer(1), "operators": _one_of(_FLAGS), "edges": _one_of(_FLAGS)}
-        if not folder or not given.keys() <= readers.keys():
-            raise ValueError(text)
-        return cls(folder=folder, **{name: readers[name](value) for name, value in given.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """All settings of one process; None = not set, so free to be tuned or chosen.
-
-    Attributes:
-        tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
-        warmup_iterations: training iterations in which trials may run.
-        plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
-            it is what runs. Rank 0's holds for all.
-        unit_bytes: fixes the size of a unit.
-        streams: fixes how many communicators run at the same time.
-        transport: fixes what carries the units.
-        algorithm: fixes flat or hierarchical reduction.
-        sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
-        local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
-        gloo_interface: network interface, or several with commas, that Gloo connects through.
-        control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
-        secret: of the job, which ranks of a mesh prove to know; launchers set it. None = rank 0 makes one.
-        heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
-        start_timeout_s: how long the ranks of a mesh wait for each other at the start.
-        elastic_timeout_s: how long a rank of an elastic job waits for enough others.
-        checkpoint_dir: folder for checkpoints of `hvd.elastic` states, from which the same command goes on; all hosts
-            should see it. None, not set: there are none.
-        checkpoint_s: seconds between two checkpoints at least.
-        stall_check: watch for ranks that do not come.
-        stall_warning_s: seconds after which missing ranks are named in a warning.
-        stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
-        trial_log: file for one machine-readable line a trial.
-        metrics: address and port of local rank 0 for Prometheus; the port of the next rank is one higher.
-        registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
-        unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
-        overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
-            "check" = and every read is verified.
-        fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
-        check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
-        timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
-        timeline_mark_cycles: mark the negotiation rounds in the trace.
-        profile: folder into which a few iterations after the warm-up are recorded, and how; rank 0's holds for all.
-        log_level: level of the `sirtaki` logger, as in `logging`.
-        log_time: log lines begin with the time.
-        notes: one line for each of Horovod's variables that was accepted but has no effect here.
-        warnings: one line for each variable that earlier releases had, with what takes its place.
-    """
-
-    tune: bool = True
-    warmup_iterations: int = 100
-    plan: str | None = None
-    unit_bytes: int | None = None
-    streams: int | None = None
-    transport: TransportKind | None = None
-    algorithm: Algorithm | None = None
-    sparse: SparsePath | None = None
-    local_size: int | None = None
-    gloo_interface: str | None = None
-    control: Backend | None = None
-    secret: str | None = field(default=None, repr=False)
-    heartbeat_s: float | None = 30.0
-    start_timeout_s: float = 120.0
-    elastic_timeout_s: float = 600.0
-    checkpoint_dir: str | None = None
-    checkpoint_s: float = 60.0
-    stall_check: bool = True
-    stall_warning_s: float = 60.0
-    stall_shutdown_s: float | None = 600.0
-    trial_log: str | None = None
-    metrics: tuple[str, int] | None = None
-    registry: str | None = None
-    unused_as_none: bool = False
-    overlap_forward: Overlap = Overlap.OFF
-    fsdp_memory: int = 0
-    check_nan: bool = False
-    timeline: str | None = None
-    timeline_mark_cycles: bool = False
-    profile: ProfileRequest | None = None
-    log_level: int = logging.INFO
-    log_time: bool = True
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def missing_ranks_limit_s(self) -> float | None:
-        """Seconds after which missing ranks are an error; None = never."""
-        return self.stall_shutdown_s if self.stall_check else None
-
-    @property
-    def transport_timeout_s(self) -> float:
-        """How long transports wait: longer than the watchdog, which can say who is missing."""
-        limit_s = self.missing_ranks_limit_s
-        return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
-        """The settings in `environ` (default: this process's); an empty value counts as not set.
-
-        Raises:
-            ConfigError: a value is invalid, or a `SIRTAKI_…` variable does not exist.
-        """
-        environ = os.environ if environ is None else environ
-        present = {name: value.strip() for name, value in environ.items() if value.strip()}
-        _refuse_unknown(present)
-        values = {
-            variable.field: variable.read(present[variable.name]) for variable in VARIABLES if variable.name in present
-        }
-        notes = tuple(f"{name} has no effect here: {why}" for name, why in WITHOUT_EFFECT.items() if name in present)
-        warnings = tuple(f"{name} is no setting any more: {use}" for name, use in REMOVED.items() if name in present)
-        return cls(**values, notes=notes, warnings=warnings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
-    """An environment variable that sets one field of `Settings`.
-
-    Attributes:
-        parse: its text → the field's value, ValueError if it is invalid.
-        accepts: what `parse` takes, for messages and documents.
-    """
-
-    name: str
-    field: str
-    parse: Callable[[str], Any]  # Any: the type of the field that it sets
-    accepts: str
-
-    def read(self, text: str) -> Any:  # Any: as `parse`
-        """The field's value.
-
-        Raises:
-            ConfigError: naming the variable, what was found and what is accepted.
-        """
-        try:
-            return self.parse(text)
-        except ValueError as err:
-            raise ConfigError(f"{self.name}={text!r} is invalid; accepted: {self.accepts}") from err
 
 
 def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -267,112 +105,224 @@ _LEVELS = {
     "fatal": logging.CRITICAL,
 }
 
-# Parser and what it accepts, for each kind of value.
-_FLAG = {"parse": _one_of(_FLAGS), "accepts": "1 or 0 (true, false, yes, no, on, off)"}
-_NOT_FLAG = {**_FLAG, "parse": _one_of({text: not value for text, value in _FLAGS.items()})}
-_COUNT = {"parse": _integer(1), "accepts": "a whole number from 1"}
-_FROM_ZERO = {"parse": _integer(0), "accepts": "a whole number from 0"}
-_SIZE = {"parse": _size, "accepts": "bytes, or with a unit such as 256 KiB or 4 MiB"}
-_SECONDS = {"parse": _seconds, "accepts": "seconds above 0"}
-_LIMIT = {"parse": _seconds_or_never, "accepts": "seconds above 0, or 0 for never"}
-_TEXT = {"parse": str, "accepts": "any text"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What is to be recorded of a job; its text is that of `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
+
+    Attributes:
+        folder: where to.
+        iterations: how many are recorded.
+        operators: record operators, too; without them gradients and units only, which costs less.
+        edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
+    """
+
+    folder: str
+    iterations: int = 10
+    operators: bool = True
+    edges: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.folder}?iterations={self.iterations}&operators={self.operators:d}&edges={self.edges:d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "ProfileRequest":
+        """What such a text asks for; ValueError if it is none."""
+        folder, _, options = text.partition("?")
+        given = dict(parse_qsl(options, strict_parsing=True))
+        readers = {"iterations": _integer(1), "operators": _one_of(_FLAGS), "edges": _one_of(_FLAGS)}
+        if not folder or not given.keys() <= readers.keys():
+            raise ValueError(text)
+        return cls(folder=folder, **{name: readers[name](value) for name, value in given.items()})
 
 
-def _enum(kind: type[Enum]) -> dict[str, Any]:
-    return {"parse": _one_of({member.value: member for member in kind}), "accepts": ", ".join(m.value for m in kind)}
+_Kind = tuple[Callable[[str], Any], str]
+"""A parser and what it accepts."""
+
+_FLAG: _Kind = _one_of(_FLAGS), "1 or 0 (true, false, yes, no, on, off)"
+_NOT_FLAG: _Kind = _one_of({text: not value for text, value in _FLAGS.items()}), _FLAG[1]
+_COUNT: _Kind = _integer(1), "a whole number from 1"
+_FROM_ZERO: _Kind = _integer(0), "a whole number from 0"
+_SIZE: _Kind = _size, "bytes, or with a unit such as 256 KiB or 4 MiB"
+_FUSION: _Kind = _fusion_threshold, "bytes, or 0 for the smallest units"
+_SECONDS: _Kind = _seconds, "seconds above 0"
+_LIMIT: _Kind = _seconds_or_never, "seconds above 0, or 0 for never"
+_LEVEL: _Kind = _one_of(_LEVELS), ", ".join(_LEVELS)
+_TEXT: _Kind = str, "any text"
+_HIERARCHY: _Kind = _one_of({t: Algorithm.HIERARCHICAL if on else Algorithm.FLAT for t, on in _FLAGS.items()}), _FLAG[1]
+_OVERLAP: _Kind = (
+    _one_of({text: Overlap.ON if on else Overlap.OFF for text, on in _FLAGS.items()} | {"check": Overlap.CHECK}),
+    "1, 0 or check",
+)
 
 
-def _variable(name: str, field: str, kind: Mapping[str, Any]) -> Variable:
-    return Variable(name=name, field=field, **kind)
+def _member(kind: type[Enum]) -> _Kind:
+    return _one_of({member.value: member for member in kind}), ", ".join(member.value for member in kind)
 
 
-# Of several variables for one field the last one that is set wins, so Sirtaki's own name comes last.
-VARIABLES: tuple[Variable, ...] = (
-    _variable("HOROVOD_AUTOTUNE", "tune", _FLAG),
-    _variable("SIRTAKI_TUNE", "tune", _FLAG),
-    _variable("SIRTAKI_WARMUP_ITERATIONS", "warmup_iterations", _FROM_ZERO),
-    _variable("SIRTAKI_PLAN", "plan", _TEXT),
-    _variable(
-        "HOROVOD_FUSION_THRESHOLD",
-        "unit_bytes",
-        {"parse": _fusion_threshold, "accepts": "bytes, or 0 for the smallest units"},
-    ),
-    _variable("SIRTAKI_UNIT_BYTES", "unit_bytes", _SIZE),
-    _variable("HOROVOD_NUM_NCCL_STREAMS", "streams", _COUNT),
-    _variable("SIRTAKI_STREAMS", "streams", _COUNT),
-    _variable("SIRTAKI_TRANSPORT", "transport", _enum(TransportKind)),
-    _variable(
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "algorithm",
-        {
-            **_FLAG,
-            "parse": _one_of({t: Algorithm.HIERARCHICAL if on else Algorithm.FLAT for t, on in _FLAGS.items()}),
-        },
-    ),
-    _variable("SIRTAKI_ALGORITHM", "algorithm", _enum(Algorithm)),
-    _variable(
-        "SIRTAKI_SPARSE",
-        "sparse",
-        {
-            "parse": _one_of({"auto": None} | {path.value: path for path in SparsePath}),
-            "accepts": f"auto (the fastest is found out), {', '.join(path.value for path in SparsePath)}",
-        },
-    ),
-    _variable("SIRTAKI_LOCAL_SIZE", "local_size", _COUNT),
-    _variable("GLOO_SOCKET_IFNAME", "gloo_interface", _TEXT),
-    _variable("HOROVOD_GLOO_IFACE", "gloo_interface", _TEXT),
-    _variable("SIRTAKI_GLOO_IFACE", "gloo_interface", _TEXT),
-    _variable(
-        "SIRTAKI_CONTROL",
-        "control",
-        {
-            "parse": _one_of({"auto": None} | {backend.value: backend for backend in Backend}),
-            "accepts": "auto (as the launcher's environment says), mpi or mesh",
-        },
-    ),
-    _variable("SIRTAKI_SECRET", "secret", _TEXT),
-    _variable("SIRTAKI_HEARTBEAT_S", "heartbeat_s", _LIMIT),
-    _variable("SIRTAKI_START_TIMEOUT_S", "start_timeout_s", _SECONDS),
-    _variable("HOROVOD_ELASTIC_TIMEOUT", "elastic_timeout_s", _SECONDS),
-    _variable("SIRTAKI_CHECKPOINT_DIR", "checkpoint_dir", _TEXT),
-    _variable("SIRTAKI_CHECKPOINT_S", "checkpoint_s", _SECONDS),
-    _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
-    _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),
-    _variable("SIRTAKI_STALL_WARNING_S", "stall_warning_s", _SECONDS),
-    _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_shutdown_s", _LIMIT),
-    _variable("SIRTAKI_STALL_SHUTDOWN_S", "stall_shutdown_s", _LIMIT),
-    _variable("HOROVOD_AUTOTUNE_LOG", "trial_log", _TEXT),
-    _variable("SIRTAKI_TRIAL_LOG", "trial_log", _TEXT),
-    _variable("SIRTAKI_METRICS_PORT", "metrics", {"parse": _port, "accepts": "a port of 127.0.0.1, or ADDRESS:PORT"}),
-    _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
-    _variable("SIRTAKI_FSDP_MEMORY", "fsdp_memory", _SIZE),
-    _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),
-    _variable(
-        "SIRTAKI_UNUSED",
-        "unused_as_none",
-        {"parse": _one_of({"zeros": False, "none": True}), "accepts": "zeros (as Horovod) or none (as PyTorch)"},
-    ),
-    _variable(
-        "SIRTAKI_OVERLAP_FORWARD",
-        "overlap_forward",
-        {
-            "parse": _one_of(
-                {text: Overlap.ON if on else Overlap.OFF for text, on in _FLAGS.items()} | {"check": Overlap.CHECK}
-            ),
-            "accepts": "1, 0 or check",
-        },
-    ),
-    _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
-    _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),
-    _variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _FLAG),
-    _variable(
-        "SIRTAKI_PROFILE",
-        "profile",
-        {"parse": ProfileRequest.parse, "accepts": "FOLDER, or FOLDER?iterations=10&operators=1&edges=0"},
-    ),
-    _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
-    _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
-    _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),
+def _member_or_auto(kind: type[Enum], accepts: str) -> _Kind:
+    return _one_of({"auto": None} | {member.value: member for member in kind}), accepts
+
+
+def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:  # Any: as `dataclasses.field` has it
+    """A field that these variables set; of several that are set the last one wins, so Sirtaki's own comes last."""
+    return field(default=default, repr=shown, metadata={"variables": variables})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of one process; None = not set, so free to be tuned or chosen.
+
+    Attributes:
+        tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
+        warmup_iterations: training iterations in which trials may run.
+        plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
+            it is what runs. Rank 0's holds for all.
+        unit_bytes: fixes the size of a unit.
+        streams: fixes how many communicators run at the same time.
+        transport: fixes what carries the units.
+        algorithm: fixes flat or hierarchical reduction.
+        sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
+        local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
+        gloo_interface: network interface, or several with commas, that Gloo connects through.
+        control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
+        secret: of the job, which ranks of a mesh prove to know; launchers set it. None = rank 0 makes one.
+        heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
+        start_timeout_s: how long the ranks of a mesh wait for each other at the start.
+        elastic_timeout_s: how long a rank of an elastic job waits for enough others.
+        checkpoint_dir: folder for checkpoints of `hvd.elastic` states, from which the same command goes on; all hosts
+            should see it. None, not set: there are none.
+        checkpoint_s: seconds between two checkpoints at least.
+        stall_check: watch for ranks that do not come.
+        stall_warning_s: seconds after which missing ranks are named in a warning.
+        stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
+        trial_log: file for one machine-readable line a trial.
+        metrics: address and port of local rank 0 for Prometheus; the port of the next rank is one higher.
+        registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
+        unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
+        overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
+            "check" = and every read is verified.
+        fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
+        check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
+        timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
+        timeline_mark_cycles: mark the negotiation rounds in the trace.
+        profile: folder into which a few iterations after the warm-up are recorded, and how; rank 0's holds for all.
+        log_level: level of the `sirtaki` logger, as in `logging`.
+        log_time: log lines begin with the time.
+        notes: one line for each of Horovod's variables that was accepted but has no effect here.
+        warnings: one line for each variable that earlier releases had, with what takes its place.
+    """
+
+    tune: bool = _set_by(True, HOROVOD_AUTOTUNE=_FLAG, SIRTAKI_TUNE=_FLAG)
+    warmup_iterations: int = _set_by(100, SIRTAKI_WARMUP_ITERATIONS=_FROM_ZERO)
+    plan: str | None = _set_by(None, SIRTAKI_PLAN=_TEXT)
+    unit_bytes: int | None = _set_by(None, HOROVOD_FUSION_THRESHOLD=_FUSION, SIRTAKI_UNIT_BYTES=_SIZE)
+    streams: int | None = _set_by(None, HOROVOD_NUM_NCCL_STREAMS=_COUNT, SIRTAKI_STREAMS=_COUNT)
+    transport: TransportKind | None = _set_by(None, SIRTAKI_TRANSPORT=_member(TransportKind))
+    algorithm: Algorithm | None = _set_by(
+        None, HOROVOD_HIERARCHICAL_ALLREDUCE=_HIERARCHY, SIRTAKI_ALGORITHM=_member(Algorithm)
+    )
+    sparse: SparsePath | None = _set_by(
+        None, SIRTAKI_SPARSE=_member_or_auto(SparsePath, f"auto (the fastest is found out), {_member(SparsePath)[1]}")
+    )
+    local_size: int | None = _set_by(None, SIRTAKI_LOCAL_SIZE=_COUNT)
+    gloo_interface: str | None = _set_by(
+        None, GLOO_SOCKET_IFNAME=_TEXT, HOROVOD_GLOO_IFACE=_TEXT, SIRTAKI_GLOO_IFACE=_TEXT
+    )
+    control: Backend | None = _set_by(
+        None, SIRTAKI_CONTROL=_member_or_auto(Backend, "auto (as the launcher's environment says), mpi or mesh")
+    )
+    secret: str | None = _set_by(None, SIRTAKI_SECRET=_TEXT, shown=False)
+    heartbeat_s: float | None = _set_by(30.0, SIRTAKI_HEARTBEAT_S=_LIMIT)
+    start_timeout_s: float = _set_by(120.0, SIRTAKI_START_TIMEOUT_S=_SECONDS)
+    elastic_timeout_s: float = _set_by(600.0, HOROVOD_ELASTIC_TIMEOUT=_SECONDS)
+    checkpoint_dir: str | None = _set_by(None, SIRTAKI_CHECKPOINT_DIR=_TEXT)
+    checkpoint_s: float = _set_by(60.0, SIRTAKI_CHECKPOINT_S=_SECONDS)
+    stall_check: bool = _set_by(True, HOROVOD_STALL_CHECK_DISABLE=_NOT_FLAG)
+    stall_warning_s: float = _set_by(60.0, HOROVOD_STALL_CHECK_TIME_SECONDS=_SECONDS, SIRTAKI_STALL_WARNING_S=_SECONDS)
+    stall_shutdown_s: float | None = _set_by(
+        600.0, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=_LIMIT, SIRTAKI_STALL_SHUTDOWN_S=_LIMIT
+    )
+    trial_log: str | None = _set_by(None, HOROVOD_AUTOTUNE_LOG=_TEXT, SIRTAKI_TRIAL_LOG=_TEXT)
+    metrics: tuple[str, int] | None = _set_by(
+        None, SIRTAKI_METRICS_PORT=(_port, "a port of 127.0.0.1, or ADDRESS:PORT")
+    )
+    registry: str | None = _set_by(None, SIRTAKI_REGISTRY=_TEXT)
+    unused_as_none: bool = _set_by(
+        False, SIRTAKI_UNUSED=(_one_of({"zeros": False, "none": True}), "zeros (as Horovod) or none (as PyTorch)")
+    )
+    overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
+    fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
+    check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
+    timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT, SIRTAKI_TIMELINE=_TEXT)
+    timeline_mark_cycles: bool = _set_by(False, HOROVOD_TIMELINE_MARK_CYCLES=_FLAG)
+    profile: ProfileRequest | None = _set_by(
+        None, SIRTAKI_PROFILE=(ProfileRequest.parse, "FOLDER, or FOLDER?iterations=10&operators=1&edges=0")
+    )
+    log_level: int = _set_by(logging.INFO, HOROVOD_LOG_LEVEL=_LEVEL, SIRTAKI_LOG_LEVEL=_LEVEL)
+    log_time: bool = _set_by(True, HOROVOD_LOG_HIDE_TIME=_NOT_FLAG)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def missing_ranks_limit_s(self) -> float | None:
+        """Seconds after which missing ranks are an error; None = never."""
+        return self.stall_shutdown_s if self.stall_check else None
+
+    @property
+    def transport_timeout_s(self) -> float:
+        """How long transports wait: longer than the watchdog, which can say who is missing."""
+        limit_s = self.missing_ranks_limit_s
+        return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """The settings in `environ` (default: this process's); an empty value counts as not set.
+
+        Raises:
+            ConfigError: a value is invalid, or a `SIRTAKI_…` variable does not exist.
+        """
+        environ = os.environ if environ is None else environ
+        present = {name: value.strip() for name, value in environ.items() if value.strip()}
+        _refuse_unknown(present)
+        values = {
+            variable.field: variable.read(present[variable.name]) for variable in VARIABLES if variable.name in present
+        }
+        notes = tuple(f"{name} has no effect here: {why}" for name, why in WITHOUT_EFFECT.items() if name in present)
+        warnings = tuple(f"{name} is no setting any more: {use}" for name, use in REMOVED.items() if name in present)
+        return cls(**values, notes=notes, warnings=warnings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """An environment variable that sets one field of `Settings`.
+
+    Attributes:
+        parse: its text → the field's value, ValueError if it is invalid.
+        accepts: what `parse` takes, for messages and documents.
+    """
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]  # Any: the type of the field that it sets
+    accepts: str
+
+    def read(self, text: str) -> Any:  # Any: as `parse`
+        """The field's value.
+
+        Raises:
+            ConfigError: naming the variable, what was found and what is accepted.
+        """
+        try:
+            return self.parse(text)
+        except ValueError as err:
+            raise ConfigError(f"{self.name}={text!r} is invalid; accepted: {self.accepts}") from err
+
+
+VARIABLES: tuple[Variable, ...] = tuple(
+    Variable(name=name, field=each.name, parse=parse, accepts=accepts)
+    for each in fields(Settings)
+    for name, (parse, accepts) in each.metadata.get("variables", {}).items()
 )
 
 # Horovod's variables that a script may set without harm, and why nothing follows from them.

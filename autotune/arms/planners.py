@@ -36,6 +36,7 @@ from functools import cached_property
 from statistics import median
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from sirtaki.comm.plan import GradientLayout, Route
@@ -365,7 +366,7 @@ class AscWfbpN(Planner):
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
         best = min(dict.fromkeys(self._candidates(model, route)), key=cost)  # the first of equals
-        return min((tuple(replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
+        return min((tuple(structs.replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
 
     def _candidates(self, model: PlanningModel, route: Route) -> Iterator[tuple[Cut, ...]]:
         layout, ready_s, link = model.layout, model.profile.issuable_s, model.links[route]

@@ -259,9 +259,12 @@ _T_975 = (
 """Student's t, of which 2.5 % lie above, for the mean of 4, 5, … pairs; rounded up, and the last one beyond."""
 
 
-def half_width(deviation: float, n_pairs: int) -> float:
+ENOUGH_PAIRS = 8  # from which on what they scatter by themselves counts, and no longer what was seen before
+
+
+def half_width(deviation: float, n_pairs: int, *, widened: float = TWO_LOOKS) -> float:
     """Of the 95 % interval of the mean of at least `FEWEST_PAIRS` differences with this standard deviation."""
-    return TWO_LOOKS * _T_975[min(n_pairs - FEWEST_PAIRS, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
+    return widened * _T_975[min(n_pairs - FEWEST_PAIRS, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
 
 
 def pairs_wanted(lead: float, noise: float) -> int:
@@ -276,10 +279,12 @@ class PairedTurns:
 
     Attributes:
         usual_noise: of a measurement, before.
+        widened: factor on the interval, for how often it is looked at.
         default, other: logarithms of spans, `(n_pairs,)`; infinite where it could not be run.
     """
 
     usual_noise: float
+    widened: float = TWO_LOOKS
     default: list[float] = field(default_factory=list)
     other: list[float] = field(default_factory=list)
 
@@ -298,12 +303,14 @@ class PairedTurns:
     def gain(self) -> Gain:
         """How much faster the other one is: the mean over all pairs, with its 95 % interval (Student's).
 
-        Outliers are cut to size; and pairs do not scatter less than measurements did before, however alike a few are.
+        Outliers are cut to size; and a few pairs do not scatter less than measurements did before, however alike.
         """
         middle, usual = statistics.median(self.leads), math.sqrt(2.0) * self.usual_noise
         limit = _OUTLIER * max(usual, math.sqrt(2.0) * self.noise)
         leads = [min(max(lead, middle - limit), middle + limit) for lead in self.leads]
-        mean, half = statistics.fmean(leads), half_width(max(usual, statistics.stdev(leads)), len(leads))
+        deviation = statistics.stdev(leads)
+        deviation = deviation if len(leads) >= ENOUGH_PAIRS else max(usual, deviation)
+        mean, half = statistics.fmean(leads), half_width(deviation, len(leads), widened=self.widened)
         return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
     @property
@@ -808,6 +815,8 @@ class WarmupSession:
         if final and not at_most:
             return None
         wanted = min(self._pairs_wanted(knobs), at_most) if final else FEWEST_PAIRS  # to check comes before the budget
+        if wanted >= at_most:
+            turns.widened = 1.0  # there will be no second look
         while not turns.failed and len(turns.other) < wanted:
             for one in order:
                 proposer = DEFAULT_ARM if one == default else self._setting(one).arm if final else arm

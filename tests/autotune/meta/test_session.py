@@ -464,6 +464,18 @@ def test_a_gain_of_ten_per_cent_is_proved_at_a_noise_of_five_and_its_interval_ho
         assert result.default_span_s / result.best_span_s == pytest.approx(result.gain.times)
 
 
+def test_many_pairs_prove_a_gain_by_what_they_scatter_themselves_however_noisy_the_search_was() -> None:
+    luck = np.random.default_rng(0)
+
+    def calmer(knobs: Knobs, iteration: int) -> float:
+        noise = 0.2 if iteration < 50 else 0.02
+        return {DEFAULT: 1.0, BEST: 1.0 / 1.15}.get(knobs, 1.5) * math.exp(noise * luck.standard_normal())
+
+    kept = [result for result in proofs(calmer, noise=0.0, seeds=40) if result.knobs == BEST]
+    assert len(kept) >= 30
+    assert all(result.gain is not None and result.gain.low > 1.0 for result in kept)
+
+
 def test_on_a_host_that_others_use_in_the_final_comparison_the_default_stays_and_that_is_said() -> None:
     luck = np.random.default_rng(0)
 
@@ -505,28 +517,6 @@ def test_a_remembered_setting_whose_gain_was_never_proved_is_proved_before_it_is
         assert job.result.gain is not None
         assert job.result.gain.proved
         assert job.result.knobs == BEST
-
-
-def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None:
-    def shifting(knobs: Knobs) -> float:
-        guarding = job.session.assignment.purpose is Purpose.FINALS
-        return {DEFAULT: 0.1, BEST: 0.2 if guarding else 0.05}[knobs]
-
-    job = Job(session(ListArm(BEST)), span_of=shifting)
-    job.run()
-    assert job.result.knobs == DEFAULT
-    assert not job.result.tuned
-    assert "nothing was proved to beat the default" in job.result.reason
-
-
-@pytest.mark.parametrize("noise", [0.03, 0.1])
-def test_the_kept_setting_is_not_slower_than_the_default_beyond_the_noise(noise: float) -> None:
-    """A landscape where nothing beats the default: only luck can look better."""
-    for seed in range(30):
-        job = Job(session(GridArm(SPACE)), span_of=lambda knobs: 1.0 / landscape(BEST), noise=noise, seed=seed).run()
-        assert job.result.best_span_s <= job.result.default_span_s * (1.0 + 2.0 * noise)
-    slower = {seed: Job(session(GridArm(SPACE), default=BEST), noise=noise, seed=seed).run() for seed in range(30)}
-    assert all(landscape(job.result.knobs) <= landscape(BEST) * (1.0 + noise) for job in slower.values())
 
 
 BUDGET = 25
