@@ -27,13 +27,23 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.errors import CommError, ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.agent import AgentRules, Beat, FromAgent, ToAgent
-from sirtaki.run.elastic.agent_crew import DriverEndpoint, Heard, Lost, Switchboard, new_endpoint
-from sirtaki.run.elastic.driver import Driver
-from sirtaki.run.elastic.job_members import HostPool, JobMembers, Policy, RankEnd
+from sirtaki.run.elastic.agent import AgentRules
+from sirtaki.run.elastic.agent_crew import DriverEndpoint, Switchboard, new_endpoint
+from sirtaki.run.elastic.driver import run_job
+from sirtaki.run.elastic.job_members import (
+    Beat,
+    FromAgent,
+    Heard,
+    JobMembers,
+    Lost,
+    Policy,
+    RankEnd,
+    ToAgent,
+)
 
 from .ranks import (
     Demand,
@@ -442,16 +452,6 @@ class RayCrew:
     def tell_each_other(self) -> None:
         """Nobody takes the place of this process: Ray ends its actors with it."""
 
-    # ── for the driver ───────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def expected(self) -> set[int]:
-        """Empty: no driver takes over a job of Ray's actors."""
-        return set()
-
-    def expect_no_more(self) -> None:
-        """Nobody is expected, so there is nothing to do."""
-
     def wake(self) -> None:
         """From any thread: `look` returns."""
         self._board.wake()
@@ -509,18 +509,13 @@ class RayCrew:
             self._board.watch(rank.channel, (there, rank))
 
     def _hear(self, there: HostOfActors, rank: RankHandle) -> None:
-        if rank.channel is None or rank.channel.fileno() < 0:
-            return
-        rank.channel.flush()
-        self.watch(there, rank)
         try:
-            messages = rank.channel.receive()
+            for message in self._board.hear(rank.channel, (there, rank)):
+                there.rules.hear_rank(rank.worker, message)
         except ConnectionError:  # its end is found soon
-            self._board.disconnect(rank.channel)
-            rank.channel.close()
-            return
-        for message in messages:
-            there.rules.hear_rank(rank.worker, message)
+            if rank.channel is not None:
+                self._board.disconnect(rank.channel)
+                rank.channel.close()
 
     def _bury(self, there: HostOfActors, rank: RankHandle) -> None:
         """Its function has returned or raised, or its process is gone."""
@@ -617,15 +612,15 @@ class ElasticRanks:
         with heard_by(listeners) as log:
             self._crew = crew = RayCrew(
                 self._slots,
-                new_endpoint(interface),
+                new_endpoint([LOOPBACK, *own_addresses(interface)]),
                 demand=self._demand,
                 environ=environ,
                 interface=interface,
                 call=ray.put(fn),
                 log=log,
             )
-            self._members = members = JobMembers(self._policy, HostPool(self._policy, random.Random(time.time_ns())))
-            exit_code = Driver(crew, members, _say).run(self._slots.ask(), self._asking(members))
+            self._members = members = JobMembers(self._policy, crew, _say, random.Random(time.time_ns()))
+            exit_code = run_job(crew, members, _say, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):  # no rank ends so: Ray kills

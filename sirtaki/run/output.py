@@ -12,7 +12,8 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from io import BytesIO
@@ -279,18 +280,22 @@ class RankOutput:
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
         self._errors = ErrorTexts(options.label)
+        self._lock = threading.Lock()
         self._open: int | None = None  # the rank that wrote last
         self._returned = False  # and that line ended with a carriage return
 
-    def pump(self, stream: IO[bytes]) -> None:
-        """Reads `stream` to its end, line by line, and closes it."""
-        with stream:
-            for line in stream:
+    def pump(self, stream: AbstractContextManager[Iterable[bytes]]) -> None:
+        """Reads `stream` to its end, line by line, and closes it; several threads may, each a stream of its own."""
+        with stream as lines:
+            for line in lines:
                 self.write(line)
-        self.finish()
 
     def finish(self) -> None:
         """Nothing more comes."""
+        with self._lock:
+            self._finish()
+
+    def _finish(self) -> None:
         for rank in self._errors.ranks:
             self._show_error(rank)
         if self._notices is not None:
@@ -303,9 +308,10 @@ class RankOutput:
     def write(self, line: bytes) -> None:
         """Takes one line as mpiexec wrote it; without an end of line another rank's may follow in it."""
         starts = [tag.start() for tag in self._tag.finditer(line)]
-        for start, stop in pairwise([0, *starts, len(line)]):
-            if start < stop:
-                self._write_part(line[start:stop])
+        with self._lock:
+            for start, stop in pairwise([0, *starts, len(line)]):
+                if start < stop:
+                    self._write_part(line[start:stop])
 
     def _write_part(self, part: bytes) -> None:
         tag = self._tag.match(part)

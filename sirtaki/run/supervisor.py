@@ -128,6 +128,7 @@ class Supervisor:
 
     def _pump(self, output: RankOutput, stream: IO[bytes]) -> None:
         output.pump(stream)
+        output.finish()
         self._open_streams -= 1
         self._changed.set()
 

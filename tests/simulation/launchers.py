@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 from simulation.network import Address, End, Process
 
 from sirtaki.engine.membership import Proof, ToRank
-from sirtaki.run.elastic.agent import (
-    CONNECT_S,
+from sirtaki.run.elastic.agent import CONNECT_S, AgentRules, candidates, expected_by_successor
+from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord
+from sirtaki.run.elastic.job_members import (
     KILL_GRACE_S,
-    AgentRules,
     EndAll,
+    Form,
     FromAgent,
+    Heard,
+    JobMembers,
+    Lost,
     Place,
+    RankEnd,
     ToAgent,
     Up,
-    candidates,
-    expected_by_successor,
+    has_waited,
 )
-from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord, Heard, Lost
-from sirtaki.run.elastic.driver import Direction, has_waited
-from sirtaki.run.elastic.job_members import Form, HostPool, JobMembers, RankEnd
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -67,8 +68,8 @@ class DriverProcess(Process):
             tells=world.plan.goes_on,
             now_s=self.sim.now_s,
         )
-        members = JobMembers(policy, HostPool(policy, random.Random(self.sim.rng.random())))
-        self.direction = Direction(members, self, lambda text: world.history.note("say", self.name, text=text))
+        rng = random.Random(self.sim.rng.random())
+        self.members = JobMembers(policy, self, lambda text: world.history.note("say", self.name, text=text), rng)
         self._events: list[Heard | Lost] | None = None
         self._heard: list[Heard | Lost] = []
         self._reports: dict[str, Up] = {}
@@ -145,7 +146,7 @@ class DriverProcess(Process):
     def _answer(self) -> None:
         heard, self._heard = self._heard, []
         if not self._closing:
-            self.direction.answer(heard, self.sim.now_s)
+            self.members.answer(heard, self.sim.now_s)
             self._look()
 
     def _tick(self) -> None:
@@ -158,32 +159,32 @@ class DriverProcess(Process):
         else:
             if self.world.plan.discovers and self.world.hosts != self._asked:
                 self._asked = dict(self.world.hosts)
-                self.direction.found(self._asked, self.sim.now_s)
-            self.direction.tick(self.sim.now_s)
+                self.members.found(self._asked, self.sim.now_s)
+            self.members.tick(self.sim.now_s)
         self._look()
         self.later(TICK_S, self._tick)
 
     def _run(self, hosts: Mapping[str, int]) -> None:
         self._events = None
         self._asked = dict(hosts)
-        self.direction.found(hosts, self.sim.now_s)
+        self.members.found(hosts, self.sim.now_s)
 
     def _take_over(self, later: list[Heard | Lost]) -> None:
         self.agent_list.expect_no_more()
-        if not self.direction.take_over(self._reports, self.sim.now_s):
+        if not self.members.take_over(self._reports, self.sim.now_s):
             self.world.history.note("say", self.name, text="too few to go on")
             self._close(1)
             return
         self.world.history.note("takes over", self.name, hosts=self.hosts)
         self.tell_each_other()
         self._events = None
-        self.direction.answer(later, self.sim.now_s)
+        self.members.answer(later, self.sim.now_s)
         self._run(self.world.fixed_hosts)
 
     def _look(self) -> None:
-        if self.direction.end is not None and not self._closing:
-            self.world.history.note("end", self.name, code=self.direction.end.exit_code, text=self.direction.end.text)
-            self._close(self.direction.end.exit_code)
+        if self.members.end is not None and not self._closing:
+            self.world.history.note("end", self.name, code=self.members.end.exit_code, text=self.members.end.text)
+            self._close(self.members.end.exit_code)
 
     def _close(self, code: int) -> None:
         self._closing = True

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sirtaki.run.elastic.agent import ToAgent
+from sirtaki.run.elastic.job_members import ToAgent
 
 Message = Any
 Address = tuple[str, int]

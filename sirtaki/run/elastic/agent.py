@@ -16,15 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import IO, Protocol
 
 import msgspec
-from msgspec import Struct
 
 from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
-from sirtaki.comm.control.mesh_rendezvous import Attendee, connect, job_key, listen
+from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
 from sirtaki.engine.membership import Changed, Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
@@ -33,7 +32,33 @@ from sirtaki.launchers import AGENT
 from ..host_check import PROBLEM, Need, problem_here
 from ..leftovers import Janitor, kill, session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
-from .job_members import NO_GENERATION, Dismiss, Form, KillRank, Phase, RankEnd, Settle, StartRank, Tell, Worker
+from .job_members import (
+    KILL_GRACE_S,
+    NO_GENERATION,
+    Agents,
+    Beat,
+    Dismiss,
+    Done,
+    EndAll,
+    Ended,
+    Form,
+    FromAgent,
+    Joined,
+    KillRank,
+    KnownAgents,
+    Patient,
+    Phase,
+    Place,
+    Policy,
+    RankEnd,
+    Settle,
+    StartRank,
+    Tell,
+    ToAgent,
+    Told,
+    Up,
+    Worker,
+)
 
 BEAT_S = 2.0
 """How often agent and driver tell each other that they are there."""
@@ -44,95 +69,14 @@ DRIVER_SILENT_S = 60.0
 DRIVER_WANTED_S = 30.0
 """The same where ranks that have trained wait for it to tell who goes on: its host may be lost with some of theirs."""
 
-KILL_GRACE_S = 3.0
-"""Between asking a rank to end and killing it."""
-
 LEAVE_GRACE_S = 30.0
-"""The same where SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
+"""As `KILL_GRACE_S`, where SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
 
 
 def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
     """How long ranks in `environ` may take to end because of a signal, if it is one."""
     writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
     return LEAVE_GRACE_S if writes else KILL_GRACE_S
-
-
-# ── messages between an agent and its driver, beside those that the rules of membership make ─────────────────────────
-
-Place = tuple[str, int]
-Agents = Sequence[tuple[int, Sequence[Place]]]
-"""Number of each, and places where a driver would listen that it has started."""
-
-
-class Beat(Struct, tag=True, frozen=True):
-    """The sender is there."""
-
-
-class KnownAgents(Struct, tag=True, frozen=True):
-    """To an agent: which ones there are, the receiver too."""
-
-    agents: Agents
-
-
-class EndAll(Struct, tag=True, frozen=True):
-    """To an agent: end all ranks, and yourself; who trains may take so long."""
-
-    grace_s: float = KILL_GRACE_S
-
-
-class Up(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver that knows nothing of this agent: all that one has to know.
-
-    Attributes:
-        places: where a driver would listen that this agent has started.
-        ranks: that are there.
-        patience_s: the longest that any of them has computed without looking for changes; 0 = none for long.
-        generation: the newest.
-    """
-
-    host: str
-    places: Sequence[Place]
-    ranks: list[Worker]
-    patience_s: float
-    generation: Form
-
-
-class Told(Struct, tag=True, frozen=True):
-    """To a driver: the agent, and its ranks, know of the generation of that number."""
-
-    number: int
-
-
-class Joined(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a rank asks for the next generation."""
-
-    worker: int
-    has_state: bool
-    attendee: Attendee
-
-
-class Patient(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a rank has computed for so many seconds without looking for changes."""
-
-    worker: int
-    seconds: float
-
-
-class Done(Struct, tag=True, frozen=True):
-    """To a driver: a rank has done its work."""
-
-    worker: int
-
-
-class Ended(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a process of a rank is there no more."""
-
-    worker: int
-    end: RankEnd
-
-
-ToAgent = StartRank | KillRank | Dismiss | Tell | Form | Settle | KnownAgents | EndAll | Beat
-FromAgent = Up | Told | Joined | Patient | Done | Ended | Beat
 
 
 # ── what an agent does about what it hears: without sockets, processes or a clock ────────────────────────────────────
@@ -303,21 +247,63 @@ DRIVER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticJob:
+    """A job as its launcher has decided it: what its drivers and agents are told.
+
+    Attributes:
+        command: what each rank runs.
+        script: the file among its words that must be there; "" = none.
+        carried: variables that ranks elsewhere get.
+        interface: network interface that joins the hosts; None = any.
+        one_host: there will never be a host besides this one.
+        agent_command: starts an agent, a command with `{host}` and `{command}`; "" = ssh, or srun.
+        slurm_hosts: those of the allocation that the launcher runs in.
+        ssh: arguments for ssh.
+        agent_start_s: how long an agent may take to connect.
+        policy: rules of membership.
+        discovery: script that prints the hosts; "" = they stay.
+        slots: of a host that the script gives no number for.
+        hosts: those that stay.
+        prefix: console lines begin with the rank.
+        timestamps: and with the time.
+        folder: also write one file a place and stream below it; None = console only.
+    """
+
+    command: tuple[str, ...]
+    policy: Policy
+    script: str = ""
+    carried: Mapping[str, str] = field(default_factory=dict)
+    interface: str | None = None
+    one_host: bool = False
+    agent_command: str = ""
+    slurm_hosts: frozenset[str] = frozenset()
+    ssh: tuple[str, ...] = ()
+    agent_start_s: float = 60.0
+    discovery: str = ""
+    slots: int = 1
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    prefix: bool = True
+    timestamps: bool = False
+    folder: str | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where drivers of it listen on this host."""
+        return [LOOPBACK, *([] if self.one_host else own_addresses(self.interface))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """What an agent is told on its standard input, as a line of JSON.
 
     Attributes:
-        need: what its host must have.
+        need: what its host must have; ranks run in its folder.
         host: as the job calls it.
         number: of the agent; no other one of the job has had it.
         places: where the driver listens.
         proof: with which the job's processes prove themselves.
-        command: what a rank runs.
         environ: what is added to this process's environment for ranks.
-        folder: where they run.
-        hosts: "one" if there will never be another host, else "many".
-        interface: network interface that joins the hosts; None = any.
-        plan: what a driver needs that takes the place of a lost one, as JSON; "" = there will be none, nor a job.
+        job: that it serves.
     """
 
     need: Need
@@ -325,12 +311,8 @@ class AgentConfig:
     number: int
     places: tuple[Place, ...]
     proof: Proof
-    command: tuple[str, ...]
     environ: Mapping[str, str]
-    folder: str
-    hosts: str
-    interface: str | None
-    plan: str
+    job: ElasticJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +320,7 @@ class Inheritance:
     """What a driver is told, as JSON on its standard input, that an agent starts in the place of a lost one.
 
     Attributes:
-        plan: of the lost one.
+        job: of the lost one.
         environ: what is added to the agent's environment for ranks.
         proof: with which the job's processes prove themselves.
         listeners: descriptors of sockets at which agents look for it.
@@ -346,7 +328,7 @@ class Inheritance:
         numbers: of agents, that have been given.
     """
 
-    plan: str
+    job: ElasticJob
     environ: Mapping[str, str]
     proof: Proof
     listeners: tuple[int, ...]
@@ -406,7 +388,7 @@ class Succession:
             OSError: it cannot.
         """
         self._config = config
-        self._listeners = listen([LOOPBACK, *([] if config.hosts == "one" else own_addresses(config.interface))])
+        self._listeners = listen(config.job.addresses)
         self._driver: subprocess.Popen[bytes] | None = None
 
     @property
@@ -443,7 +425,7 @@ class Succession:
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         inheritance = Inheritance(
-            plan=config.plan,
+            job=config.job,
             environ=config.environ,
             proof=config.proof,
             listeners=descriptors,
@@ -581,7 +563,7 @@ class Agent:
     def __init__(self, config: AgentConfig, driver: socket.socket) -> None:
         self._config = config
         self._janitor = Janitor(os.getpid(), end_s=0.0)
-        self._succession = Succession(config) if config.plan else None
+        self._succession = Succession(config) if config.job.policy.has_successors else None
         self._rules = AgentRules(self, host=config.host, proof=config.proof, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
         self._events = selectors.DefaultSelector()
@@ -685,7 +667,7 @@ class Agent:
             "HOROVOD_HOSTNAME": config.host,
             "HOROVOD_LOCAL_RANK": str(slot),
         }
-        rank = RankProcess(worker, config.command, environ, hosts=config.hosts)
+        rank = RankProcess(worker, config.job.command, environ, hosts="one" if config.job.one_host else "many")
         self._ranks[worker] = rank
         self._janitor.watch(rank.pid)
         self._events.register(rank.channel, selectors.EVENT_READ, rank)
@@ -751,7 +733,7 @@ def main() -> int:
         return 1
     config = msgspec.json.decode(line, type=AgentConfig)
     with contextlib.suppress(OSError):
-        os.chdir(config.folder)
+        os.chdir(config.need.folder)
     arrived = threading.Event()
     threading.Thread(target=_leave_with_input, args=[arrived], name="input-watch", daemon=True).start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import selectors
@@ -19,7 +20,6 @@ from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
-from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.comm.control.mesh_rendezvous import Door, listen
 from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
@@ -27,19 +27,8 @@ from sirtaki.json_channel import JsonChannel, encoded
 
 from ..host_check import PROBLEM, Need, versions_here
 from ..hosts import OPTIONS, Host, remedy
-from .agent import (
-    DRIVER,
-    AgentConfig,
-    Beat,
-    EndAll,
-    FromAgent,
-    KnownAgents,
-    Place,
-    ToAgent,
-    Up,
-    agents_key,
-    end_grace_s,
-)
+from .agent import DRIVER, AgentConfig, ElasticJob, agents_key, end_grace_s
+from .job_members import Beat, EndAll, FromAgent, Heard, KnownAgents, Lost, Place, ToAgent, Up
 
 AGENT_SILENT_S = 10.0
 """After which the agent of a host, and its ranks with it, are given up."""
@@ -47,22 +36,6 @@ AGENT_SILENT_S = 10.0
 REMEMBERED_S = 120.0
 """How long the others are told of an agent that is lost: it may live beyond a network that has come apart, and they
 must find each other where it is this driver that has to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The agent of a host has said something."""
-
-    host: str
-    message: FromAgent
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The agent of a host is given up; it ends its ranks and itself, if it lives, when it finds that out."""
-
-    host: str
-    why: str
 
 
 class AgentRecord:
@@ -77,15 +50,15 @@ class AgentRecord:
         places: where a driver would listen that it has started.
     """
 
-    def __init__(self, host: str, number: int, *, now_s: float) -> None:
-        self.host, self.number = host, number
+    def __init__(self, host: str, number: int, *, now_s: float, problem: str = "") -> None:
+        self.host, self.number, self._problem = host, number, problem
         self.channel: JsonChannel[FromAgent] | None = None
         self.started_s = self.heard_s = now_s
         self.places: Sequence[Place] = ()
 
     def why_ended(self) -> str:
         """Why the program that starts it has ended before the agent has come; "" = it runs, or nobody knows."""
-        return ""
+        return self._problem
 
     def disconnect(self) -> None:
         """The agent ends its ranks and itself as soon as it notices."""
@@ -218,85 +191,40 @@ class AgentList:
         """Something was sent to the agent, or has come from it."""
 
 
-_AGENT = ("-m", "sirtaki.run.elastic.agent")
+def is_child(job: ElasticJob, host: str) -> bool:
+    """Whether the agent runs on this machine, and inherits its environment."""
+    return not job.agent_command and Host(name=host, slots=1).is_local
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentStart:
-    """How the agent of a host is started, as far as the user has said.
+def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The command line that starts the agent of a host; the agent reads from its standard input.
 
-    Attributes:
-        template: a command with `{host}` and `{command}`; "" = ssh, or srun.
-        slurm_hosts: those of the allocation that this process runs in.
-        ssh: arguments for ssh.
+    Raises:
+        ConfigError: the user's command has no place for the agent's.
     """
-
-    template: str = ""
-    slurm_hosts: frozenset[str] = frozenset()
-    ssh: tuple[str, ...] = ()
-
-    def is_child(self, host: str) -> bool:
-        """The agent runs on this machine, and inherits its environment."""
-        return not self.template and Host(name=host, slots=1).is_local
-
-    def words(self, host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-        """The command line; the agent reads from its standard input.
-
-        Raises:
-            ConfigError: the template has no place for the command.
-        """
-        agent = [sys.executable, *_AGENT]
-        if self.is_child(host):
-            return agent
-        if path := environ.get("PYTHONPATH"):
-            agent = ["env", f"PYTHONPATH={path}", *agent]
-        if self.template:
-            return _filled(self.template, host, agent)
-        if host in self.slurm_hosts:
-            # All that the job has there, whatever the site or the batch script has set for tasks of its own.
-            place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
-            unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
-            return ["srun", *place, *unbound, "--unbuffered", *agent]
-        return ["ssh", *OPTIONS, *self.ssh, host, f"exec {shlex.join(agent)}"]
-
-
-def _filled(template: str, host: str, agent: Sequence[str]) -> list[str]:
-    """`{command}` as a word of its own becomes the agent's words, within a word their quoted form."""
-    if "{command}" not in template:
-        raise ConfigError(
-            f"--agent-command {template!r} has no {{command}}; write for example "
-            "'kubectl exec -i {host} -- {command}'"
-        )
-    words: list[str] = []
-    for word in shlex.split(template):
-        if word == "{command}":
-            words += agent
-        else:
-            words.append(word.replace("{host}", host).replace("{command}", shlex.join(agent)))
-    return words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticJob:
-    """What is to be started.
-
-    Attributes:
-        command: what each rank runs.
-        script: the file among its words that must be there; "" = none.
-        carried: variables that ranks elsewhere get.
-        interface: network interface that joins the hosts; None = any.
-        one_host: there will never be a host besides this one.
-        agents: how they are started.
-        agent_start_s: how long an agent may take to connect.
-    """
-
-    command: tuple[str, ...]
-    carried: Mapping[str, str]
-    interface: str | None
-    one_host: bool
-    agents: AgentStart
-    agent_start_s: float = 60.0
-    script: str = ""
+    agent = [sys.executable, "-m", "sirtaki.run.elastic.agent"]
+    if is_child(job, host):
+        return agent
+    if path := environ.get("PYTHONPATH"):
+        agent = ["env", f"PYTHONPATH={path}", *agent]
+    if job.agent_command:
+        if "{command}" not in job.agent_command:
+            raise ConfigError(
+                f"--agent-command {job.agent_command!r} has no {{command}}; write for example "
+                "'kubectl exec -i {host} -- {command}'"
+            )
+        # `{command}` as a word of its own becomes the agent's words, within a word their quoted form.
+        words = [
+            agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
+            for word in shlex.split(job.agent_command)
+        ]
+        return [*itertools.chain(*words)]
+    if host in job.slurm_hosts:
+        # All that the job has there, whatever the site or the batch script has set for tasks of its own.
+        place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
+        unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
+        return ["srun", *place, *unbound, "--unbuffered", *agent]
+    return ["ssh", *OPTIONS, *job.ssh, host, f"exec {shlex.join(agent)}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,17 +244,12 @@ class DriverEndpoint:
     numbers: int = 0
 
 
-def new_endpoint(interface: str | None, *, one_host: bool = False) -> DriverEndpoint:
-    """Opens the ports of a job's first driver and gives the job a name and a secret.
-
-    Args:
-        interface: network interface that joins the hosts; None = any.
-        one_host: there will never be another host.
+def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
+    """Opens the ports of a job's first driver at these addresses, and gives the job a name and a secret.
 
     Raises:
         LaunchError: it cannot listen.
     """
-    addresses = [LOOPBACK, *([] if one_host else own_addresses(interface))]
     try:
         listeners = tuple(listen(addresses))
     except OSError as err:
@@ -335,6 +258,7 @@ def new_endpoint(interface: str | None, *, one_host: bool = False) -> DriverEndp
 
 
 Speaker = TypeVar("Speaker")
+Received = TypeVar("Received")
 
 
 class Switchboard(Generic[Speaker]):
@@ -363,6 +287,18 @@ class Switchboard(Generic[Speaker]):
             self._events.register(channel, wanted, speaker)
         else:
             self._events.modify(channel, wanted, speaker)
+
+    def hear(self, channel: JsonChannel[Received] | None, speaker: Speaker) -> list[Received]:
+        """What has come from a speaker; sends it what there is room for now.
+
+        Raises:
+            ConnectionError: it is gone.
+        """
+        if channel is None or channel.fileno() < 0:
+            return []
+        channel.flush()
+        self.watch(channel, speaker)
+        return channel.receive()
 
     def disconnect(self, channel: JsonChannel[Any]) -> None:
         """It is heard no more; harmless if it is not connected. The channel stays open."""
@@ -428,7 +364,6 @@ class StartedAgent(AgentRecord):
         """
         super().__init__(host, number, now_s=time.monotonic())
         self._program = os.path.basename(words[0])
-        self._problem = ""
         self._process = subprocess.Popen(
             words,
             env=dict(environ),
@@ -514,9 +449,7 @@ class AgentCrew(AgentList):
         job: ElasticJob,
         endpoint: DriverEndpoint,
         pump: Callable[[str, IO[bytes]], None],
-        *,
         environ: Mapping[str, str],
-        plan: str,
     ) -> None:
         """Has none yet.
 
@@ -525,16 +458,15 @@ class AgentCrew(AgentList):
             endpoint: where it listens, and who may come.
             pump: shows what an agent writes to "stdout" or "stderr".
             environ: of the ranks on this machine.
-            plan: what a driver needs that takes this one's place, as JSON; "" = there will be none.
         """
         super().__init__(
             expected=endpoint.agents,
             numbers=endpoint.numbers,
             start_s=job.agent_start_s,
-            tells=bool(plan),
+            tells=job.policy.has_successors,
             now_s=time.monotonic(),
         )
-        self._job, self._proof, self._pump, self._environ, self._plan = job, endpoint.proof, pump, environ, plan
+        self._job, self._proof, self._pump, self._environ = job, endpoint.proof, pump, environ
         self._board: Switchboard[AgentRecord] = Switchboard(endpoint)
         self._leaving: list[AgentRecord] = []
 
@@ -543,33 +475,30 @@ class AgentCrew(AgentList):
         self._board.wake()
 
     def start(self, host: str) -> None:
-        """Starts the agent of a host; it is heard once it is up.
-
-        Raises:
-            OSError: its command cannot be run.
-        """
+        """Starts the agent of a host; it is heard once it is up, or lost where its command cannot be run."""
         job, number, places = self._job, self.next_number(), self._board.places
-        is_child = job.agents.is_child(host)
+        here = is_child(job, host)
+        need = Need(
+            folder=os.getcwd(),
+            script=job.script,
+            interfaces=tuple(job.interface.split(",")) if job.interface else (),
+            versions=versions_here(),
+        )
         config = AgentConfig(
-            need=Need(
-                folder=os.getcwd(),
-                script=job.script,
-                interfaces=tuple(job.interface.split(",")) if job.interface else (),
-                versions=versions_here(),
-            ),
+            need=need,
             host=host,
             number=number,
-            places=tuple(places if is_child else places[1:] + places[:1]),
+            places=tuple(places if here else places[1:] + places[:1]),
             proof=self._proof,
-            command=job.command,
-            environ={} if is_child else job.carried,
-            folder=os.getcwd(),
-            hosts="one" if job.one_host else "many",
-            interface=job.interface,
-            plan=self._plan,
+            environ={} if here else job.carried,
+            job=job,
         )
-        words, line = job.agents.words(host, self._environ), msgspec.json.encode(config) + b"\n"
-        self.agents[host] = StartedAgent(host, number, words, self._environ, line, self._pump)
+        words, line = agent_words(job, host, self._environ), msgspec.json.encode(config) + b"\n"
+        try:
+            self.agents[host] = StartedAgent(host, number, words, self._environ, line, self._pump)
+        except OSError as err:
+            problem = f"its agent could not be started: {err}"
+            self.agents[host] = AgentRecord(host, number, now_s=time.monotonic(), problem=problem)
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
@@ -593,7 +522,9 @@ class AgentCrew(AgentList):
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
             # One that was heard, and lost, may have another driver by now: this one was stopped, or cut off.
-            agent.wait(deadline_s - time.monotonic(), kills=not self._plan or agent.channel is None)
+            agent.wait(
+                deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
+            )
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
@@ -608,12 +539,8 @@ class AgentCrew(AgentList):
         self._watch(agent)
 
     def _hear(self, agent: AgentRecord) -> Iterator[Heard | Lost]:
-        if agent.channel is None or agent.channel.fileno() < 0:
-            return
-        agent.channel.flush()
-        self._watch(agent)
         try:
-            messages = agent.channel.receive()
+            messages = self._board.hear(agent.channel, agent)
         except ConnectionError:
             yield from self.lose(agent, time.monotonic())
             return

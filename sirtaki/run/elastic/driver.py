@@ -11,8 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -20,25 +19,8 @@ from sirtaki.errors import ConfigError, LaunchError
 
 from ..hosts import MOST_SLOTS, parse_hosts
 from ..supervisor import signals_heard
-from .agent import Done, Ended, Joined, Patient, ToAgent, Told, Up
-from .agent_crew import Heard, Lost
-from .job_members import (
-    NO_GENERATION,
-    Action,
-    Dismiss,
-    End,
-    Form,
-    JobMembers,
-    KillRank,
-    Quorum,
-    Say,
-    Settle,
-    StartAgent,
-    StartRank,
-    StopAgent,
-    Tell,
-    Worker,
-)
+from .agent_crew import AgentCrew
+from .job_members import Crew, Heard, JobMembers, Lost, Up, has_waited
 
 INTERVAL_S = 1.0
 """Between one answer and the next question."""
@@ -155,46 +137,8 @@ class Discovery:
                 self._on_answer()
 
 
-ADOPT_S = 30.0
-"""How long a driver that takes over waits for more agents than it needs; those that have tried others before may need
-some time."""
-
-GATHER_S = 120.0
-"""How long it waits for as many as it needs: one agent finds the end of a connection at once, another one silence."""
-
-
-class Crew(Protocol):
-    """Agents as they are given orders and heard: real ones, or Ray's."""
-
-    @property
-    def hosts(self) -> list[str]:
-        """Hosts of agents that have not been given up."""
-        ...
-
-    @property
-    def expected(self) -> set[int]:
-        """Numbers of agents that another driver has started and that have not come yet."""
-        ...
-
-    def start(self, host: str) -> None:
-        """Starts the agent of a host; OSError if its command cannot be run."""
-        ...
-
-    def stop(self, host: str) -> None:
-        """Has the agent of a host end."""
-        ...
-
-    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Sends the message to the agents of these hosts; nothing happens where there is none."""
-        ...
-
-    def tell_each_other(self) -> None:
-        """Lets all agents know who may be the next driver."""
-        ...
-
-    def expect_no_more(self) -> None:
-        """Who has not come yet comes too late."""
-        ...
+class RunningCrew(Crew, Protocol):
+    """Agents as a driver runs them: real ones, or Ray's."""
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
@@ -213,229 +157,88 @@ class Crew(Protocol):
         ...
 
 
-Reports = Mapping[str, Up]
-"""What agents have said that have come to a driver that takes over, by host."""
-
-
-def _newest(reports: Reports) -> Form:
-    """The newest generation that any agent has reported."""
-    known = [report.generation for report in reports.values()]
-    return max(known, key=lambda form: (form.number, -len(form.older or ())), default=NO_GENERATION)
-
-
-def has_waited(for_s: float, reports: Reports, expected: Collection[int]) -> bool:
-    """Whether a driver that takes over has waited for long enough.
-
-    Args:
-        for_s: how long it has.
-        reports: of agents that have come.
-        expected: numbers of those that have not.
-    """
-    newest, quorum = _newest(reports), Quorum()
-    present = [worker.number for report in reports.values() for worker in report.ranks]
-    quorum.take_over([*(newest.older or ()), newest.workers], newest.number, present)
-    if not newest.number or quorum.is_lost:  # it could not go on with these
-        return for_s > GATHER_S
-    return not expected or for_s > ADOPT_S
-
-
-class Direction:
-    """Tells the rules of membership what agents say, and agents what the rules decide.
-
-    Attributes:
-        members: the rules.
-        end: of the job; None = it goes on.
-    """
-
-    def __init__(self, members: JobMembers, crew: Crew, say: Callable[[str], None]) -> None:
-        """Does nothing yet.
-
-        Args:
-            members: the rules.
-            crew: the agents.
-            say: shows a line to the user.
-        """
-        self.members = members
-        self._crew, self._say = crew, say
-        self.end: End | None = None
-
-    def take_over(self, reports: Reports, now_s: float) -> bool:
-        """Goes on where another driver is lost; False = too few of the job can be reached."""
-        there = [report for report in reports.values() if report.host in self._crew.hosts]
-        workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
-        self.members.slow(max((report.patience_s for report in there), default=0.0))
-        return self.members.take_over(workers, self._crew.hosts, _newest(reports), now_s)
-
-    def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Discovery says which hosts there are, with how many slots each."""
-        self._do(self.members.found(hosts, now_s), now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Time has passed; to be told often."""
-        self._do(self.members.tick(now_s), now_s)
-
-    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
-        """Agents have said something, or are given up, all at one time as far as anybody knows."""
-        with self.members.deferring():
-            for event in events:
-                self._do(self._told(event, now_s), now_s)
-        self.tick(now_s)
-
-    def _told(self, event: Heard | Lost, now_s: float) -> Sequence[Action]:
-        members = self.members
-        if isinstance(event, Lost):
-            return members.agent_lost(event.host, event.why, now_s)
-        match message := event.message:
-            case Up():
-                self._crew.tell_each_other()
-                return members.agent_up(event.host, now_s)
-            case Told(number):
-                return members.told(event.host, number, now_s)
-            case Joined() | Patient() | Done() | Ended():
-                worker = members.member_list.workers.get(message.worker)
-                if worker is None or worker.host != event.host:
-                    return []  # it was given up
-                match message:
-                    case Joined(has_state=has_state, attendee=attendee):
-                        worker.attendee = attendee
-                        return members.joined(worker.number, has_state=has_state, now_s=now_s)
-                    case Patient(seconds=seconds):
-                        members.slow(seconds)
-                    case Done():
-                        return members.finished(worker.number, now_s)
-                    case Ended(end=end):
-                        return members.ended(worker.number, end, now_s)
-        return []
-
-    def _do(self, actions: Sequence[Action], now_s: float) -> None:
-        for action in actions:
-            match action:
-                case StartAgent(host):
-                    try:
-                        self._crew.start(host)
-                    except OSError as err:
-                        self._do(self.members.agent_lost(host, f"its agent could not be started: {err}", now_s), now_s)
-                case StopAgent(host):
-                    self._crew.stop(host)
-                case StartRank() | KillRank() | Dismiss():
-                    self._crew.send_to([action.host], action)
-                case Tell():
-                    workers = self.members.member_list.workers
-                    there = [workers[each].host for each in action.workers if each in workers]
-                    self._crew.send_to(dict.fromkeys(there), action)
-                case Form():  # to all agents where another driver may be needed, else to those of members
-                    hosts = [member.host for member in action.members]
-                    self._crew.send_to(dict.fromkeys(self._crew.hosts if action.older is not None else hosts), action)
-                case Settle():
-                    self._crew.send_to(self._crew.hosts, action)
-                case Say(text):
-                    self._say(text)
-                case End():
-                    self.end = action
-
-
 _TICK_S = 0.2
 
 
-class Driver:
-    """One job from start to end; used once."""
+def run_job(
+    crew: RunningCrew,
+    members: JobMembers,
+    say: Callable[[str], None],
+    hosts: Hosts,
+    ask: Callable[[], Hosts] | None,
+    *,
+    finish_output: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs a job to its end; no process of it is left on hosts that can be reached.
 
-    def __init__(
-        self,
-        crew: Crew,
-        members: JobMembers,
-        say: Callable[[str], None],
-        *,
-        finish_output: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Does nothing yet.
+    Args:
+        crew: the agents, which end with this.
+        members: the rules.
+        say: shows a line to the user.
+        hosts: with which to begin.
+        ask: for all hosts, from now on; None = they stay.
+        finish_output: called once no rank writes anything any more, before the last line.
 
-        Args:
-            crew: the agents, which end with the driver.
-            members: the rules.
-            say: shows a line to the user.
-            finish_output: called once no rank writes anything any more, before the last line.
-        """
-        self._crew, self._say, self._finish_output = crew, say, finish_output
-        self._direction = Direction(members, crew, say)
-        self._signal: int | None = None
+    Returns:
+        0, the exit code of the rank that failed first, or 128 + the signal that ended this process.
+    """
+    signals: list[int] = []
 
-    def run(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
-        """Runs the job to its end; no process of it is left on hosts that can be reached.
+    def remember(number: int) -> None:
+        signals.append(number)
+        crew.wake()
 
-        Args:
-            hosts: with which to begin.
-            ask: for all hosts, from now on; None = they stay.
+    discovery = None if ask is None else Discovery(ask, on_answer=crew.wake)
+    with signals_heard(remember):
+        try:
+            members.found(hosts, time.monotonic())
+            while members.end is None and not signals:
+                members.answer(list(crew.look(_TICK_S)), time.monotonic())
+                while discovery is not None and (answer := discovery.take()) is not None:
+                    if isinstance(answer, LaunchError):
+                        say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
+                    else:
+                        members.found(answer, time.monotonic())
+        finally:
+            if discovery is not None:
+                discovery.close()
+            crew.close(signals[-1] if signals else None)
+            finish_output()
+    if signals:
+        return 128 + signals[-1]
+    assert members.end is not None
+    if members.end.text:
+        say(members.end.text)
+    return members.end.exit_code
 
-        Returns:
-            0, the exit code of the rank that failed first, or 128 + the signal that ended this process.
-        """
-        discovery = None if ask is None else Discovery(ask, on_answer=self._crew.wake)
-        with signals_heard(self._remember):
-            try:
-                self._direction.found(hosts, time.monotonic())
-                while self._direction.end is None and self._signal is None:
-                    events = list(self._crew.look(_TICK_S))
-                    self._direction.answer(events, time.monotonic())
-                    if discovery is not None:
-                        self._hear_discovery(discovery)
-            finally:
-                if discovery is not None:
-                    discovery.close()
-                self._crew.close(self._signal)
-                self._finish_output()
-        if self._signal is not None:
-            return 128 + self._signal
-        end = self._direction.end
-        assert end is not None
-        if end.text:
-            self._say(end.text)
-        return end.exit_code
 
-    def take_over(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
-        """As `run`, for a job whose driver is lost: the agents that come say what there is.
+def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) -> Hosts | None:
+    """Goes on with a job whose driver is lost: the agents that come say what there is.
 
-        Args:
-            hosts: fixed ones; where there is discovery, those whose agents come.
-            ask: for all hosts, from now on; None = they stay.
-        """
-        reports: dict[str, Up] = {}
-        later: list[Heard | Lost] = []
-        begin_s = time.monotonic()
-        while not has_waited(time.monotonic() - begin_s, reports, self._crew.expected):
-            for event in self._crew.look(_TICK_S):
-                if isinstance(event, Heard) and isinstance(event.message, Up):
-                    reports[event.host] = event.message
-                else:
-                    later.append(event)
-        self._crew.expect_no_more()
-        goes_on = self._direction.take_over(reports, time.monotonic())
-        workers = list(self._direction.members.member_list.workers.values())
-        there = f"{len(workers)} ranks on {', '.join(self._crew.hosts)}"
-        if not goes_on:
-            self._say(f"the driver is lost, and only {there} can be reached: too few to go on")
-            self._crew.close()
-            return 1
-        self._say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
-        self._crew.tell_each_other()
-        self._direction.answer(later, time.monotonic())
-        return self.run(hosts if ask is None else _slots(self._crew.hosts, workers), ask)
-
-    def _hear_discovery(self, discovery: Discovery) -> None:
-        while (answer := discovery.take()) is not None:
-            if isinstance(answer, LaunchError):
-                self._say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
+    Returns:
+        The hosts that the job goes on with, as far as their agents tell; None = there are too few, and all have ended.
+    """
+    reports: dict[str, Up] = {}
+    later: list[Heard | Lost] = []
+    begin_s = time.monotonic()
+    while not has_waited(time.monotonic() - begin_s, reports, crew.expected):
+        for event in crew.look(_TICK_S):
+            if isinstance(event, Heard) and isinstance(event.message, Up):
+                reports[event.host] = event.message
             else:
-                self._direction.found(answer, time.monotonic())
-
-    def _remember(self, number: int) -> None:
-        self._signal = number
-        self._crew.wake()
-
-
-def _slots(hosts: Sequence[str], workers: Sequence[Worker]) -> Hosts:
-    """What is known of hosts before discovery has been asked."""
-    slots = dict.fromkeys(hosts, 1)
-    for worker in workers:
-        slots[worker.host] = max(slots[worker.host], worker.slot + 1)
+                later.append(event)
+    crew.expect_no_more()
+    goes_on = members.take_over(reports, time.monotonic())
+    workers = members.member_list.workers.values()
+    there = f"{len(workers)} ranks on {', '.join(crew.hosts)}"
+    if not goes_on:
+        say(f"the driver is lost, and only {there} can be reached: too few to go on")
+        crew.close()
+        return None
+    say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
+    crew.tell_each_other()
+    members.answer(later, time.monotonic())
+    slots = dict.fromkeys(crew.hosts, 1)
+    for worker in members.member_list.workers.values():
+        slots[worker.host] = max(slots.get(worker.host, 1), worker.slot + 1)
     return slots

@@ -1,17 +1,18 @@
 """The rules of membership of an elastic job: who starts, who is a member, who is given up, when the job has ended.
 
-What the rules want done on a host goes to its agent as it is, and what agents say are the events of the rules.
+The messages between a driver and its agents are the events and the orders of these rules: what agents say comes in as
+it is, and what the rules want done goes to the agent of a host as it is. No socket, process or clock is known here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -316,16 +317,16 @@ class Quorum:
         """A generation begins."""
         self._ballots.append(_Ballot(number=number, members=members))
 
-    def take_over(self, lists: Sequence[Sequence[int]], number: int, present: Collection[int]) -> None:
-        """Goes on where another driver has been lost.
+    def take_over(self, newest: Form, present: Collection[int]) -> None:
+        """Goes on where another driver has been lost, with that one's newest generation.
 
         Args:
-            lists: `older` of that driver, and the members of its newest generation.
-            number: of that.
+            newest: with the members of it, and of those before it that may still count.
             present: workers that can be reached.
         """
-        for members in lists:
-            self._ballots.append(_Ballot(number=number, members=members, unreachable=set(members).difference(present)))
+        for members in [*(newest.older or ()), newest.workers]:
+            gone = set(members).difference(present)
+            self._ballots.append(_Ballot(number=newest.number, members=members, unreachable=gone))
 
     def lose(self, workers: Collection[int]) -> None:
         """They cannot be reached any more."""
@@ -353,44 +354,20 @@ class Quorum:
         return has_settled
 
 
-@dataclass(frozen=True, slots=True)
-class StartAgent:
-    """Start the agent of a host."""
+# ── messages between the driver and the agents ───────────────────────────────────────────────────────────────────────
 
-    host: str
+KILL_GRACE_S = 3.0
+"""Between asking a rank to end and killing it."""
 
-
-@dataclass(frozen=True, slots=True)
-class StopAgent:
-    """The host is not used any more, and no rank is left there."""
-
-    host: str
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """A line for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The job has ended; nothing follows.
-
-    Attributes:
-        text: why, for the user; "" = as it should.
-    """
-
-    exit_code: int
-    text: str = ""
+Place = tuple[str, int]
+Agents = Sequence[tuple[int, Sequence[Place]]]
+"""Number of each agent, and places where a driver would listen that it has started."""
 
 
 class StartRank(Struct, tag=True, frozen=True, kw_only=True):
     """To an agent: start a process, whose number no other one of the job has had."""
 
     worker: int
-    host: str
     slot: int
 
 
@@ -398,7 +375,6 @@ class KillRank(Struct, tag=True, frozen=True, kw_only=True):
     """To an agent: end a process with all it has started, after asking it first unless it is to be `at_once`."""
 
     worker: int
-    host: str
     at_once: bool
 
 
@@ -406,7 +382,6 @@ class Dismiss(Struct, tag=True, frozen=True, kw_only=True):
     """To an agent: answer the rank that waits for a generation that it is not wanted any more."""
 
     worker: int
-    host: str
 
 
 class Tell(Struct, tag=True, frozen=True, kw_only=True):
@@ -450,7 +425,127 @@ class Settle(Struct, tag=True, frozen=True, kw_only=True):
     older: tuple[tuple[int, ...], ...]
 
 
-Action = StartAgent | StopAgent | StartRank | KillRank | Dismiss | Tell | Form | Settle | Say | End
+class KnownAgents(Struct, tag=True, frozen=True):
+    """To an agent: which ones there are, the receiver too."""
+
+    agents: Agents
+
+
+class EndAll(Struct, tag=True, frozen=True):
+    """To an agent: end all ranks, and yourself; who trains may take so long."""
+
+    grace_s: float = KILL_GRACE_S
+
+
+class Beat(Struct, tag=True, frozen=True):
+    """The sender, driver or agent, is there."""
+
+
+class Up(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver that knows nothing of this agent: all that one has to know.
+
+    Attributes:
+        places: where a driver would listen that this agent has started.
+        ranks: that are there.
+        patience_s: the longest that any of them has computed without looking for changes; 0 = none for long.
+        generation: the newest.
+    """
+
+    host: str
+    places: Sequence[Place] = ()
+    ranks: Sequence[Worker] = ()
+    patience_s: float = 0.0
+    generation: Form = NO_GENERATION
+
+
+class Told(Struct, tag=True, frozen=True):
+    """To a driver: the agent, and its ranks, know of the generation of that number."""
+
+    number: int
+
+
+class Joined(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a rank asks for the generation after the one that it was in."""
+
+    worker: int
+    has_state: bool
+    attendee: Attendee = NOWHERE
+
+
+class Patient(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a rank has computed for so long without looking for changes; others, too, may take so long."""
+
+    worker: int
+    seconds: float
+
+
+class Done(Struct, tag=True, frozen=True):
+    """To a driver: a rank has done its work; it may still live for a while."""
+
+    worker: int
+
+
+class Ended(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a process of a rank is there no more."""
+
+    worker: int
+    end: RankEnd
+
+
+ToAgent = StartRank | KillRank | Dismiss | Tell | Form | Settle | KnownAgents | EndAll | Beat
+FromAgent = Up | Told | Joined | Patient | Done | Ended | Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The agent of a host has said something."""
+
+    host: str
+    message: FromAgent
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The agent of a host is given up; it ends its ranks and itself, if it lives, when it finds that out."""
+
+    host: str
+    why: str
+
+
+class Crew(Protocol):
+    """Agents as they are given orders: real, simulated, or Ray's."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts of agents that have not been given up."""
+        ...
+
+    def start(self, host: str) -> None:
+        """Starts the agent of a host; one that cannot be started is lost soon."""
+        ...
+
+    def stop(self, host: str) -> None:
+        """Has the agent of a host end, which is not used any more and has no rank."""
+        ...
+
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        """Sends the message to the agents of these hosts; nothing happens where there is none."""
+        ...
+
+    def tell_each_other(self) -> None:
+        """Lets all agents know who may be the next driver."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The job has ended; `text` says why, "" = as it should."""
+
+    exit_code: int
+    text: str = ""
+
+
+# ── what the user is told ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def count(number: int, noun: str) -> str:
@@ -653,21 +748,29 @@ class MemberList:
 class JobMembers:
     """Decides who starts, who belongs to the next generation, who is given up, and when the job has ended.
 
-    Each method tells of an event, in the order in which they have happened, and returns what is to be done about it.
+    Each method tells of events, in the order in which they have happened; the crew is told at once what follows.
 
     Attributes:
         policy: what holds for the whole job.
         pool: hosts that discovery has found.
         member_list: the processes.
         agents: by host; False = being started.
-        is_over: the job has ended.
+        end: of the job; None = it goes on.
     """
 
-    def __init__(self, policy: Policy, pool: HostPool) -> None:
-        self.policy, self.pool = policy, pool
+    def __init__(self, policy: Policy, crew: Crew, say: Callable[[str], None], rng: random.Random) -> None:
+        """Nothing has happened yet.
+
+        Args:
+            policy: what holds for the whole job.
+            crew: does what is decided.
+            say: shows a line to the user.
+            rng: for how long hosts are left out.
+        """
+        self.policy, self.pool = policy, HostPool(policy, rng)
+        self._crew, self._say = crew, say
         self.member_list = MemberList()
-        self.is_over = self._defers = False
-        self._actions: list[Action] = []
+        self.end: End | None = None
         self.agents: dict[str, bool] = {}
         self._told = Change(0)  # of what members have been told in this generation
         self._lost = self._told_lost = ""  # how the first member died
@@ -680,47 +783,107 @@ class JobMembers:
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
 
-    def take_over(self, workers: Sequence[Worker], agents: Iterable[str], newest: Form, now_s: float) -> bool:
+    def take_over(self, reports: Mapping[str, Up], now_s: float) -> bool:
         """Before anything else: goes on where another driver has been lost.
 
         Args:
-            workers: the processes that are there, of all agents that can be reached.
-            agents: their hosts.
-            newest: generation that any of them knows. If somebody held the job's state when it began nobody goes on
-                without it.
+            reports: what agents have said that have come, by host; those of the crew's hosts can be reached.
             now_s: the time.
 
         Returns:
             Whether this is the side of a network that may have come apart which goes on. Before the first generation
             there is no such side.
         """
-        self.agents.update(dict.fromkeys(agents, True))
+        newest = newest_generation(reports)
+        there = [report for report in reports.values() if report.host in self._crew.hosts]
+        self.agents.update(dict.fromkeys(self._crew.hosts, True))
+        self._longest_s = max((report.patience_s for report in there), default=0.0)
         self._lost = "the driver was lost"
         self._failure = "the driver", RankEnd(exit_code=1, reason="it was lost")
         self.pool.remember(newest.left_out, now_s)
+        workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
         self.member_list.take_over(workers, newest.number, newest.workers)
+        # If somebody held the state when the generation began nobody goes on without it.
         self.member_list.has_state = self.member_list.has_state or newest.has_state
-        self._quorum.take_over([*(newest.older or ()), newest.workers], newest.number, self.member_list.workers)
+        self._quorum.take_over(newest, self.member_list.workers)
         return bool(newest.number) and not self._quorum.is_lost
 
-    def found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
+    def found(self, hosts: Mapping[str, int], now_s: float) -> None:
         """Discovery says which hosts there are, with how many slots each."""
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
             self._say(shortened(difference(before, self.pool.known)))
-        return self._settle(now_s)
+        self.tick(now_s)
 
-    def agent_up(self, host: str, now_s: float) -> list[Action]:
-        """The agent of that host can start ranks."""
-        if host in self.agents:
-            self.agents[host] = True
-        return self._settle(now_s)
+    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
+        """Agents have said something, or are given up, all at one time as far as anybody knows.
 
-    def agent_lost(self, host: str, why: str, now_s: float) -> list[Action]:
+        What follows is decided once: a decision looks at all ranks, and one for each of a thousand that ask at the
+        same time would take many seconds.
+        """
+        for event in events:
+            if self.end is not None:
+                return
+            if isinstance(event, Lost):
+                self._lose_agent(event.host, event.why, now_s)
+            else:
+                self._hear(event.host, event.message, now_s)
+        self.tick(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Decides all that follows from what is known; to be called often, as limits are looked after here, too."""
+        for step in (self._start_and_end, self._advance, self._tell, self._wait_for_others):
+            if self.end is None:
+                step(now_s)
+
+    def _hear(self, host: str, message: FromAgent, now_s: float) -> None:
+        listed = self.member_list
+        match message:
+            case Up():
+                self._crew.tell_each_other()
+                if host in self.agents:
+                    self.agents[host] = True
+                return
+            case Told(number):
+                self._quorum.inform(number, lambda worker: listed.is_of(host, worker))
+                return
+            case Beat():
+                return
+        worker = listed.workers.get(message.worker)
+        if worker is None or worker.host != host:
+            return  # it was given up
+        match message:
+            case Joined(has_state=has_state, attendee=attendee):
+                if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
+                    self._send(worker, Dismiss(worker=worker.number))
+                else:
+                    worker.attendee = attendee
+                    worker.has_state = worker.has_state or has_state
+                    listed.has_state = listed.has_state or has_state
+                    worker.enter(Phase.WAITING, now_s)
+            case Patient(seconds=seconds):
+                self._longest_s = max(self._longest_s, seconds)
+            case Done():
+                if worker.phase is Phase.MEMBER:
+                    worker.enter(Phase.FINISHED, now_s)
+                    listed.has_succeeded = True
+            case Ended(end=end):
+                del listed.workers[worker.number]
+                self._quorum.died(worker.number)
+                if worker.phase is Phase.MEMBER:
+                    self._lost = self._lost or f"{worker.label} {end.text}"
+                if worker.phase is Phase.FINISHED and end.exit_code:
+                    self._say(f"{worker.label} {end.text}, but it had done its work")
+                elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
+                    listed.has_succeeded = True
+                elif worker.phase not in (Phase.DISMISSED, Phase.FINISHED):
+                    self._lose(worker, end, now_s)
+
+    def _lose_agent(self, host: str, why: str, now_s: float) -> None:
         """The agent of that host, and all its ranks, are gone or cannot be reached."""
-        if self.agents.pop(host, None) is None or self.is_over:
-            return []
+        if self.agents.pop(host, None) is None:
+            return
         lost = [worker for worker in self.member_list.workers.values() if worker.host == host]
         for worker in lost:
             del self.member_list.workers[worker.number]
@@ -733,74 +896,11 @@ class JobMembers:
         if self.policy.has_successors and self._quorum.is_lost and not self.member_list.has_succeeded:
             why = "too many ranks cannot be reached, and may go on without this side (--on-driver-loss go-on)"
             self._end(self._failed(why))
-        return self._settle(now_s)
-
-    def told(self, host: str, number: int, now_s: float) -> list[Action]:
-        """The agent of that host has been told of that generation, and its ranks with it."""
-        self._quorum.inform(number, lambda worker: self.member_list.is_of(host, worker))
-        return self._settle(now_s)
-
-    def joined(self, number: int, *, has_state: bool, now_s: float) -> list[Action]:
-        """A process asks for the generation after the one that it was in."""
-        worker = self.member_list.workers.get(number)
-        if worker is None or self.is_over:
-            return []
-        if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
-            self._actions.append(Dismiss(worker=number, host=worker.host))
-        else:
-            worker.has_state = worker.has_state or has_state
-            self.member_list.has_state = self.member_list.has_state or has_state
-            worker.enter(Phase.WAITING, now_s)
-        return self._settle(now_s)
-
-    def slow(self, seconds: float) -> None:
-        """A process has computed for so long without looking for changes: others, too, may take so long."""
-        self._longest_s = max(self._longest_s, seconds)
 
     @property
     def _leave_s(self) -> float:
         """How long a member may take to leave its generation."""
         return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
-
-    def finished(self, number: int, now_s: float) -> list[Action]:
-        """A process has done its work; it may still live for a while."""
-        worker = self.member_list.workers.get(number)
-        if worker is not None and worker.phase is Phase.MEMBER:
-            worker.enter(Phase.FINISHED, now_s)
-            self.member_list.has_succeeded = True
-        return self._settle(now_s)
-
-    def ended(self, number: int, end: RankEnd, now_s: float) -> list[Action]:
-        """A process is there no more."""
-        worker = self.member_list.workers.pop(number, None)
-        if worker is None or self.is_over:
-            return []
-        self._quorum.died(number)
-        if worker.phase is Phase.MEMBER:
-            self._lost = self._lost or f"{worker.label} {end.text}"
-        if worker.phase is Phase.FINISHED and end.exit_code:
-            self._say(f"{worker.label} {end.text}, but it had done its work")
-        elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
-            self.member_list.has_succeeded = True
-        elif worker.phase not in (Phase.DISMISSED, Phase.FINISHED):
-            self._lose(worker, end, now_s)
-        return self._settle(now_s)
-
-    def tick(self, now_s: float) -> list[Action]:
-        """Time has passed; to be told often, as limits are looked after here."""
-        return self._settle(now_s)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """What is told within has happened at once: what follows is decided by the next `tick`, and once.
-
-        A decision looks at all ranks; one for each of a thousand that ask at the same time would take many seconds.
-        """
-        self._defers = True
-        try:
-            yield
-        finally:
-            self._defers = False
 
     def _lose(self, worker: Worker, end: RankEnd, now_s: float) -> None:
         """A process has failed, or ended before it was a member; its host may be left out for that."""
@@ -843,40 +943,29 @@ class JobMembers:
             return not self._ended_badly or bool(self.member_list.present(Phase.WAITING))
         return bool(self.member_list.of_generation(Phase.MEMBER, Phase.WAITING))
 
-    def _settle(self, now_s: float) -> list[Action]:
-        """Decides all that follows from what is known."""
-        if self._defers:
-            return []
-        if not self.is_over:
-            for host in self.pool.take_back(now_s):
-                self._say(f"host {host} is used again")
-            self._send_away(now_s)
-            self._end(self._reached_end())
-        if not self.is_over:
-            if self._may_start():
-                self._take_on(now_s)
-            self._advance(now_s)
-        if not self.is_over:
-            self._tell()
-            if self._quorum.settle() and self.policy.has_successors:
-                self._actions.append(Settle(number=self.member_list.generation, older=self._quorum.older))
-            self._end(self._waited_in_vain(now_s))
-        actions, self._actions = self._actions, []
-        return actions
+    def _start_and_end(self, now_s: float) -> None:
+        for host in self.pool.take_back(now_s):
+            self._say(f"host {host} is used again")
+        self._send_away(now_s)
+        self._end(self._reached_end())
+        if self.end is None and self._may_start():
+            self._take_on(now_s)
 
-    def _tell(self) -> None:
+    def _tell(self, now_s: float) -> None:
         """Members hear of each change once, and of the first death how it happened: they may wait for who has died."""
+        del now_s
         listed = self.member_list
-        if not listed.is_running or listed.has_succeeded:
-            return
-        change = Change.ADDED if listed.newcomers else Change(0)
-        change |= Change.REMOVED if listed.is_diminished else Change(0)
-        lost = self._lost if len(listed.of_generation(*Phase)) < len(listed.members) else ""
-        if not (new := change & ~self._told) and lost == self._told_lost:
-            return
-        self._told, self._told_lost = self._told | new, lost
-        members = tuple(worker.number for worker in listed.of_generation(Phase.MEMBER))
-        self._actions.append(Tell(workers=members, change=new, lost=lost))
+        if listed.is_running and not listed.has_succeeded:
+            change = Change.ADDED if listed.newcomers else Change(0)
+            change |= Change.REMOVED if listed.is_diminished else Change(0)
+            lost = self._lost if len(listed.of_generation(*Phase)) < len(listed.members) else ""
+            if (new := change & ~self._told) or lost != self._told_lost:
+                self._told, self._told_lost = self._told | new, lost
+                members = listed.of_generation(Phase.MEMBER)
+                tell = Tell(workers=tuple(worker.number for worker in members), change=new, lost=lost)
+                self._crew.send_to(dict.fromkeys(worker.host for worker in members), tell)
+        if self._quorum.settle() and self.policy.has_successors:
+            self._crew.send_to(self._crew.hosts, Settle(number=listed.generation, older=self._quorum.older))
 
     def _send_away(self, now_s: float) -> None:
         """Has processes leave for which there is no room any more, and stops agents that have no ranks any more."""
@@ -884,19 +973,19 @@ class JobMembers:
         self.member_list.mark_leaving(usable, self.policy.max_ranks)
         for worker in self.member_list.present(Phase.STARTING):
             if worker.is_leaving:
-                self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=False))
+                self._send(worker, KillRank(worker=worker.number, at_once=False))
                 worker.enter(Phase.DISMISSED, now_s)
         for worker in list(self.member_list.dismissible()):
-            self._actions.append(Dismiss(worker=worker.number, host=worker.host))
+            self._send(worker, Dismiss(worker=worker.number))
             worker.enter(Phase.DISMISSED, now_s)
         for worker in self.member_list.present(Phase.DISMISSED):
             if now_s - worker.since_s > self.policy.leave_s:
-                self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=True))
+                self._send(worker, KillRank(worker=worker.number, at_once=True))
                 worker.since_s = now_s
         for host in [host for host in self.agents if host not in usable]:
             if all(worker.host != host for worker in self.member_list.workers.values()):
                 del self.agents[host]
-                self._actions.append(StopAgent(host))
+                self._crew.stop(host)
 
     def _take_on(self, now_s: float) -> None:
         """Starts agents and ranks where there is room."""
@@ -908,11 +997,11 @@ class JobMembers:
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
                 self.agents[host] = False
-                self._actions.append(StartAgent(host))
+                self._crew.start(host)
             room -= len(free)
             for slot in free if self.agents.get(host) else ():
                 worker = self.member_list.add(host, slot, now_s)
-                self._actions.append(StartRank(worker=worker.number, host=host, slot=slot))
+                self._send(worker, StartRank(worker=worker.number, slot=slot))
 
     def _reached_end(self) -> End | None:
         """The end, if nobody is left, or all have done what they can."""
@@ -939,22 +1028,21 @@ class JobMembers:
                 return End(exit_code=1, text=f"{self._host_problem}; no host is left")
         return None
 
-    def _waited_in_vain(self, now_s: float) -> End | None:
-        """The end, if ranks have waited for others for too long."""
+    def _wait_for_others(self, now_s: float) -> None:
+        """Ends the job if ranks have waited for others for too long."""
         if self.member_list.is_running or self.member_list.present(Phase.FINISHED):
             self._short_since_s = None
-            return None
+            return
         self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
         if now_s - self._short_since_s <= self.policy.timeout_s:
-            return None
+            return
         least = self.policy.min_ranks if self.member_list.generation else self.policy.start_ranks
         came = len(self.member_list.candidates(self.policy.max_ranks))
         problem = f"; {self._host_problem}" if self._host_problem else ""
-        return End(
-            exit_code=1,
-            text=f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits "
-            f"longer, --min-np goes on with fewer{problem}",
+        text = (
+            f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits longer"
         )
+        self._end(End(exit_code=1, text=f"{text}, --min-np goes on with fewer{problem}"))
 
     def _failed(self, text: str) -> End:
         """The end for this reason, with the exit code of what failed first."""
@@ -984,7 +1072,7 @@ class JobMembers:
                 for worker in listed.of_generation(Phase.MEMBER):
                     if not worker.verdict:
                         worker.verdict = f"did not leave its generation within {self._leave_s:g} s and was killed"
-                        self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=True))
+                        self._send(worker, KillRank(worker=worker.number, at_once=True))
             return
         if listed.has_succeeded:
             return  # those who have done their work have not ended yet
@@ -1025,7 +1113,9 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        self._actions.append(form)
+        # To all agents where another driver may be needed, else to those of members.
+        hosts = self._crew.hosts if self.policy.has_successors else [member.host for member in form.members]
+        self._crew.send_to(dict.fromkeys(hosts), form)
         self._say(announcement(form))
         self._told, self._lost, self._told_lost = Change(0), "", ""
         self._enough_since_s = None
@@ -1033,10 +1123,40 @@ class JobMembers:
 
     def _end(self, end: End | None) -> None:
         if end is not None:
-            self.is_over = True
+            self.end = end
             for worker in self.member_list.present(Phase.WAITING):
-                self._actions.append(Dismiss(worker=worker.number, host=worker.host))
-            self._actions.append(end)
+                self._send(worker, Dismiss(worker=worker.number))
 
-    def _say(self, text: str) -> None:
-        self._actions.append(Say(text))
+    def _send(self, worker: Worker, message: StartRank | KillRank | Dismiss) -> None:
+        self._crew.send_to([worker.host], message)
+
+
+# ── how long a driver that takes over waits ──────────────────────────────────────────────────────────────────────────
+
+ADOPT_S = 30.0
+"""How long a driver that takes over waits for more agents than it needs; those that have tried others before may need
+some time."""
+
+GATHER_S = 120.0
+"""How long it waits for as many as it needs: one agent finds the end of a connection at once, another one silence."""
+
+
+def newest_generation(reports: Mapping[str, Up]) -> Form:
+    """The newest generation that any agent has reported."""
+    known = [report.generation for report in reports.values()]
+    return max(known, key=lambda form: (form.number, -len(form.older or ())), default=NO_GENERATION)
+
+
+def has_waited(for_s: float, reports: Mapping[str, Up], expected: Collection[int]) -> bool:
+    """Whether a driver that takes over has waited for long enough.
+
+    Args:
+        for_s: how long it has.
+        reports: of agents that have come.
+        expected: numbers of those that have not.
+    """
+    newest, quorum = newest_generation(reports), Quorum()
+    quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])
+    if not newest.number or quorum.is_lost:  # it could not go on with these
+        return for_s > GATHER_S
+    return not expected or for_s > ADOPT_S

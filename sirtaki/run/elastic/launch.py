@@ -12,12 +12,10 @@ import random
 import shlex
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -28,89 +26,51 @@ from sirtaki.settings import Settings
 from ..hosts import Host, given_hosts, ssh_arguments
 from ..output import Console, OutputOptions, RankOutput, output_folder, say
 from ..rank_command import begin_environ, carried_variables, complete_environ, rank_command
-from .agent import Inheritance
-from .agent_crew import AgentCrew, AgentStart, DriverEndpoint, ElasticJob, new_endpoint
-from .driver import Driver, Hosts, ask_script
-from .job_members import COOLDOWN_S, HostPool, JobMembers, OnFailure, Policy
+from .agent import ElasticJob, Inheritance
+from .agent_crew import AgentCrew, DriverEndpoint, agent_words, is_child, new_endpoint
+from .driver import Hosts, ask_script, run_job, take_over
+from .job_members import COOLDOWN_S, JobMembers, OnFailure, Policy
 
 _LATER_S = 30.0
 """How much longer than the launcher a rank waits for others: the launcher can say who is missing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverPlan:
-    """What a driver needs, and leaves behind for the one that takes its place.
+def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str], hosts: Hosts | None) -> int:
+    """Runs a job to its end.
 
-    Attributes:
-        job: that it runs.
-        policy: of it.
-        script: for discovery; None = hosts stay.
-        slots: of a host that the script gives no number for.
-        hosts: those that stay.
-        prefix: console lines begin with the rank.
-        timestamps: and with the time.
-        folder: also write one file a place and stream below it; None = console only.
+    Args:
+        job: of which this process is the driver.
+        endpoint: where agents reach it.
+        environ: of the agents and ranks of this machine.
+        hosts: with which to begin; None = another driver is lost, whose agents come.
+
+    Returns:
+        The exit code for the launcher.
     """
+    options = OutputOptions(
+        hydra=True,
+        prefix=job.prefix,
+        timestamps=job.timestamps,
+        folder=Path(job.folder) if job.folder else None,
+        label=lambda worker: members.member_list.label(worker),
+        place=lambda worker: members.member_list.place(worker),
+    )
+    consoles = {name: Console(getattr(sys, name), name) for name in ("stdout", "stderr")}
+    outputs = {name: RankOutput(name, console=console, options=options) for name, console in consoles.items()}
+    say = consoles["stderr"].say
 
-    job: ElasticJob
-    policy: Policy
-    script: str | None
-    slots: int
-    hosts: Hosts
-    prefix: bool
-    timestamps: bool
-    folder: str | None
+    def finish_output() -> None:
+        for output in outputs.values():
+            output.finish()
 
-    @property
-    def ask(self) -> Callable[[], Hosts] | None:
-        """Asks for all hosts; None = they stay."""
-        return functools.partial(ask_script, self.script, self.slots) if self.script else None
-
-    def driver(self, endpoint: DriverEndpoint, environ: Mapping[str, str]) -> Driver:
-        """A driver that agents reach there, and that starts agents of this machine with this environment."""
-        members = JobMembers(self.policy, HostPool(self.policy, random.Random(time.time_ns())))
-        output = ElasticOutput(
-            OutputOptions(
-                hydra=True,
-                prefix=self.prefix,
-                timestamps=self.timestamps,
-                folder=Path(self.folder) if self.folder else None,
-                label=members.member_list.label,
-                place=members.member_list.place,
-            )
-        )
-        left_behind = msgspec.json.encode(self).decode() if self.policy.has_successors else ""
-        crew = AgentCrew(self.job, endpoint, output.pump, environ=environ, plan=left_behind)
-        return Driver(crew, members, output.say, finish_output=output.finish)
-
-
-class ElasticOutput:
-    """Standard output and error of a job whose lines are marked with the numbers of workers."""
-
-    def __init__(self, options: OutputOptions) -> None:
-        """Shows nothing yet."""
-        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
-        self._locks = {name: threading.Lock() for name in self._consoles}
-        self._outputs = {
-            name: RankOutput(name, console=console, options=options) for name, console in self._consoles.items()
-        }
-
-    def pump(self, name: str, stream: IO[bytes]) -> None:
-        """Reads an agent's "stdout" or "stderr" to its end."""
-        with stream as lines:
-            for line in lines:
-                with self._locks[name]:
-                    self._outputs[name].write(line)
-
-    def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._consoles["stderr"].say(text)
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-        for name, output in self._outputs.items():
-            with self._locks[name]:
-                output.finish()
+    crew = AgentCrew(job, endpoint, lambda name, stream: outputs[name].pump(stream), environ)
+    members = JobMembers(job.policy, crew, say, random.Random(time.time_ns()))
+    if hosts is None:
+        if (found := take_over(crew, members, say)) is None:
+            return 1
+        hosts = found if job.discovery else job.hosts
+    ask = functools.partial(ask_script, job.discovery, job.slots) if job.discovery else None
+    return run_job(crew, members, say, hosts, ask, finish_output=finish_output)
 
 
 def launch_elastic(options: argparse.Namespace) -> int:
@@ -141,43 +101,40 @@ def launch_elastic(options: argparse.Namespace) -> int:
             "with --as-horovod a rank that fails takes its whole host out, as under horovodrun, and without discovery "
             "no host comes in its place: give --host-discovery-script FILE, or --on-failure replace-rank"
         )
-    agents = AgentStart(
-        template=options.agent_command,
+    job = ElasticJob(
+        command=(),
+        policy=policy,
+        interface=Settings.from_environ(environ).gloo_interface,
+        agent_command=options.agent_command,
         slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
         ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
-    )
-    if agents.template:
-        agents.words("host")  # which refuses what cannot work
-    here = not script and all(agents.is_child(host) for host in hosts)
-    command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
-    environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
-    complete_environ(environ, options, local_ranks=min(max([1, *hosts.values()]), policy.max_ranks or 2**31))
-    job = ElasticJob(
-        command=command.words,
-        script=command.script,
-        carried={name: environ[name] for name in dict.fromkeys([*carried_variables(environ), *exported])},
-        interface=Settings.from_environ(environ).gloo_interface,
-        one_host=here and len(hosts) == 1,
-        agents=agents,
         agent_start_s=options.start_timeout or 60.0,
-    )
-    plan = DriverPlan(
-        job=job,
-        policy=policy,
-        script=str(Path(script).resolve()) if script and Path(script).exists() else script,
+        discovery=str(Path(script).resolve()) if script and Path(script).exists() else script or "",
         slots=slots,
         hosts=fixed,
         prefix=options.prefix,
         timestamps=options.timestamps,
         folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
+    if job.agent_command:
+        agent_words(job, "host")  # which refuses what cannot work
+    here = not script and all(is_child(job, host) for host in hosts)
+    command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
+    environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
+    complete_environ(environ, options, local_ranks=min(max([1, *hosts.values()]), policy.max_ranks or 2**31))
+    job = replace(
+        job,
+        command=command.words,
+        script=command.script,
+        carried={name: environ[name] for name in dict.fromkeys([*carried_variables(environ), *exported])},
+        one_host=here and len(hosts) == 1,
+    )
     if options.verbose:
         say(f"hosts: {', '.join(f'{host} ({slots} slots)' for host, slots in hosts.items()) or 'none yet'}")
         most = policy.max_ranks or "as many as there are slots"
         say(f"at least {policy.min_ranks} ranks, at most {most}; a failure: {policy.on_failure.value}")
         say(f"each rank runs: {shlex.join(job.command)}")
-    endpoint = new_endpoint(job.interface, one_host=job.one_host)
-    return plan.driver(endpoint, environ).run(hosts, plan.ask)
+    return drive(job, new_endpoint(job.addresses), environ, hosts)
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
@@ -230,22 +187,21 @@ def _fixed_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> Hos
     return {host.name: host.slots for host in hosts}
 
 
-def take_over() -> int:
+def inherit() -> int:
     """Runs the job of a driver that is lost to its end; standard input says what that has left behind.
 
     Returns:
         The exit code of the job.
     """
     told = msgspec.json.decode(sys.stdin.buffer.read(), type=Inheritance)
-    plan = msgspec.json.decode(told.plan, type=DriverPlan)
     endpoint = DriverEndpoint(
         proof=told.proof,
         listeners=tuple(socket.socket(fileno=descriptor) for descriptor in told.listeners),
         agents=told.agents,
         numbers=told.numbers,
     )
-    return plan.driver(endpoint, {**os.environ, **told.environ}).take_over(plan.hosts, plan.ask)
+    return drive(told.job, endpoint, {**os.environ, **told.environ}, None)
 
 
 if __name__ == "__main__":
-    sys.exit(take_over())
+    sys.exit(inherit())

@@ -31,6 +31,7 @@ def receive(stream, lines, on_message=print, **options):
         options=OutputOptions(**{"hydra": False, **options}),
     )
     output.pump(io.BytesIO(lines))
+    output.finish()
 
 
 def shown(lines, **options):

@@ -1,14 +1,12 @@
-"""What a driver is told: options, the answers of discovery scripts, what a lost driver leaves behind; what it shows."""
+"""What a driver is told: options, the answers of discovery scripts, what a lost driver leaves behind."""
 
 import io
 import os
-import random
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,23 +15,11 @@ from sirtaki.comm.control.mesh_rendezvous import listen
 from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.run.elastic import launch
-from sirtaki.run.elastic.agent import Ended, Inheritance, Joined, Up
-from sirtaki.run.elastic.agent_crew import AgentStart, ElasticJob, Heard, Lost
-from sirtaki.run.elastic.driver import Direction, Discovery, ask_script
-from sirtaki.run.elastic.job_members import (
-    NOWHERE,
-    Form,
-    HostPool,
-    JobMembers,
-    OnFailure,
-    Phase,
-    Policy,
-    RankEnd,
-    Worker,
-)
-from sirtaki.run.elastic.launch import DriverPlan, ElasticOutput, policy_of, take_over
+from sirtaki.run.elastic.agent import ElasticJob, Inheritance
+from sirtaki.run.elastic.driver import Discovery, ask_script
+from sirtaki.run.elastic.job_members import OnFailure, Policy
+from sirtaki.run.elastic.launch import policy_of
 from sirtaki.run.options import is_elastic, parse
-from sirtaki.run.output import OutputOptions
 
 
 def script(folder: Path, text: str, *, mode: int = 0o755) -> str:
@@ -113,41 +99,6 @@ def test_answers_come_in_order_and_what_stays_is_told_once() -> None:
     assert found[2:] == [{"a": 1}, None]
 
 
-def output(labels: dict[int, str], folder: Path | None = None, *, prefix: bool = True) -> ElasticOutput:
-    return ElasticOutput(
-        OutputOptions(
-            hydra=True, prefix=prefix, folder=folder, label=lambda worker: labels[worker], place=lambda _: "a.0"
-        )
-    )
-
-
-def test_a_worker_is_called_by_the_rank_that_it_has_now(capfd: pytest.CaptureFixture[str]) -> None:
-    labels = {3: "a:0"}
-    shown = output(labels)
-    shown.pump("stdout", io.BytesIO(b"[3] one\n"))
-    labels[3] = "5"
-    shown.pump("stdout", io.BytesIO(b"[3] two\n"))
-    shown.finish()
-    assert capfd.readouterr().out == "[a:0] one\n[5] two\n"
-
-
-def test_what_no_rank_has_written_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = output({})
-    shown.pump("stderr", io.BytesIO(b"ssh: connect to host a: refused\n"))
-    shown.say("a line")
-    shown.finish()
-    assert capfd.readouterr().err == "ssh: connect to host a: refused\nsirtakirun: a line\n"
-
-
-def test_a_place_has_one_file_for_all_that_have_been_there_in_this_job(tmp_path: Path) -> None:
-    (tmp_path / "a.0").mkdir()
-    (tmp_path / "a.0" / "stdout").write_text("of another job\n")
-    shown = output({1: "0", 2: "0"}, tmp_path, prefix=False)
-    shown.pump("stdout", io.BytesIO(b"[1] first\n[2] second\n"))
-    shown.finish()
-    assert (tmp_path / "a.0" / "stdout").read_text() == "first\nsecond\n"
-
-
 COMMAND = ["python", "train.py"]
 
 
@@ -198,101 +149,28 @@ def test_jobs_with_a_fixed_number_of_ranks_stay_as_they_are(capsys: pytest.Captu
 
 # ── a driver in the place of one that is lost ────────────────────────────────────────────────────────────────────────
 
-POLICY = Policy(
-    start_ranks=2, min_ranks=1, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0), has_successors=True
-)
-
 
 def test_what_a_driver_leaves_behind_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    agents = AgentStart(template="do {command}", slurm_hosts=frozenset({"n1"}), ssh=("-p", "22"))
-    job = ElasticJob(
-        command=("python", "x.py"), carried={"A": "b"}, interface="eth0", one_host=False, agents=agents,
-        agent_start_s=9.0, script="x.py",
+    held = Policy(
+        start_ranks=2, min_ranks=1, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0),
+        has_successors=True,
     )  # fmt: skip
-    plan = DriverPlan(
-        job=job, policy=POLICY, script="/hosts.sh", slots=2, hosts={"a": 1}, prefix=True, timestamps=False,
-        folder=str(tmp_path),
+    job = ElasticJob(
+        command=("python", "x.py"), policy=held, script="x.py", carried={"A": "b"}, interface="eth0",
+        agent_command="do {command}", slurm_hosts=frozenset({"n1"}), ssh=("-p", "22"), agent_start_s=9.0,
+        discovery="/hosts.sh", slots=2, hosts={"a": 1}, timestamps=True, folder=str(tmp_path),
     )  # fmt: skip
     (listener,) = listen(["127.0.0.1"])
     told = Inheritance(
-        plan=msgspec.json.encode(plan).decode(), environ={"A": "b"}, proof=Proof(job="j", secret="s"),
-        listeners=(listener.detach(),), agents=(2, 3), numbers=7,
+        job=job, environ={"A": "b"}, proof=Proof(job="j", secret="s"), listeners=(listener.detach(),), agents=(2, 3),
+        numbers=7,
     )  # fmt: skip
-    seen: dict[str, Any] = {}
-
-    def driver(found: DriverPlan, endpoint: Any, environ: Any) -> Any:
-        seen.update(plan=found, endpoint=endpoint, environ=environ)
-        return SimpleNamespace(take_over=lambda hosts, ask: seen.update(hosts=hosts, ask=ask) or 5)
-
-    monkeypatch.setattr(launch.DriverPlan, "driver", driver)
+    drive = mock.Mock(return_value=5)
+    monkeypatch.setattr(launch, "drive", drive)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(told))))
-    assert take_over() == 5
-    assert seen["plan"] == plan
-    assert seen["environ"] == {**os.environ, "A": "b"}
-    assert (seen["endpoint"].proof, seen["endpoint"].agents, seen["endpoint"].numbers) == (told.proof, (2, 3), 7)
-    assert (seen["hosts"], seen["ask"].args) == ({"a": 1}, ("/hosts.sh", 2))
-    for sock in seen["endpoint"].listeners:
+    assert launch.inherit() == 5
+    found, endpoint, environ, hosts = drive.call_args.args
+    assert (found, environ, hosts) == (job, {**os.environ, "A": "b"}, None)
+    assert (endpoint.proof, endpoint.agents, endpoint.numbers) == (told.proof, (2, 3), 7)
+    for sock in endpoint.listeners:
         sock.close()
-
-
-class Crew:
-    def __init__(self, *hosts: str, fails: str = "") -> None:
-        self.hosts, self.fails = list(hosts), fails
-
-    def start(self, host: str) -> None:
-        if host == self.fails:
-            raise OSError("no such program")
-        self.hosts.append(host)
-
-    def send_to(self, hosts: Iterable[str], message: object) -> None:
-        pass
-
-    def tell_each_other(self) -> None:
-        pass
-
-
-def direction(crew: Crew) -> Direction:
-    return Direction(JobMembers(POLICY, HostPool(POLICY, random.Random(0))), crew, lambda text: None)
-
-
-def test_who_takes_over_believes_the_newest_generation_and_needs_enough_of_it() -> None:
-    def up(host: str, worker: int, form: Form, phase: Phase) -> Up:
-        rank = Worker(
-            number=worker, host=host, slot=0, phase=phase, generation=form.number, rank=worker - 1, has_state=True
-        )
-        return Up(host=host, places=(), ranks=[rank], patience_s=0.0, generation=form)
-
-    before = Form(number=4, workers=(1, 3, 4), older=(), has_state=True)
-    newest = Form(number=5, workers=(1, 2), older=((1, 3, 4),), has_state=True, left_out={"z": (2, None)})
-    reports = {"a": up("a", 1, newest, Phase.MEMBER), "b": up("b", 2, before, Phase.WAITING)}
-    assert not direction(Crew("a", "b")).take_over(reports, 0.0)  # 3 and 4 may go on: they know of no other generation
-    reports["a"] = up("a", 1, msgspec.structs.replace(newest, older=()), Phase.MEMBER)
-    crew = Crew("a", "b")
-    found = direction(crew)
-    assert found.take_over(reports, 0.0)
-    assert found.members.member_list.generation == 5
-    found.found({"a": 1, "b": 1, "z": 1}, 0.0)
-    assert "z" not in crew.hosts  # as the lost driver had left it out
-
-
-def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
-    found = direction(Crew())
-    found.found({"a": 1, "b": 1}, 0.0)
-    for worker, host in enumerate("ab", start=1):
-        found.answer(
-            [Heard(host, Up(host=host, places=(), ranks=[], patience_s=0.0, generation=Form(number=0, workers=())))],
-            1.0,
-        )
-        found.answer([Heard(host, Joined(worker=worker, has_state=False, attendee=NOWHERE))], 1.0)
-    assert found.members.member_list.generation == 1
-    found.answer([Heard("b", Ended(worker=1, end=RankEnd(exit_code=0)))], 1.0)
-    assert 1 in found.members.member_list.workers
-    found.answer([Lost("b", "it is silent"), Heard("b", Ended(worker=2, end=RankEnd(exit_code=0)))], 2.0)
-    assert found.end is None
-
-
-def test_a_host_whose_agent_cannot_be_started_is_lost() -> None:
-    found = direction(Crew(fails="a"))
-    found.found({"a": 1}, 0.0)
-    assert found.end is not None
-    assert "no such program" in found.end.text

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -10,24 +11,29 @@ import pytest
 
 from sirtaki.engine.membership import Change
 from sirtaki.run.elastic.job_members import (
-    Action,
     Dismiss,
+    Done,
     End,
+    Ended,
     Form,
+    FromAgent,
+    Heard,
     HostPool,
     JobMembers,
+    Joined,
     KillRank,
+    Lost,
     MemberList,
     OnFailure,
+    Patient,
     Phase,
     Policy,
     Quorum,
     RankEnd,
-    Say,
-    StartAgent,
     StartRank,
-    StopAgent,
     Tell,
+    ToAgent,
+    Up,
     Worker,
     difference,
     ranked,
@@ -39,42 +45,90 @@ RAISED = RankEnd(exit_code=3, reason="ValueError: a bad batch")
 WELL = RankEnd(exit_code=0)
 
 
+@dataclass(frozen=True)
+class Agent:
+    """An agent was started, or stopped."""
+
+    host: str
+    starts: bool
+
+
 class Story:
-    """A job whose agents start at once, and whose ranks do what the test says."""
+    """A job whose agents start at once, and whose ranks do what the test says; it is the crew of its rules.
 
-    def __init__(self, hosts: dict[str, int], **policy: Any) -> None:
-        values = {"start_ranks": 2, "min_ranks": 2} | policy
-        self.members = JobMembers(Policy(**values), HostPool(Policy(**values), random.Random(0)))
-        self.now_s = 0.0
-        self.all: list[Action] = []
-        self.does(self.members.found, hosts)
+    Attributes:
+        all: what the rules have had done: messages to agents, agents started and stopped, lines for the user, the end.
+        sent: messages with the hosts that they went to.
+    """
 
-    def does(self, event: Callable[..., list[Action]], *args: Any, **kwargs: Any) -> list[Action]:
-        """What the rules want done about it; agents that they want are there at once."""
-        actions = event(*args, **kwargs, now_s=self.now_s)
-        self.all += actions
-        for action in actions:
-            if isinstance(action, StartAgent):
-                actions = actions + self.does(self.members.agent_up, action.host)
-        return actions
+    def __init__(self, hosts: dict[str, int] | None = None, **policy: Any) -> None:
+        self.now_s, self.hosts, self.said = 0.0, list[str](), list[str]()
+        self.all, self.sent, self._up = list[Any](), list[tuple[list[str], ToAgent]](), list[str]()
+        held = Policy(**{"start_ranks": 2, "min_ranks": 2, **policy})
+        self.members = JobMembers(held, self, self.said.append, random.Random(0))
+        if hosts is not None:
+            self.find(hosts)
 
-    def join(self, *workers: int, has_state: bool = False) -> list[Action]:
-        return [action for worker in workers for action in self.does(self.members.joined, worker, has_state=has_state)]
+    # ── the crew ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def end(self, worker: int, how: RankEnd) -> list[Action]:
-        return self.does(self.members.ended, worker, how)
+    def start(self, host: str) -> None:
+        self.all.append(Agent(host, True))
+        self.hosts.append(host)
+        self._up.append(host)
 
-    def wait(self, seconds: float) -> list[Action]:
+    def stop(self, host: str) -> None:
+        self.all.append(Agent(host, False))
+        self.hosts.remove(host)
+
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        self.all.append(message)
+        self.sent.append((sorted(hosts), message))
+
+    def tell_each_other(self) -> None:
+        pass
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def does(self, event: Callable[..., None], *args: Any) -> list[Any]:
+        """What the rules have had done about it; agents that they want are there at once."""
+        before = len(self.all)
+        event(*args, self.now_s)
+        while self._up:
+            host = self._up.pop(0)
+            self.members.answer([Heard(host, Up(host=host))], self.now_s)
+        if self.members.end is not None and self.members.end not in self.all:
+            self.all.append(self.members.end)
+        return self.all[before:]
+
+    def find(self, hosts: dict[str, int]) -> list[Any]:
+        return self.does(self.members.found, hosts)
+
+    def hear(self, worker: int, *messages: FromAgent) -> list[Any]:
+        return self.does(self.members.answer, [Heard(self.host_of(worker), message) for message in messages])
+
+    def join(self, *workers: int, has_state: bool = False) -> list[Any]:
+        return [each for worker in workers for each in self.hear(worker, Joined(worker=worker, has_state=has_state))]
+
+    def end(self, worker: int, how: RankEnd) -> list[Any]:
+        return self.hear(worker, Ended(worker=worker, end=how))
+
+    def lose(self, host: str, why: str) -> list[Any]:
+        return self.does(self.members.answer, [Lost(host, why)])
+
+    def wait(self, seconds: float) -> list[Any]:
         self.now_s += seconds
         return self.does(self.members.tick)
 
-    @property
-    def said(self) -> list[str]:
-        return [action.text for action in self.all if isinstance(action, Say)]
+    def host_of(self, worker: int) -> str:
+        return self.members.member_list.place(worker).rpartition(".")[0]
 
 
-def of(kind: type, actions: list[Action]) -> list[Any]:
+def of(kind: type, actions: list[Any]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
+
+
+def agents(actions: list[Any], *, starts: bool = True) -> list[str]:
+    return [each.host for each in of(Agent, actions) if each.starts is starts]
 
 
 def new_in(form: Form) -> set[int]:
@@ -91,11 +145,9 @@ def running(hosts: dict[str, int], **policy: Any) -> Story:
 
 def test_the_first_generation_begins_once_all_that_have_started_have_joined() -> None:
     story = Story({"a": 2, "b": 1})
-    assert [(rank.worker, rank.host, rank.slot) for rank in of(StartRank, story.all)] == [
-        (1, "a", 0),
-        (2, "a", 1),
-        (3, "b", 0),
-    ]
+    started = [(hosts, message) for hosts, message in story.sent if isinstance(message, StartRank)]
+    ranks = [("a", 0), ("a", 1), ("b", 0)]
+    assert started == [([host], StartRank(worker=n, slot=slot)) for n, (host, slot) in enumerate(ranks, start=1)]
     assert of(Form, story.join(3, 2)) == []
     (form,) = of(Form, story.join(1))
     assert (form.number, form.workers, new_in(form)) == (1, (1, 2, 3), {1, 2, 3})
@@ -113,11 +165,11 @@ def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_co
 def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later() -> None:
     story = running({"a": 2, "b": 2})
     actions = story.end(3, KILLED)
-    assert of(StartRank, actions) == [StartRank(worker=5, host="b", slot=0)]
+    assert of(StartRank, actions) == [StartRank(worker=5, slot=0)]
     assert of(Tell, actions) == [
         Tell(workers=(1, 2, 4), change=Change.REMOVED, lost="rank 2 (host b, slot 0) was killed by SIGKILL")
     ]
-    assert of(Say, actions)[0].text == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
+    assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
     (form,) = of(Form, story.join(1, 4, 2, has_state=True))
     assert (form.number, form.workers, new_in(form)) == (2, (1, 2, 4), set())
     (tell,) = of(Tell, story.join(5))
@@ -131,7 +183,7 @@ def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
     story.end(1, KILLED)
     story.join(2, has_state=True)
     assert of(KillRank, story.wait(29.0)) == []
-    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, host="a", at_once=True)]
+    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, at_once=True)]
     assert of(KillRank, story.wait(2.0)) == []
     story.end(3, KILLED)
     assert "rank 2 (host a, slot 2) did not leave its generation within 30 s and was killed" in story.said[-1]
@@ -141,30 +193,30 @@ def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
 @pytest.mark.parametrize(("longest_s", "limit_s"), [(12.0, 30.0), (40.0, 80.0), (1000.0, 600.0)])
 def test_a_member_has_twice_the_time_that_any_has_computed_without_looking(longest_s: float, limit_s: float) -> None:
     story = running({"a": 3})
-    story.members.slow(longest_s)
+    story.hear(2, Patient(worker=2, seconds=longest_s))
     story.end(1, KILLED)
     story.join(2, has_state=True)
     assert of(KillRank, story.wait(limit_s - 1.0)) == []
-    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, host="a", at_once=True)]
+    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, at_once=True)]
 
 
 def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     story = running({"a": 2, "b": 1})
-    assert of(Tell, story.does(story.members.found, {"a": 2})) == [Tell(workers=(1, 2, 3), change=Change.REMOVED)]
+    assert of(Tell, story.find({"a": 2})) == [Tell(workers=(1, 2, 3), change=Change.REMOVED)]
     assert of(Form, story.join(3, 1, has_state=True)) == []
     actions = story.join(2, has_state=True)
     assert of(Form, actions)[0].workers == (1, 2)
-    assert of(Dismiss, story.all) == [Dismiss(worker=3, host="b")]
-    assert of(StopAgent, story.end(3, WELL)) == [StopAgent("b")]
+    assert of(Dismiss, story.all) == [Dismiss(worker=3)]
+    assert agents(story.end(3, WELL), starts=False) == ["b"]
     assert "host b is gone" in story.said
 
 
 def test_very_many_hosts_and_slots_hold_nobody_up() -> None:
     story = running({"a": 2}, max_ranks=2)
     begin_s = time.monotonic()
-    actions = story.does(story.members.found, {"a": 2} | {f"h{number}": 4096 for number in range(10_000)})
-    assert of(StartRank, actions) == of(StartAgent, actions) == []
-    assert len(of(Say, actions)[0].text) < 3000
+    actions = story.find({"a": 2} | {f"h{number}": 4096 for number in range(10_000)})
+    assert of(StartRank, actions) == agents(actions) == []
+    assert len(story.said[-1]) < 3000
     assert time.monotonic() - begin_s < 5.0
 
 
@@ -180,7 +232,7 @@ def test_what_has_been_told_is_not_told_again() -> None:
 
 def test_who_is_to_leave_hands_the_state_over_first() -> None:
     story = running({"a": 1}, start_ranks=1, min_ranks=1)
-    story.does(story.members.found, {"b": 1})
+    story.find({"b": 1})
     story.join(1, has_state=True)  # and nobody else is there: it goes on
     assert story.members.member_list.members == (1,)
     story.join(2)
@@ -189,7 +241,7 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     story.join(1, has_state=True)
     (form,) = of(Form, story.join(2, has_state=True))
     assert form.workers == (2,)
-    assert Dismiss(worker=1, host="a") in story.all
+    assert Dismiss(worker=1) in story.all
 
 
 def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
@@ -199,7 +251,7 @@ def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
     assert story.said[-1].endswith("replaced in place, 2 go on")
     assert of(StartRank, story.end(5, RAISED)) == []
     assert "host b is left out for" in story.said[-1]
-    assert of(StartRank, story.wait(12.0)) == [StartRank(worker=6, host="b", slot=0)]
+    assert of(StartRank, story.wait(12.0)) == [StartRank(worker=6, slot=0)]
     assert "host b is used again" in story.said
 
 
@@ -219,7 +271,7 @@ def test_horovods_policy_drops_the_host_for_good() -> None:
     story.end(3, KILLED)
     assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; host b is left out from now on, 2 go on")
     assert of(Form, story.join(4, 1, 2, has_state=True))[0].workers == (1, 2)
-    assert of(Dismiss, story.all) == [Dismiss(worker=4, host="b")]
+    assert of(Dismiss, story.all) == [Dismiss(worker=4)]
     assert of(StartRank, story.wait(1e5)) == []
 
 
@@ -233,12 +285,12 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
 
 def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
     story = running({"a": 3})
-    story.does(story.members.finished, 1)
+    story.hear(1, Done(1))
     assert of(End, story.end(1, WELL)) == []
     story.end(2, KILLED)
     assert len(of(StartRank, story.all)) == 3  # nobody is started for a job that is nearly over
     assert of(End, story.join(3, has_state=True)) == [End(exit_code=0)]
-    assert of(Dismiss, story.all) == [Dismiss(worker=3, host="a")]
+    assert of(Dismiss, story.all) == [Dismiss(worker=3)]
 
 
 def test_the_limit_of_resets_holds() -> None:
@@ -252,44 +304,43 @@ def test_the_limit_of_resets_holds() -> None:
 
 def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
     story = running({"a": 1, "b": 2}, min_ranks=1, cooldown_s=(30.0, 60.0))
-    story.does(story.members.agent_lost, "b", "it is silent")
+    story.lose("b", "it is silent")
     assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is left out for 3")
     assert story.said[-1].endswith(" s, 1 goes on")
     assert of(Form, story.join(1, has_state=True))[0].workers == (1,)
-    assert of(StartAgent, story.wait(40.0)) == [StartAgent("b")]
+    assert agents(story.wait(40.0)) == ["b"]
 
 
-def test_hosts_that_cannot_be_reached_at_the_start_end_the_job() -> None:
-    members = JobMembers(
-        Policy(start_ranks=1, min_ranks=1), HostPool(Policy(start_ranks=1, min_ranks=1), random.Random())
-    )
-    members.found({"a": 1}, 0.0)
-    (end,) = of(End, members.agent_lost("a", "ssh ended with exit code 255", 1.0))
-    assert end == End(exit_code=1, text="host a is lost (ssh ended with exit code 255); no host is left")
+def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting_and_without_any_the_job_ends() -> None:
+    story = Story({"a": 1, "b": 1}, start_ranks=1, min_ranks=1)
+    assert of(End, story.lose("a", "ssh ended with exit code 255")) == []
+    (end,) = of(End, story.lose("b", "ssh ended with exit code 255"))
+    assert end == End(exit_code=1, text="host b is lost (ssh ended with exit code 255); no host is left")
 
 
-def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting() -> None:
-    policy = Policy(start_ranks=1, min_ranks=1)
-    members = JobMembers(policy, HostPool(policy, random.Random()))
-    members.found({"a": 1, "b": 1}, 0.0)
-    assert of(End, members.agent_lost("a", "ssh ended with exit code 255", 1.0)) == []
-    assert of(StartRank, members.agent_up("b", 2.0)) == [StartRank(worker=1, host="b", slot=0)]
+def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
+    story = running({"a": 1, "b": 1})
+    story.does(story.members.answer, [Heard("b", Ended(worker=1, end=WELL))])
+    assert 1 in story.members.member_list.workers
+    story.does(story.members.answer, [Lost("b", "it is silent"), Heard("b", Ended(worker=2, end=WELL))])
+    assert story.members.end is None
 
 
 def taken_over(
-    reported: dict[int, tuple[Phase, int]], members: tuple[int, ...], *, generation: int = 5
+    reported: dict[int, tuple[Phase, int]], members: tuple[int, ...], *, generation: int = 5, has_state: bool = True
 ) -> tuple[Story, bool]:
     """A job of one rank a host, whose new driver hears of these processes: phase and generation of each."""
-    policy = Policy(start_ranks=1, min_ranks=1)
-    story = Story.__new__(Story)
-    story.members, story.now_s, story.all = JobMembers(policy, HostPool(policy, random.Random(0))), 0.0, []
-    workers = [
-        Worker(number=number, host=f"h{number}", slot=0, phase=phase, generation=own, rank=rank, has_state=True)
-        for rank, (number, (phase, own)) in enumerate(reported.items())
-    ]
-    newest = Form(number=generation, workers=members)
-    goes_on = story.members.take_over(workers, [worker.host for worker in workers], newest, 0.0)
-    story.does(story.members.found, {f"h{number}": 1 for number in members})
+    story = Story(start_ranks=1, min_ranks=1)
+    newest, reports = Form(number=generation, workers=members, has_state=True), dict[str, Up]()
+    for rank, (number, (phase, own)) in enumerate(reported.items()):
+        host = f"h{number}"
+        worker = Worker(
+            number=number, host=host, slot=0, phase=phase, generation=own, rank=rank, has_state=has_state
+        )  # fmt: skip
+        reports[host] = Up(host=host, ranks=[worker], generation=newest)
+    story.hosts = list(reports)
+    goes_on = story.members.take_over(reports, 0.0)
+    story.find({f"h{number}": 1 for number in members})
     return story, goes_on
 
 
@@ -305,7 +356,7 @@ def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
 def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
     story, _ = taken_over(dict.fromkeys((1, 2), (Phase.MEMBER, 5)), (1, 2, 3))
     assert Tell(workers=(1, 2), change=Change.REMOVED, lost="the driver was lost") in story.all
-    assert StartRank(worker=4, host="h3", slot=0) in story.all
+    assert StartRank(worker=4, slot=0) in story.all
     assert of(Form, story.join(1, 2, has_state=True))[0].number == 6
 
 
@@ -317,14 +368,28 @@ def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> N
 
 
 def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_had_the_state() -> None:
-    policy = Policy(start_ranks=1, min_ranks=1)
-    members = JobMembers(policy, HostPool(policy, random.Random(0)))
-    new = [Worker(number=n, host="b", slot=n, phase=Phase.MEMBER, generation=5, rank=n - 1) for n in (2, 3)]
-    assert members.take_over(new, ["b"], Form(number=5, workers=(1, 2, 3), has_state=True), 0.0)
-    members.found({"b": 4}, 0.0)
-    members.joined(2, has_state=False, now_s=1.0)
-    (end,) = of(End, members.joined(3, has_state=False, now_s=1.0))
+    story, goes_on = taken_over(dict.fromkeys((2, 3), (Phase.MEMBER, 5)), (1, 2, 3), has_state=False)
+    assert goes_on
+    (end,) = of(End, story.join(2, 3))
     assert "nobody is left who holds the state" in end.text
+
+
+def test_who_takes_over_believes_the_newest_generation_and_leaves_out_what_the_lost_driver_had() -> None:
+    before = Form(number=4, workers=(1, 3, 4), older=(), has_state=True)
+    for older, expected in ((((1, 3, 4),), False), ((), True)):  # 3 and 4 may go on: they know of no other generation
+        newest = Form(number=5, workers=(1, 2), older=older, has_state=True, left_out={"z": (2, None)})
+        story = Story(start_ranks=2, min_ranks=1, has_successors=True)
+        story.hosts = ["a", "b"]
+        reports = {
+            host: Up(host=host, generation=form, ranks=[
+                Worker(number=number, host=host, slot=0, phase=phase, generation=form.number, has_state=True)
+            ])
+            for host, number, form, phase in (("a", 1, newest, Phase.MEMBER), ("b", 2, before, Phase.WAITING))
+        }  # fmt: skip
+        assert story.members.take_over(reports, 0.0) is expected
+    story.find({"a": 1, "b": 1, "z": 1})
+    assert story.members.member_list.generation == 5
+    assert "z" not in story.hosts
 
 
 def test_waiting_has_an_end_which_running_puts_off() -> None:
@@ -348,17 +413,17 @@ def test_failures_of_generations_before_are_forgotten() -> None:
 def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_killed() -> None:
     story = Story({"a": 1, "b": 1}, start_ranks=9)
     story.join(1)
-    actions = story.does(story.members.found, {"c": 1})
-    assert of(Dismiss, actions) == [Dismiss(worker=1, host="a")]
-    assert of(KillRank, actions) == [KillRank(worker=2, host="b", at_once=False)]
+    actions = story.find({"c": 1})
+    assert of(Dismiss, actions) == [Dismiss(worker=1)]
+    assert of(KillRank, actions) == [KillRank(worker=2, at_once=False)]
     assert of(KillRank, story.wait(30.0)) == []
-    assert of(KillRank, story.wait(0.1))[0] == KillRank(worker=1, host="a", at_once=True)
-    assert of(StopAgent, story.end(1, KILLED)) == [StopAgent("a")]
+    assert of(KillRank, story.wait(0.1))[0] == KillRank(worker=1, at_once=True)
+    assert agents(story.end(1, KILLED), starts=False) == ["a"]
 
 
 def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_told_twice() -> None:
     story = running({"a": 1, "b": 1, "c": 1})
-    assert of(Tell, story.does(story.members.found, {"a": 1, "b": 1}))[0].change == Change.REMOVED
+    assert of(Tell, story.find({"a": 1, "b": 1}))[0].change == Change.REMOVED
     (tell,) = of(Tell, story.end(2, KILLED))
     assert (tell.workers, tell.change) == ((1, 3), Change(0))
     assert tell.lost == "rank 1 (host b, slot 0) was killed by SIGKILL"
@@ -367,9 +432,9 @@ def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_t
 
 def test_what_comes_at_once_is_decided_once() -> None:
     story = running({"a": 2})
-    with story.members.deferring():
-        assert story.join(1, 2, has_state=True) == []
-    assert len(of(Form, story.wait(0.0))) == 1
+    both = [Heard("a", Joined(worker=worker, has_state=True)) for worker in (1, 2)]
+    assert len(of(Form, story.does(story.members.answer, both))) == 1
+    assert of(Tell, story.all) == []
 
 
 def test_what_has_changed_is_told_in_words() -> None:
@@ -520,7 +585,7 @@ def driver(*generations: tuple[int, ...]) -> Quorum:
 
 def successor(present: tuple[int, ...], *lists: tuple[int, ...]) -> Quorum:
     quorum = Quorum()
-    quorum.take_over(lists, 1, present)
+    quorum.take_over(Form(number=1, workers=lists[-1], older=lists[:-1]), present)
     return quorum
 
 
