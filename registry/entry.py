@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import IO, Annotated, Any, Literal, TypeVar
+from functools import cached_property, partial
+from itertools import chain, pairwise
+from typing import IO, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -34,7 +34,17 @@ MAX_SPEEDUP = 100.0
 MAX_AHEAD_S = 24 * 3600.0
 
 
-class EntryKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be equal for what a job has kept to be looked at."""
+
+    kind: ClassVar[str]
+
+    def digest(self) -> str:
+        """A digest that is equal exactly for equal keys of a kind."""
+        return digest(self.kind, canonical_json(plain(self)))[:32]
+
+
+class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What must be equal for a job's settings to be used as they are.
 
     What is empty of the last three is not kept, so that entries of releases that did not know them keep their ids.
@@ -52,6 +62,8 @@ class EntryKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
             empty = as usual. Jobs look up what is usual; the others are proposals to them, like those of similar jobs.
     """
 
+    kind = "key"
+
     model: Text
     topology: Text
     world_size: Ranks
@@ -61,10 +73,6 @@ class EntryKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     gradients: Text = ""
     fixed: Texts = {}
     condition: Text = ""
-
-    def digest(self) -> str:
-        """A digest that is equal exactly for equal keys."""
-        return digest("key", canonical_json(plain(self)))[:32]
 
 
 def make_key(
@@ -408,7 +416,63 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return [*counts, round(self.covered(middle) / LIKE_COVERAGE)]
 
 
-class RowsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Way(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How something travelled fastest of all that a job has tried; of two of one id the newer is kept.
+
+    Attributes:
+        key: where it is found again.
+        created_s: seconds since the epoch.
+    """
+
+    tag: ClassVar[str]
+    called: ClassVar[str]
+    """For people."""
+    listed: ClassVar[str]
+    """Where they are kept: the table, and the list in a document."""
+    shown_by: ClassVar[str]
+    """The command that lists them."""
+
+    key: Key
+    created_s: Number
+
+    @property
+    def id(self) -> str:
+        """One is kept for each."""
+        return digest(self.tag, self.key.digest(), *self._one_for_each())[:32]
+
+    def _one_for_each(self) -> tuple[str, ...]:
+        """What tells ways of one key apart."""
+        raise NotImplementedError
+
+    def misfit(self) -> str:
+        """What no job can have found, in words; empty if there is nothing of the kind."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `way_from_json` is its inverse."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+
+AnyWay = TypeVar("AnyWay", bound=Way)
+
+
+def way_from_json(kind: type[AnyWay], data: object) -> AnyWay:
+    """The way that `Way.to_json` described.
+
+    Raises:
+        RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
+            the message names it.
+    """
+    way = checked(kind, data)
+    if way.created_s > time.time() + MAX_AHEAD_S:
+        raise RegistryError(f"created_s: {way.created_s:.0f} is in the future")
+    if why := way.misfit():
+        raise RegistryError(why)
+    return way
+
+
+class RowsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be equal for a way to be looked at.
 
     Attributes:
@@ -422,6 +486,8 @@ class RowsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         fixed: knobs that the user has fixed, and their values.
     """
 
+    kind = "rows"
+
     topology: Text
     ranks: Ranks
     n_rows: _Rows
@@ -431,12 +497,8 @@ class RowsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     versions: Texts = {}
     fixed: Texts = {}
 
-    def digest(self) -> str:
-        """A digest that is equal exactly for equal keys."""
-        return digest("rows", canonical_json(plain(self)))[:32]
 
-
-class RowWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RowWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way of one parameter's rows that was the fastest of those that a job tried; a plan without its hot rows.
 
     Attributes:
@@ -448,9 +510,10 @@ class RowWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         block_rows: consecutive rows in a block.
         n_hot: how many rows were hot.
         span_s: how long a reduction took, the median of trials.
-        created_s: seconds since the epoch.
         aggregated: an aggregator summed the hot rows.
     """
+
+    tag, called, listed, shown_by = "row way", "way of rows", "row_ways", "`sirtaki registry rows`"
 
     key: RowsKey
     name: Text
@@ -460,38 +523,20 @@ class RowWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_rows: _Rows
     n_hot: Annotated[int, Meta(ge=0)]
     span_s: Number
-    created_s: Number
     aggregated: bool = False
 
-    @property
-    def id(self) -> str:
-        """One way is kept for each: parameter, and kind of skew."""
-        return digest("row way", self.key.digest(), self.name, canonical_json(self.skew.bucket()))[:32]
+    def _one_for_each(self) -> tuple[str, ...]:
+        return self.name, canonical_json(self.skew.bucket())
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `way_from_json` is its inverse."""
-        data: dict[str, Any] = plain(self)
-        return data
-
-
-def way_from_json(data: object) -> RowWay:
-    """The way that `RowWay.to_json` described.
-
-    Raises:
-        RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
-            the message names it.
-    """
-    way = checked(RowWay, data)
-    hot = way.path == HOT_COLD
-    if way.aggregated and not (hot and way.key.aggregator):
-        raise RegistryError(f"aggregated: only of {HOT_COLD} where the key has an aggregator")
-    if way.created_s > time.time() + MAX_AHEAD_S:
-        raise RegistryError(f"created_s: {way.created_s:.0f} is in the future")
-    if not int(hot) <= way.n_hot <= (way.key.n_rows if hot else 0):
-        raise RegistryError(f"n_hot: {way.n_hot} of {way.key.n_rows} rows cannot be hot where the path is {way.path}")
-    if max(way.skew.union, way.skew.curve[-1][0]) > way.key.n_rows:
-        raise RegistryError(f"skew: more rows are touched than the {way.key.n_rows} that there are")
-    return way
+    def misfit(self) -> str:  # noqa: D102
+        hot, n_rows = self.path == HOT_COLD, self.key.n_rows
+        if self.aggregated and not (hot and self.key.aggregator):
+            return f"aggregated: only of {HOT_COLD} where the key has an aggregator"
+        if not int(hot) <= self.n_hot <= (n_rows if hot else 0):
+            return f"n_hot: {self.n_hot} of {n_rows} rows cannot be hot where the path is {self.path}"
+        if max(self.skew.union, self.skew.curve[-1][0]) > n_rows:
+            return f"skew: more rows are touched than the {n_rows} that there are"
+        return ""
 
 
 def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | None:
@@ -505,7 +550,7 @@ def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | N
     return min(alike, key=lambda ranked: ranked[:2])[2] if alike else None
 
 
-class ShardsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be equal for a setting of sharded training to be looked at.
 
     Attributes:
@@ -517,6 +562,8 @@ class ShardsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         fixed: knobs that the user has fixed, and their values.
     """
 
+    kind = "shards"
+
     topology: Text
     ranks: Ranks
     model: Text
@@ -524,15 +571,11 @@ class ShardsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     versions: Texts = {}
     fixed: Texts = {}
 
-    def digest(self) -> str:
-        """A digest that is equal exactly for equal keys."""
-        return digest("shards", canonical_json(plain(self)))[:32]
-
 
 _Modules = Annotated[int, Meta(ge=0, le=2**20)]
 
 
-class ShardWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the shards of one model travelled fastest, of what a job tried.
 
     Attributes:
@@ -541,8 +584,10 @@ class ShardWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         modules: how many are sharded.
         streams: as the next three as `autotune.sharded.ShardKnobs` has them.
         gain: over the untuned setting, as a share of its step; 0 where that was kept.
-        created_s: seconds since the epoch.
     """
+
+    tag, called, listed = "shard way", "setting of sharded training", "shard_ways"
+    shown_by = "`sirtaki registry shards`"
 
     key: ShardsKey
     memory_bytes: Annotated[int, Meta(ge=0, le=2**62)]
@@ -552,34 +597,17 @@ class ShardWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     behind: _Modules
     kept: _Modules
     gain: Annotated[float, Meta(ge=0, le=1)]
-    created_s: Number
 
-    @property
-    def id(self) -> str:
-        """One setting is kept for each: key, and memory allowed."""
-        return digest("shard way", self.key.digest(), str(self.memory_bytes))[:32]
+    def _one_for_each(self) -> tuple[str, ...]:
+        return (str(self.memory_bytes),)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `shard_way_from_json` is its inverse."""
-        data: dict[str, Any] = plain(self)
-        return data
+    def misfit(self) -> str:  # noqa: D102
+        most = max(1, self.modules)
+        wrong = (name for name in ("ahead", "behind", "kept") if getattr(self, name) > most)
+        return next((f"{name}: {getattr(self, name)} of {self.modules} modules" for name in wrong), "")
 
 
-def shard_way_from_json(data: object) -> ShardWay:
-    """The setting that `ShardWay.to_json` described.
-
-    Raises:
-        RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
-            the message names it.
-    """
-    way = checked(ShardWay, data)
-    if way.created_s > time.time() + MAX_AHEAD_S:
-        raise RegistryError(f"created_s: {way.created_s:.0f} is in the future")
-    for name in ("ahead", "behind", "kept"):
-        if getattr(way, name) > max(1, way.modules):
-            raise RegistryError(f"{name}: {getattr(way, name)} of {way.modules} modules")
-    return way
-
+WAYS: tuple[type[Way], ...] = (RowWay, ShardWay)
 
 FORMAT = "sirtaki-registry"
 VERSION = 4
@@ -590,8 +618,6 @@ _LISTS = {  # of documents of a version
     VERSION: ("entries", "row_ways", "shard_ways"),
 }
 
-Way = RowWay | ShardWay
-
 MAX_FILE_CHARS = 1 << 29
 MAX_ENTRIES = 100_000
 
@@ -599,23 +625,19 @@ MAX_ENTRIES = 100_000
 def write_document(entries: Iterable[Entry], ways: Iterable[Way], file: IO[str]) -> int:
     """Writes a document with one entry, way of rows or setting of sharded training a line; how many there were."""
     ways = list(ways)
-    file.write(f'{{"format": "{FORMAT}", "version": {VERSION}, "entries": [')
-    count = _write_lines((entry.to_json() for entry in entries), file)
-    file.write('], "row_ways": [')
-    count += _write_lines((way.to_json() for way in ways if isinstance(way, RowWay)), file)
-    file.write('], "shard_ways": [')
-    count += _write_lines((way.to_json() for way in ways if isinstance(way, ShardWay)), file)
-    file.write("]}\n")
-    return count
-
-
-def _write_lines(items: Iterable[dict[str, Any]], file: IO[str]) -> int:
-    count = 0
-    for count, item in enumerate(items, start=1):
-        file.write("\n" if count == 1 else ",\n")
-        file.write(json.dumps(item, allow_nan=False))
-    file.write("\n")
-    return count
+    lists: dict[str, Iterable[Entry | Way]] = {"entries": entries}
+    lists |= {kind.listed: [way for way in ways if isinstance(way, kind)] for kind in WAYS}
+    file.write(f'{{"format": "{FORMAT}", "version": {VERSION}')
+    n_written = 0
+    for name, items in lists.items():
+        file.write(f', "{name}": [')
+        for number, item in enumerate(items):
+            file.write(",\n" if number else "\n")
+            file.write(json.dumps(item.to_json(), allow_nan=False))
+            n_written += 1
+        file.write("\n]")
+    file.write("}\n")
+    return n_written
 
 
 def read_document(file: IO[str]) -> tuple[list[Entry], list[Way]]:
@@ -646,10 +668,8 @@ def read_document(file: IO[str]) -> tuple[list[Entry], list[Way]]:
     for name in lists:
         if not isinstance(data[name], list) or len(data[name]) > MAX_ENTRIES:
             raise RegistryError(f"{name} must be a list of at most {MAX_ENTRIES}")
-    entries = _each("entry", data["entries"], entry_from_json)
-    rows = _each("way of rows", data.get("row_ways", []), way_from_json)
-    shards = _each("setting of sharded training", data.get("shard_ways", []), shard_way_from_json)
-    return entries, [*rows, *shards]
+    ways = [_each(kind.called, data.get(kind.listed, []), partial(way_from_json, kind)) for kind in WAYS]
+    return _each("entry", data["entries"], entry_from_json), list(chain.from_iterable(ways))
 
 
 _T = TypeVar("_T")

@@ -50,19 +50,7 @@ from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import Gain
 
 from .checked import parsed, plain
-from .entry import (
-    Entry,
-    EntryKey,
-    RowsKey,
-    RowWay,
-    ShardsKey,
-    ShardWay,
-    Way,
-    entry_from_body,
-    shard_way_from_json,
-    supersedes,
-    way_from_json,
-)
+from .entry import WAYS, AnyWay, Entry, EntryKey, Key, Way, entry_from_body, supersedes, way_from_json
 from .graph import (
     SIGNATURE_VERSION,
     GraphJson,
@@ -139,30 +127,26 @@ distances = Table(
 )
 
 
-def _table_of_ways(name: str) -> Table:
+def _table_of(kind: type[Way]) -> Table:
     return Table(
-        name,
+        kind.listed,
         metadata,
         Column("id", String(64), primary_key=True),
         Column("kind", String(64), nullable=False),  # digest of the key
         Column("created_s", Float(53), nullable=False),
         Column("body", Text, nullable=False),
-        Index(f"{name}_by_kind", "kind"),
+        Index(f"{kind.listed}_by_kind", "kind"),
     )
 
 
-row_ways, shard_ways = _table_of_ways("row_ways"), _table_of_ways("shard_ways")
+_TABLES = {kind: _table_of(kind) for kind in WAYS}
 
 SCHEMAS: Sequence[Sequence[Table]] = (
     (versions, models, signatures, topologies, entries),
     (distances,),
-    (row_ways,),
-    (shard_ways,),
+    *((table,) for table in _TABLES.values()),
 )
 """The tables that each version of the schema has added; older ones that may not be written stay as they are."""
-
-_CALLED = {row_ways: "way of rows", shard_ways: "setting of sharded training"}
-_LISTED = {row_ways: "`sirtaki registry rows`", shard_ways: "`sirtaki registry shards`"}
 
 _LOCK = 0x51A7A1  # any number, the same in every process
 
@@ -235,7 +219,7 @@ class Store:
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
         self.read_only = read_only
-        self._kinds: Sequence[Table] = (entries, row_ways, shard_ways)
+        self._kinds: Sequence[Table] = (entries, *_TABLES.values())
         url = _url(url_or_path)
         self._path = file_of(url_or_path)
         self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
@@ -265,11 +249,12 @@ class Store:
             table, name = _find(connection, id_prefix, self._kinds)
             if table is entries:
                 return _load_one(connection, name)
+            kind = _kind_of(table)
             try:
                 body = connection.execute(select(table.c.body).where(table.c.id == name)).scalar_one()
-                return _way(table, name, body)
+                return _way(kind, name, body)
             except RegistryError as err:
-                raise RegistryError(f"{_CALLED[table]} {name} is damaged ({err}): forget it") from err
+                raise RegistryError(f"{kind.called} {name} is damaged ({err}): forget it") from err
 
     def entries(self) -> Iterator[Entry]:
         """All entries in full, newest first. One that cannot be read is left out with a warning."""
@@ -412,25 +397,18 @@ class Store:
             if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
                 raise
 
-    def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
-        """All ways of rows, or some of this key, the newest first; those that are damaged are left out."""
-        return [way for way in self._ways(row_ways, key) if isinstance(way, RowWay)]
-
-    def shard_ways(self, key: ShardsKey | None = None) -> list[ShardWay]:
-        """The same of settings of sharded training."""
-        return [way for way in self._ways(shard_ways, key) if isinstance(way, ShardWay)]
-
-    def _ways(self, table: Table, key: RowsKey | ShardsKey | None) -> Sequence[Way]:
+    def ways(self, kind: type[AnyWay], key: Key | None = None) -> list[AnyWay]:
+        """All ways of a kind, or some of this key, the newest first; those that are damaged are left out."""
+        table, found = _TABLES[kind], list[AnyWay]()
         if table not in self._kinds:
-            return []
+            return found
         newest = select(table.c.id, table.c.body).order_by(table.c.created_s.desc(), table.c.id)
         if key is not None:
             newest = newest.where(table.c.kind == key.digest()).limit(MOST_WAYS)
-        found = []
         with self._reading() as connection:
             for name, body in connection.execute(newest):
-                with _skipping(f"{_CALLED[table]} {name}", logging.WARNING if key is None else logging.INFO):
-                    found.append(_way(table, name, body))
+                with _skipping(f"{kind.called} {name}", logging.WARNING if key is None else logging.INFO):
+                    found.append(_way(kind, name, body))
         return found
 
     def close(self) -> None:
@@ -563,8 +541,9 @@ def _find(connection: Connection, id_prefix: str, tables: Sequence[Table]) -> tu
     if len(found) != 1 or not id_prefix:
         kind, lists = "entry", "`sirtaki registry list`"
         if len(tables) > 1:
-            kind = f"{kind} or {' or '.join(_CALLED[table] for table in tables[1:])}"
-            lists = f"{lists}, {' and '.join(_LISTED[table] for table in tables[1:])}"
+            ways = [_kind_of(table) for table in tables[1:]]
+            kind = f"{kind} or {' or '.join(way.called for way in ways)}"
+            lists = f"{lists}, {' and '.join(way.shown_by for way in ways)}"
         what = "several ids begin" if found else f"no {kind} has an id that begins"
         raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
     return found[0]
@@ -648,14 +627,14 @@ def _save(connection: Connection, entry: Entry, body: str, disproved: Entry | No
 
 def _save_way(connection: Connection, way: Way) -> bool:
     """Keeps a way unless the one of the same id is as new; False if so."""
-    table = row_ways if isinstance(way, RowWay) else shard_ways
-    body = canonical_json(way.to_json())
-    _way(table, way.id, body)  # what cannot be read must not be written
+    kind, body = type(way), canonical_json(way.to_json())
+    table = _TABLES[kind]
+    _way(kind, way.id, body)  # what cannot be read must not be written
     mine = table.c.id == way.id
     there = connection.execute(select(table.c.body).where(mine).with_for_update()).scalar_one_or_none()
     if there is not None:
-        with _skipping(f"{_CALLED[table]} {way.id}"):
-            if _way(table, way.id, there).created_s >= way.created_s:
+        with _skipping(f"{kind.called} {way.id}"):
+            if _way(kind, way.id, there).created_s >= way.created_s:
                 return False
     connection.execute(delete(table).where(mine))
     row = {"id": way.id, "kind": way.key.digest(), "created_s": way.created_s, "body": body}
@@ -663,11 +642,14 @@ def _save_way(connection: Connection, way: Way) -> bool:
     return True
 
 
-def _way(table: Table, name: str, body: str) -> Way:
-    data = parsed(dict, body)
-    way = way_from_json(data) if table is row_ways else shard_way_from_json(data)
+def _kind_of(table: Table) -> type[Way]:
+    return next(kind for kind in WAYS if _TABLES[kind] is table)
+
+
+def _way(kind: type[AnyWay], name: str, body: str) -> AnyWay:
+    way = way_from_json(kind, parsed(dict, body))
     if way.id != name:
-        raise RegistryError(f"it is of other {'rows' if table is row_ways else 'shards'}")
+        raise RegistryError("it is of another job")
     return way
 
 

@@ -115,7 +115,7 @@ def _list(store: Store, options: Namespace) -> None:
 
 
 def _rows(store: Store, options: Namespace) -> None:
-    ways = store.row_ways()
+    ways = store.ways(RowWay)
     rows = [
         {
             "id": way.id[:8],
@@ -135,7 +135,7 @@ def _rows(store: Store, options: Namespace) -> None:
 
 
 def _shards(store: Store, options: Namespace) -> None:
-    ways = store.shard_ways()
+    ways = store.ways(ShardWay)
     rows = [
         {
             "id": way.id[:8],
@@ -164,7 +164,10 @@ def _show(store: Store, options: Namespace) -> None:
 def _facts(found: Entry | Way) -> Mapping[str, str]:
     if isinstance(found, Entry):
         return _entry_facts(found)
-    return _way_facts(found) if isinstance(found, RowWay) else _shard_facts(found)
+    if isinstance(found, RowWay):
+        return _way_facts(found)
+    assert isinstance(found, ShardWay)
+    return _shard_facts(found)
 
 
 def _way_facts(way: RowWay) -> Mapping[str, str]:
@@ -288,7 +291,7 @@ def _export(store: Store, options: Namespace) -> None:
     from sirtaki.registry.entry import write_document
 
     entries: Iterable[Entry] = store.entries()
-    ways: Sequence[Way] = [*store.row_ways(), *store.shard_ways()]
+    ways: Sequence[Way] = [*store.ways(RowWay), *store.ways(ShardWay)]
     if options.ids:
         named = [store.find(id_prefix) for id_prefix in options.ids]
         entries = [one for one in named if isinstance(one, Entry)]

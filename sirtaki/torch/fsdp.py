@@ -338,7 +338,7 @@ class ShardMemory:
 
     def recall(self) -> ShardKnobs | None:
         """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
-        ways = self._attempt(lambda store: store.shard_ways(self._key), list[ShardWay]())
+        ways = self._attempt(lambda store: store.ways(ShardWay, self._key), list[ShardWay]())
         since_s, allowed = time.time() - STALE_AFTER_S, self._space.memory_bytes
         found = [(way.memory_bytes, _knobs_of(way)) for way in ways if way.created_s >= since_s]
         fitting = [one for one in found if one[0] >= allowed and one[1] in self._space]

@@ -280,9 +280,9 @@ def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None
     assert store.save_all([], [way, *ways]) == 3
     more = structs.replace(ways[0], memory_bytes=2**30, created_s=1.69e9)
     assert store.save_way(more)
-    assert store.shard_ways(ways[0].key) == [ways[0], more]
-    assert store.shard_ways() == [ways[1], ways[0], more]
-    assert store.row_ways() == [way]
+    assert store.ways(ShardWay, ways[0].key) == [ways[0], more]
+    assert store.ways(ShardWay) == [ways[1], ways[0], more]
+    assert store.ways(RowWay) == [way]
     assert store.save_way(newer := structs.replace(ways[0], kept=0, created_s=1.72e9))
     assert not store.save_way(ways[0])
     assert store.find(ways[0].id[:12]) == newer
@@ -290,34 +290,34 @@ def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None
         store.save_way(structs.replace(ways[0], kept=10, created_s=1.73e9))
     assert store.forget(more.id) == more.id
     assert store.prune(keep=1) == 1
-    assert (store.shard_ways(), store.row_ways()) == ([newer], [way])
+    assert (store.ways(ShardWay), store.ways(RowWay)) == ([newer], [way])
 
 
 def keeps_ways_of_rows_by_their_key(store: Store) -> None:
     ways = [make_way(), make_way(ranks=8, created_s=1.71e9)]
     for way in ways:
         store.save_way(way)
-    assert store.row_ways(ways[0].key) == ways[:1]
-    assert store.row_ways() == ways[::-1]
+    assert store.ways(RowWay, ways[0].key) == ways[:1]
+    assert store.ways(RowWay) == ways[::-1]
     assert store.save_way(newer := structs.replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
     assert not store.save_way(ways[0])
-    assert store.row_ways() == [newer, ways[1]]
+    assert store.ways(RowWay) == [newer, ways[1]]
 
 
 def prunes_ways_of_rows_as_entries(store: Store) -> None:
     ways = [make_way(ranks=ranks, created_s=1.7e9 + ranks) for ranks in (2, 3, 4)]
     assert store.save_all([make_entry()], ways) == 4
     assert store.prune(keep=2) == 1
-    assert store.row_ways() == [ways[2], ways[1]]
+    assert store.ways(RowWay) == [ways[2], ways[1]]
     assert store.prune(older_than_s=0.0) == 3
-    assert store.row_ways() == []
+    assert store.ways(RowWay) == []
 
 
 def saves_all_entries_and_ways_or_none(store: Store) -> None:
     with pytest.raises(RegistryError, match="path"):
         store.save_all([make_entry()], [make_way(), structs.replace(make_way(ranks=8), path="by air")])
     assert store.summaries() == []
-    assert store.row_ways() == []
+    assert store.ways(RowWay) == []
 
 
 def finds_and_forgets_ways_of_rows_by_their_id(store: Store) -> None:
@@ -333,7 +333,7 @@ def finds_and_forgets_ways_of_rows_by_their_id(store: Store) -> None:
         with pytest.raises(RegistryError, match="several"):
             look("")
     assert store.forget(way.id[:12]) == way.id
-    assert store.row_ways() == []
+    assert store.ways(RowWay) == []
     assert store.get(entry.id) == entry
 
 

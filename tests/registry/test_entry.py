@@ -465,7 +465,7 @@ def test_one_way_is_kept_for_each_parameter_and_kind_of_skew() -> None:
 
 def test_a_way_can_be_written_and_read_again() -> None:
     given = way(key=structs.replace(KEY, aggregator=True), aggregated=True)
-    assert way_from_json(json.loads(json.dumps(given.to_json()))) == given
+    assert way_from_json(RowWay, json.loads(json.dumps(given.to_json()))) == given
 
 
 def skew(**changes: Any) -> dict[str, Any]:
@@ -498,11 +498,14 @@ def skew(**changes: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_is_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(RegistryError, match=message):
-        way_from_json({**way().to_json(), **wrong})
+        way_from_json(RowWay, {**way().to_json(), **wrong})
 
 
 def test_paths_are_those_of_plans() -> None:
     for path in SparsePath:
-        assert way_from_json(way(path=path.value, n_hot=int(path is SparsePath.HOT_COLD)).to_json()).path == path.value
+        assert (
+            way_from_json(RowWay, way(path=path.value, n_hot=int(path is SparsePath.HOT_COLD)).to_json()).path
+            == path.value
+        )
     for cold in COLD_PATHS:
-        assert way_from_json(way(cold=cold.value).to_json()).cold == cold.value
+        assert way_from_json(RowWay, way(cold=cold.value).to_json()).cold == cold.value

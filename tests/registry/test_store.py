@@ -28,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, IntegrityError, Operati
 
 from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.registry import store as store_module
-from sirtaki.registry.entry import Entry
+from sirtaki.registry.entry import Entry, RowWay, ShardWay
 from sirtaki.registry.graph import canonical_json
 from sirtaki.registry.safe_store import SafeStore, default_path, open_store
 from sirtaki.registry.store import SCHEMAS, Store, is_damaged, set_aside
@@ -230,7 +230,7 @@ def test_an_older_schema_is_read_and_brought_up_to_date(
         open_store(str(path)).save(entry)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(version,)]
     store = open_store(str(path), read_only=True)
-    assert store.row_ways() == store.row_ways(way.key) == store.shard_ways() == []
+    assert store.ways(RowWay) == store.ways(RowWay, way.key) == store.ways(ShardWay) == []
     assert store.find(entry.id) == entry
     for _ in range(2):
         store = open_store(str(path))
@@ -238,8 +238,8 @@ def test_an_older_schema_is_read_and_brought_up_to_date(
     store.save_distances("a", {"b": 0.5})
     assert store.distances("b") == {"a": 0.5}
     assert store.save_all([], [way, make_shard_way()]) == 2
-    assert store.row_ways(way.key) == [way]
-    assert store.shard_ways() == [make_shard_way()]
+    assert store.ways(RowWay, way.key) == [way]
+    assert store.ways(ShardWay) == [make_shard_way()]
     assert store.lookup(entry.key) == entry
 
 
@@ -393,12 +393,12 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     way, other = make_way(), make_way(ranks=8, created_s=1.75e9)
     store.save_all([], [way, other])
     run_sql(path, f"UPDATE row_ways SET body = '{body}' WHERE id = '{other.id}'")
-    assert store.row_ways() == [way]
+    assert store.ways(RowWay) == [way]
     assert f"way of rows {other.id} in the registry is left out" in caplog.text
     with pytest.raises(RegistryError, match=r"is damaged \(.*\): forget it"):
         store.find(other.id)
     assert store.save_way(other)
-    assert store.row_ways() == [other, way]
+    assert store.ways(RowWay) == [other, way]
 
 
 def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
@@ -407,8 +407,8 @@ def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
     monkeypatch.setattr(store_module, "MOST_WAYS", 2)
     ways = [structs.replace(make_way(created_s=1.7e9 - number), name=str(number)) for number in range(3)]
     store.save_all([], ways)
-    assert store.row_ways(ways[0].key) == ways[:2]
-    assert store.row_ways() == ways
+    assert store.ways(RowWay, ways[0].key) == ways[:2]
+    assert store.ways(RowWay) == ways
 
 
 # ── files that are damaged ───────────────────────────────────────────────────────────────────────────────────────────

@@ -185,7 +185,7 @@ def test_ways_of_rows_go_with_entries_and_the_newer_stays(run: Run, store: Store
     newer = structs.replace(ways[0], path="gather", n_hot=0, created_s=1.75e9)
     there.save_way(newer)
     assert run(elsewhere, "import", file) == "imported: 2, kept as they were: 1\n"
-    assert there.row_ways() == [newer, ways[1]]
+    assert there.ways(RowWay) == [newer, ways[1]]
     assert list(there.entries()) == [entry]
     assert run(elsewhere, "import", file) == "imported: 1, kept as they were: 2\n"  # entries as new are kept anew
 
@@ -200,7 +200,7 @@ def test_a_bad_way_of_rows_is_named_and_nothing_is_imported(run: Run, store: Sto
     with pytest.raises(RegistryError, match=r"nothing of .* was imported: way of rows 2: n_hot: 0 of 1000 rows"):
         run("import", file)
     assert store.summaries() == []
-    assert store.row_ways() == []
+    assert store.ways(RowWay) == []
 
 
 def test_one_way_of_rows_is_exported_and_forgotten(run: Run, store: Store) -> None:
@@ -209,7 +209,7 @@ def test_one_way_of_rows_is_exported_and_forgotten(run: Run, store: Store) -> No
     data = json.loads(run("export", ways[1].id[:12]))
     assert (data["entries"], data["row_ways"]) == ([], [ways[1].to_json()])
     assert run("forget", ways[1].id[:12]) == f"forgotten: {ways[1].id}\n"
-    assert store.row_ways() == ways[:1]
+    assert store.ways(RowWay) == ways[:1]
     assert len(store.summaries()) == 1
 
 

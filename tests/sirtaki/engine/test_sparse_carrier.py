@@ -355,7 +355,7 @@ def test_a_second_job_starts_from_what_was_kept_and_one_with_another_skew_tries_
     path = tmp_path / "registry.db"
     tried = iterations_until_kept(path)
     with closing(open_store(str(path))) as store:
-        (way,) = store.row_ways()
+        (way,) = store.ways(RowWay)
     assert (way.name, way.key.n_rows, way.key.row_bytes) == ("a", ROWS, 4 * WIDTH)
     assert way.span_s > 0.0
     again = iterations_until_kept(path)
@@ -390,5 +390,5 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
             assert (int(told[second][1]), told[second][2]) == (LEARNING_ITERATIONS + recalled, "not probed")
             assert int(told[first][1]) >= int(told[second][1])
     assert "are touched like those of weight" in logs[4]
-    ways = open_store(str(registry)).row_ways()
+    ways = open_store(str(registry)).ways(RowWay)
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}

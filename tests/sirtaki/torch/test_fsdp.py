@@ -10,6 +10,7 @@ from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.errors import ConfigError
+from sirtaki.registry.entry import ShardWay
 from sirtaki.registry.safe_store import open_store
 from sirtaki.torch import fsdp
 
@@ -66,7 +67,7 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
 
     kept_all = "gathers 1 ahead and 1 behind, 3 kept"
     assert run("fast", "3 kept")[-1].endswith(kept_all)
-    (first,) = open_store(path).shard_ways()
+    (first,) = open_store(path).ways(ShardWay)
     assert (first.kept, first.memory_bytes, first.modules) == (3, 2**20, 3)
     assert first.gain > 0.0
     unusual = structs.replace(first, ahead=2, kept=2, created_s=first.created_s + 1)  # not the first that is tried else
@@ -75,18 +76,18 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
     again = run("fast", "2 kept")
     assert len(set(again)) == 2, "nothing else is tried where it wins"
     assert again[-1].endswith("gathers 2 ahead and 1 behind, 2 kept")
-    (second,) = open_store(path).shard_ways()
+    (second,) = open_store(path).ways(ShardWay)
     assert second == structs.replace(unusual, gain=second.gain, created_s=second.created_s)
     assert second.created_s > unusual.created_s
 
     little = run("fast", "2 kept", SIRTAKI_FSDP_MEMORY="1")
     assert not any("2 kept" in setting for setting in little), "it takes more memory than is allowed"
-    assert second in open_store(path).shard_ways()
+    assert second in open_store(path).ways(ShardWay)
 
     slower = run("slow", "2 kept")
     assert "2 kept" in slower[1], "it is tried first"
     assert "2 kept" not in slower[-1]
-    assert all(way.kept != 2 for way in open_store(path).shard_ways())
+    assert all(way.kept != 2 for way in open_store(path).ways(ShardWay))
 
 
 @pytest.mark.slow
