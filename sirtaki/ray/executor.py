@@ -22,6 +22,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -31,7 +33,7 @@ from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.errors import CommError, ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.agent import AgentRules
+from sirtaki.run.elastic.agent import AgentRules, reach_driver
 from sirtaki.run.elastic.agent_crew import DriverEndpoint, Switchboard, new_endpoint
 from sirtaki.run.elastic.driver import run_job
 from sirtaki.run.elastic.job_members import (
@@ -49,8 +51,6 @@ from .ranks import (
     Demand,
     Dismissal,
     ElasticRank,
-    Enrolment,
-    Executable,
     Rank,
     RaySettings,
     Shape,
@@ -104,46 +104,31 @@ class FixedRanks:
         self._group, self._owns_group = _room(settings, shape)
         self.actors: list[Any] = []  # Any: Ray's handles, by rank
         try:
-            self.actors = self._start(settings, shape, variables)
+            self._start(settings, shape, variables)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, settings: RaySettings, shape: Shape, variables: Mapping[str, str]) -> list[Any]:
-        environ = actor_environ(
-            os.environ,
-            variables,
-            cpus=shape.demand.cpus,
-            timeout_s=settings.timeout_s,
-            interfaces=settings.interfaces,
-        )
-        bundles = (
-            range(shape.size) if shape.hosts is None else [n for n in range(shape.hosts) for _ in range(shape.ranks)]
-        )
-        started = [
+    def _start(self, settings: RaySettings, shape: Shape, variables: Mapping[str, str]) -> None:
+        environ = actor_environ(os.environ, variables, shape.demand, settings)
+        bundles = [number // (1 if shape.hosts is None else shape.ranks) for number in range(shape.size)]
+        self.actors = [
             start_actor(Rank, shape.demand, environ, self._group, bundle if self._owns_group else -1)
             for bundle in bundles
         ]
-        self.actors = started
-        places = self._wait([actor.place.remote() for actor in started])
+        places = self._wait([actor.place.remote() for actor in self.actors])
         order = in_rank_order(places)
-        actors, places = [started[number] for number in order], [places[number] for number in order]
+        self.actors, places = [self.actors[number] for number in order], [places[number] for number in order]
         one_host = len({place.host for place in places}) == 1
-        host, port = ray.get(actors[0].open_store.remote(one_host=one_host, interfaces=settings.interfaces))
-        meeting = {
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "SIRTAKI_SECRET": variables.get("SIRTAKI_SECRET")
-            or os.environ.get("SIRTAKI_SECRET")
-            or secrets.token_hex(32),
-        }
+        host, port = ray.get(self.actors[0].open_store.remote(one_host=one_host, interfaces=settings.interfaces))
+        secret = variables.get("SIRTAKI_SECRET") or os.environ.get("SIRTAKI_SECRET") or secrets.token_hex(32)
+        meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "SIRTAKI_SECRET": secret}
         told = place_variables(places)
-        ray.get([actor.prepare.remote({**own, **meeting}) for actor, own in zip(actors, told, strict=True)])
-        return actors
+        ray.get([actor.prepare.remote({**own, **meeting}) for actor, own in zip(self.actors, told, strict=True)])
 
-    def make_executables(self, executable: Executable) -> None:
+    def make_executables(self, make: Callable[[], Any]) -> None:
         """Makes one on each rank; collective where the class's `__init__` is."""
-        self._wait([actor.make_executable.remote(executable) for actor in self.actors])
+        self._wait([actor.make_executable.remote(make) for actor in self.actors])
 
     def execute(self, fn: Callable[[Any], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
         """Calls `fn(executable)` on each rank.
@@ -342,12 +327,15 @@ def host_name(node: str, address: str, taken: Collection[str]) -> str:
 _KILLED = 137
 
 
+@dataclass(eq=False)
 class RankHandle:
     """A rank as this process has it."""
 
-    def __init__(self, worker: int, actor: Any, answer: Future[Any]) -> None:
-        self.worker, self.actor, self.answer = worker, actor, answer
-        self.channel: JsonChannel[FromRank] | None = None
+    worker: int
+    there: HostOfActors
+    actor: Any
+    answer: Future[Any]
+    channel: JsonChannel[FromRank] | None = None
 
 
 class HostOfActors:
@@ -361,7 +349,7 @@ class HostOfActors:
     def start_rank(self, worker: int, slot: int) -> None:
         """Starts an actor on the host; Ray has reserved the room, so the slot does not matter."""
         del slot
-        self.ranks[worker] = self._crew.start_actor(worker, self.host)
+        self.ranks[worker] = self._crew.start_actor(worker, self)
 
     def ask_to_end(self, worker: int) -> None:
         """Ray's actors cannot be asked while they are at work; they are killed when their time is over."""
@@ -374,7 +362,7 @@ class HostOfActors:
         """Sends the message to a rank, at the latest when there is room."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             rank.channel.send(message)
-            self._crew.watch(self, rank)
+            self._crew.board.watch(rank.channel, rank)
 
     def tell_driver(self, message: FromAgent) -> None:
         """Queues the message for the driver; beats are not needed within one process."""
@@ -421,7 +409,7 @@ class RayCrew:
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._hosts: dict[str, HostOfActors] = {}
-        self._board: Switchboard[tuple[HostOfActors, RankHandle]] = Switchboard(endpoint)
+        self.board: Switchboard[RankHandle] = Switchboard(endpoint)
 
     # ── what the driver asks of its agents ────────────────────────────────────────────────────────────────────────────
 
@@ -441,7 +429,7 @@ class RayCrew:
         """Forgets the host with all its ranks."""
         if (there := self._hosts.pop(host, None)) is not None:
             for rank in list(there.ranks.values()):
-                self._forget(there, rank)
+                self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
         """Has the rules of each of these hosts hear the message; nothing happens where a host is not used."""
@@ -454,15 +442,15 @@ class RayCrew:
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
-        self._board.wake()
+        self.board.wake()
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
-        for there, rank in self._board.look(0.0 if self.heard else timeout_s, self._welcome):
-            self._hear(there, rank)
+        for rank in self.board.look(0.0 if self.heard else timeout_s, self._welcome):
+            self._hear(rank)
         for there in list(self._hosts.values()):
             for rank in [rank for rank in there.ranks.values() if rank.answer.done()]:
-                self._bury(there, rank)
+                self._bury(rank)
             there.rules.tick(time.monotonic())
         self._log.deliver()
         while self.heard:
@@ -473,61 +461,53 @@ class RayCrew:
         del number  # the driver of actors hears no signals
         for host in self.hosts:
             self.stop(host)
-        self._board.close()
+        self.board.close()
 
     @property
     def actors(self) -> dict[int, Any]:
         """Ray's handles, by worker; from any thread."""
         return {rank.worker: rank.actor for there in list(self._hosts.values()) for rank in list(there.ranks.values())}
 
-    def start_actor(self, worker: int, host: str) -> RankHandle:
+    def start_actor(self, worker: int, there: HostOfActors) -> RankHandle:
         """Starts an actor on that host.
 
         Raises:
             OSError: there is no room.
         """
-        actor = start_actor(ElasticRank, self._demand, self._environ, self._slots.take(worker, host), 0)
-        enrolment = Enrolment(
-            worker=worker, host=host, places=tuple(self._board.places), proof=self.proof, interface=self._interface
-        )
-        answer = actor.train.remote(enrolment, self._call, self._log.queue).future()
+        actor = start_actor(ElasticRank, self._demand, self._environ, self._slots.take(worker, there.host), 0)
+        reach = partial(reach_driver, tuple(self.board.places), proof=self.proof, number=worker)
+        answer = actor.train.remote(reach, there.host, self._interface, self._call, self._log.queue).future()
         answer.add_done_callback(lambda _: self.wake())
-        return RankHandle(worker, actor, answer)
+        return RankHandle(worker, there, actor, answer)
 
     def _welcome(self, worker: int, sock: socket.socket) -> None:
         """A rank has proved itself."""
         for there in self._hosts.values():
             if (rank := there.ranks.get(worker)) is not None and rank.channel is None:
                 rank.channel = JsonChannel(sock, FromRank)
-                self.watch(there, rank)
+                self.board.watch(rank.channel, rank)
                 return
         sock.close()
 
-    def watch(self, there: HostOfActors, rank: RankHandle) -> None:
-        """Asks the selector for what is needed of that rank's connection just now."""
-        if rank.channel is not None:
-            self._board.watch(rank.channel, (there, rank))
-
-    def _hear(self, there: HostOfActors, rank: RankHandle) -> None:
+    def _hear(self, rank: RankHandle) -> None:
         try:
-            for message in self._board.hear(rank.channel, (there, rank)):
-                there.rules.hear_rank(rank.worker, message)
+            for message in self.board.hear(rank.channel, rank):
+                rank.there.rules.hear_rank(rank.worker, message)
         except ConnectionError:  # its end is found soon
-            if rank.channel is not None:
-                self._board.disconnect(rank.channel)
-                rank.channel.close()
+            self._disconnect(rank)
 
-    def _bury(self, there: HostOfActors, rank: RankHandle) -> None:
+    def _bury(self, rank: RankHandle) -> None:
         """Its function has returned or raised, or its process is gone."""
+        there = rank.there
         if self._hosts.get(there.host) is not there or rank.worker not in there.ranks:
             return
-        self._hear(there, rank)  # its last words
+        self._hear(rank)  # its last words
         end = self._end_of(rank)
         if end.exit_code == _KILLED and not self._slots.has_node(there.host):
             self.stop(there.host)
             self.heard.append(Lost(there.host, "Ray has lost its node"))
             return
-        self._forget(there, rank)
+        self._forget(rank)
         there.rules.rank_ended(rank.worker, end)
 
     def _end_of(self, rank: RankHandle) -> RankEnd:
@@ -541,14 +521,17 @@ class RayCrew:
         self.errors.append(error)
         return RankEnd(exit_code=1, reason=last_line(error))
 
-    def _forget(self, there: HostOfActors, rank: RankHandle) -> None:
+    def _forget(self, rank: RankHandle) -> None:
         """It is there no more; the actor, whose process may still be there, is ended."""
-        del there.ranks[rank.worker]
-        if rank.channel is not None:
-            self._board.disconnect(rank.channel)
-            rank.channel.close()
+        del rank.there.ranks[rank.worker]
+        self._disconnect(rank)
         ray.kill(rank.actor)
         self._slots.release(rank.worker)
+
+    def _disconnect(self, rank: RankHandle) -> None:
+        if rank.channel is not None:
+            self.board.disconnect(rank.channel)
+            rank.channel.close()
 
 
 _LATER_S = 30.0
@@ -601,13 +584,7 @@ class ElasticRanks:
             Exception: what the function has raised on a rank, where none is left.
         """
         settings = self._settings
-        environ = actor_environ(
-            os.environ,
-            self._variables,
-            cpus=self._demand.cpus,
-            timeout_s=settings.timeout_s,
-            interfaces=settings.interfaces,
-        )
+        environ = actor_environ(os.environ, self._variables, self._demand, settings)
         interface = settings.interfaces or None
         with heard_by(listeners) as log:
             self._crew = crew = RayCrew(
@@ -732,7 +709,7 @@ class RayExecutor:
         self._demand = demand
         self._shape: Shape | None = None
         self._policy: Policy | None = None
-        self._executable: Executable | None = None
+        self._executable: Callable[[], Any] | None = None
         self._ranks: FixedRanks | ElasticRanks | None = None
         if min_workers is not None:
             if num_hosts is not None:
@@ -802,7 +779,8 @@ class RayExecutor:
         variables = extra_env_vars or {}
         self._executable = None
         if executable_cls is not None:
-            self._executable = Executable(executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
+            make: Callable[..., Any] = executable_cls
+            self._executable = partial(make, *(executable_args or ()), **(executable_kwargs or {}))
         if not ray.is_initialized():
             ray.init()
         if self._policy is not None:
@@ -836,7 +814,7 @@ class RayExecutor:
         started = self._started
         if isinstance(started, ElasticRanks):
             executable = self._executable
-            return started.call(lambda: fn(None if executable is None else executable.make()), callbacks or ())
+            return started.call(lambda: fn(None if executable is None else executable()), callbacks or ())
         return started.execute(fn, callbacks or ())
 
     def run(

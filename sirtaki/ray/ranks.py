@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses, serve_store
-from sirtaki.engine.membership import AgentClient, Proof, register
+from sirtaki.engine.membership import AgentClient, register
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.run.as_horovod import SHIM, is_installed
-from sirtaki.run.elastic.agent import reach_driver
-from sirtaki.run.elastic.job_members import COOLDOWN_S, Place, Policy
+from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
 from sirtaki.run.rank_command import KEEP_FREED_MEMORY, rank_environ
 
 from . import ray_logger
@@ -212,20 +212,18 @@ def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
 def actor_environ(
     environ: Mapping[str, str],
     added: Mapping[str, str],
-    *,
-    cpus: float,
-    timeout_s: float,
-    interfaces: str,
+    demand: Demand,
+    settings: RaySettings,
 ) -> dict[str, str]:
     """What an actor's process begins with, beside what Ray gives it.
 
     Args:
         environ: of this process, whose settings the ranks get, too.
         added: by the user; they count more.
-        cpus: of a rank.
-        timeout_s: how long ranks wait for each other.
-        interfaces: that join the hosts; "" = any.
+        demand: of a rank.
+        settings: of the executor.
     """
+    interfaces = settings.interfaces
     own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
     own.pop("SIRTAKI_SECRET", None)  # Ray shows this environment to whoever may see its dashboard
     named = dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces) if interfaces else {}
@@ -233,26 +231,13 @@ def actor_environ(
     return {
         **({"PYTHONPATH": shim} if is_installed() else {}),
         **KEEP_FREED_MEMORY,
-        "OMP_NUM_THREADS": str(max(1, int(cpus))),
-        "SIRTAKI_START_TIMEOUT_S": f"{timeout_s:g}",
+        "OMP_NUM_THREADS": str(max(1, int(demand.cpus))),
+        "SIRTAKI_START_TIMEOUT_S": f"{settings.timeout_s:g}",
         **own,
         **named,
         **added,
         "SIRTAKI_CONTROL": "mesh",
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Executable:
-    """A class and what it is called with."""
-
-    cls: type[Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def make(self) -> Any:
-        """An object of it."""
-        return self.cls(*self.args, **self.kwargs)
 
 
 _T = TypeVar("_T")
@@ -312,9 +297,9 @@ class Rank:
         self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
-    def make_executable(self, executable: Executable) -> None:
+    def make_executable(self, make: Callable[[], Any]) -> None:
         """Makes the user's object, which functions are given."""
-        self._executable = call_telling_others(executable.make)
+        self._executable = call_telling_others(make)
 
     def execute(self, call: int, fn: Callable[[Any], Any], log: Any = None) -> Any:
         """Calls the function with the user's object, None if there is none.
@@ -329,25 +314,6 @@ class Rank:
         return call_telling_others(lambda: fn(self._executable))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Enrolment:
-    """What a rank is told.
-
-    Attributes:
-        worker: names it in the job.
-        host: of it, as the job calls it.
-        places: where the driver listens.
-        proof: with which it proves itself there.
-        interface: network interface that joins the hosts; None = any.
-    """
-
-    worker: int
-    host: str
-    places: tuple[Place, ...]
-    proof: Proof
-    interface: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Dismissal:
     """What a rank returns that is not wanted any more."""
@@ -356,11 +322,20 @@ class Dismissal:
 class ElasticRank:
     """An actor, which Ray names in what it shows of its output; used for one call."""
 
-    def train(self, enrolment: Enrolment, fn: Callable[[], Any], log: Any = None) -> Any:
+    def train(
+        self,
+        reach: Callable[[], socket.socket],
+        host: str,
+        interface: str | None,
+        fn: Callable[[], Any],
+        log: Any = None,
+    ) -> Any:
         """Calls the function as a member of the job.
 
         Args:
-            enrolment: of this rank.
+            reach: connects to the executor's process.
+            host: of this rank, as the job calls it.
+            interface: network interface that joins the hosts; None = any.
             fn: of the user.
             log: see `ray_logger.configure`.
 
@@ -369,9 +344,9 @@ class ElasticRank:
         """
         from sirtaki.engine import process_end
 
-        sock = reach_driver(enrolment.places, proof=enrolment.proof, number=enrolment.worker)
-        register(lambda: AgentClient(sock, interface=enrolment.interface))
-        os.environ |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": enrolment.host}
+        sock = reach()
+        register(lambda: AgentClient(sock, interface=interface))
+        os.environ |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": host}
         ray_logger.configure(log)
         try:
             result = fn()

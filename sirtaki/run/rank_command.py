@@ -242,11 +242,6 @@ class Job:
     ssh: tuple[str, ...] = ()
     silent_s: float | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """All ranks run on the launching machine."""
-        return all(host.is_local for host in self.hosts)
-
 
 def mpiexec_command(job: Job, mpiexec: Path, library: MpiLibrary) -> list[str]:
     """The command line; standard output and error come back marked with the rank of each line."""

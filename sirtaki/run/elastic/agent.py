@@ -24,7 +24,7 @@ import msgspec
 
 from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
-from sirtaki.engine.membership import Changed, Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
+from sirtaki.engine.membership import Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
@@ -37,23 +37,20 @@ from .job_members import (
     NO_GENERATION,
     Agents,
     Beat,
-    Dismiss,
-    Done,
     EndAll,
     Ended,
     Form,
     FromAgent,
-    Joined,
     KillRank,
     KnownAgents,
-    Patient,
     Phase,
     Place,
     Policy,
     RankEnd,
+    Relay,
+    Relayed,
     Settle,
     StartRank,
-    Tell,
     ToAgent,
     Told,
     Up,
@@ -202,30 +199,27 @@ class AgentRules:
                     act.tell_driver(Told(message.number))
             case Settle(number=number, older=older) if number == self._generation.number:
                 self._generation = msgspec.structs.replace(self._generation, older=older)
-            case Dismiss(worker=worker) if worker in self.ranks:
-                self.ranks[worker].phase = Phase.DISMISSED
-                act.tell_rank(worker, Dismissal())
-            case Tell(workers=workers, change=change, lost=lost):
+            case Relay(workers, told):
                 for worker in self.ranks.keys() & set(workers):
-                    act.tell_rank(worker, Changed(change, lost))
+                    if isinstance(told, Dismissal):
+                        self.ranks[worker].phase = Phase.DISMISSED
+                    act.tell_rank(worker, told)
             case EndAll(grace_s):
                 self.end(now_s, grace_s=grace_s)
 
     def hear_rank(self, worker: int, message: FromRank) -> None:
         """It asks for something."""
-        there, act = self.ranks[worker], self._actions
+        there = self.ranks[worker]
         match message:
             case Join(has_state=has_state, attendee=attendee):
                 there.phase, there.has_state, there.attendee = Phase.WAITING, has_state, attendee
                 if self.ends:  # there will be nobody to train with
-                    act.kill(worker)
-                act.tell_driver(Joined(worker=worker, has_state=has_state, attendee=attendee))
+                    self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
-                act.tell_driver(Patient(worker=worker, seconds=seconds))
             case Finished():
                 there.phase = Phase.FINISHED
-                act.tell_driver(Done(worker))
+        self._actions.tell_driver(Relayed(worker, message))
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
         """A process is there no more."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from sirtaki.comm.control.mesh_rendezvous import Attendee
-from sirtaki.engine.membership import Change, Member
+from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, FromRank, Join, Member, Patience
 
 
 class Phase(Enum):
@@ -378,22 +378,11 @@ class KillRank(Struct, tag=True, frozen=True, kw_only=True):
     at_once: bool
 
 
-class Dismiss(Struct, tag=True, frozen=True, kw_only=True):
-    """To an agent: answer the rank that waits for a generation that it is not wanted any more."""
-
-    worker: int
-
-
-class Tell(Struct, tag=True, frozen=True, kw_only=True):
-    """To agents of members: let them know that the generation is to change.
-
-    Attributes:
-        lost: which member has died first, for who waits for it; "" = none.
-    """
+class Relay(Struct, tag=True, frozen=True):
+    """To agents: pass this on to those of these ranks that are there."""
 
     workers: tuple[int, ...]
-    change: Change
-    lost: str = ""
+    message: Dismissal | Changed
 
 
 class Form(Struct, tag=True, frozen=True, kw_only=True):
@@ -464,25 +453,11 @@ class Told(Struct, tag=True, frozen=True):
     number: int
 
 
-class Joined(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a rank asks for the generation after the one that it was in."""
+class Relayed(Struct, tag=True, frozen=True):
+    """To a driver: a rank says this."""
 
     worker: int
-    has_state: bool
-    attendee: Attendee = NOWHERE
-
-
-class Patient(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a rank has computed for so long without looking for changes; others, too, may take so long."""
-
-    worker: int
-    seconds: float
-
-
-class Done(Struct, tag=True, frozen=True):
-    """To a driver: a rank has done its work; it may still live for a while."""
-
-    worker: int
+    message: FromRank
 
 
 class Ended(Struct, tag=True, frozen=True, kw_only=True):
@@ -492,8 +467,8 @@ class Ended(Struct, tag=True, frozen=True, kw_only=True):
     end: RankEnd
 
 
-ToAgent = StartRank | KillRank | Dismiss | Tell | Form | Settle | KnownAgents | EndAll | Beat
-FromAgent = Up | Told | Joined | Patient | Done | Ended | Beat
+ToAgent = StartRank | KillRank | Relay | Form | Settle | KnownAgents | EndAll | Beat
+FromAgent = Up | Told | Relayed | Ended | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,12 +526,6 @@ class End:
 def count(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def ordinal(number: int) -> str:
-    """`1st`, `2nd`."""
-    last = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{last}"
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -854,17 +823,17 @@ class JobMembers:
         if worker is None or worker.host != host:
             return  # it was given up
         match message:
-            case Joined(has_state=has_state, attendee=attendee):
+            case Relayed(message=Join(has_state=has_state, attendee=attendee)):
                 if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
-                    self._send(worker, Dismiss(worker=worker.number))
+                    self._dismiss(worker)
                 else:
                     worker.attendee = attendee
                     worker.has_state = worker.has_state or has_state
                     listed.has_state = listed.has_state or has_state
                     worker.enter(Phase.WAITING, now_s)
-            case Patient(seconds=seconds):
+            case Relayed(message=Patience(seconds)):  # others, too, may take so long
                 self._longest_s = max(self._longest_s, seconds)
-            case Done():
+            case Relayed(message=Finished()):  # it may still live for a while
                 if worker.phase is Phase.MEMBER:
                     worker.enter(Phase.FINISHED, now_s)
                     listed.has_succeeded = True
@@ -962,7 +931,7 @@ class JobMembers:
             if (new := change & ~self._told) or lost != self._told_lost:
                 self._told, self._told_lost = self._told | new, lost
                 members = listed.of_generation(Phase.MEMBER)
-                tell = Tell(workers=tuple(worker.number for worker in members), change=new, lost=lost)
+                tell = Relay(tuple(worker.number for worker in members), Changed(new, lost))
                 self._crew.send_to(dict.fromkeys(worker.host for worker in members), tell)
         if self._quorum.settle() and self.policy.has_successors:
             self._crew.send_to(self._crew.hosts, Settle(number=listed.generation, older=self._quorum.older))
@@ -976,7 +945,7 @@ class JobMembers:
                 self._send(worker, KillRank(worker=worker.number, at_once=False))
                 worker.enter(Phase.DISMISSED, now_s)
         for worker in list(self.member_list.dismissible()):
-            self._send(worker, Dismiss(worker=worker.number))
+            self._dismiss(worker)
             worker.enter(Phase.DISMISSED, now_s)
         for worker in self.member_list.present(Phase.DISMISSED):
             if now_s - worker.since_s > self.policy.leave_s:
@@ -1093,9 +1062,8 @@ class JobMembers:
         if self.policy.has_successors and not self._quorum.permits([worker.number for worker in candidates]):
             return  # those who are dismissed have not ended yet
         if self.policy.reset_limit is not None and listed.generation > self.policy.reset_limit:
-            limit = self.policy.reset_limit
-            again = f"the job would begin anew for the {ordinal(limit + 1)} time"
-            self._end(End(exit_code=1, text=f"--reset-limit {limit}: {again}"))
+            text = f"--reset-limit {self.policy.reset_limit}: the job would begin anew once more than that"
+            self._end(End(exit_code=1, text=text))
             return
         self._form(candidates, now_s)
 
@@ -1125,9 +1093,13 @@ class JobMembers:
         if end is not None:
             self.end = end
             for worker in self.member_list.present(Phase.WAITING):
-                self._send(worker, Dismiss(worker=worker.number))
+                self._dismiss(worker)
 
-    def _send(self, worker: Worker, message: StartRank | KillRank | Dismiss) -> None:
+    def _dismiss(self, worker: Worker) -> None:
+        """Answers a rank that waits for a generation that it is not wanted any more."""
+        self._send(worker, Relay((worker.number,), Dismissal()))
+
+    def _send(self, worker: Worker, message: ToAgent) -> None:
         self._crew.send_to([worker.host], message)
 
 

@@ -157,8 +157,8 @@ def test_ranks_see_all_gpus_of_the_job_on_their_host() -> None:
 
 
 def environ_of(environ: dict[str, str], added: dict[str, str], **more: object) -> dict[str, str]:
-    values = {"cpus": 2.0, "timeout_s": 30.0, "interfaces": "", **more}
-    return actor_environ(environ, added, **values)  # type: ignore[arg-type]
+    settings = RaySettings(timeout_s=30.0, **more)  # type: ignore[arg-type]
+    return actor_environ(environ, added, Demand(cpus=2.0), settings)
 
 
 def test_settings_go_along_and_what_an_outer_job_has_set_does_not() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -55,14 +54,6 @@ def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
         assert shown(marked.encode(), hydra=hydra) == (expected, [])
 
 
-def test_without_prefix_the_text_is_as_the_rank_wrote_it():
-    assert shown(b"[1,3]<stderr>: text\n", prefix=False)[0] == "text\n"
-
-
-def test_bytes_that_are_no_text_do_not_stop_the_output():
-    assert shown(b"[1,0]<stdout>: \xff\xfe\n[1,0]<stdout>: b\n")[0].endswith("[0] b\n")
-
-
 @pytest.mark.parametrize("event", Event)
 def test_messages_are_heard_and_not_shown(event):
     message = Message(event=event, rank=3, pid=77, host="node-1.x", exit_code=4)
@@ -103,10 +94,14 @@ def test_what_a_rank_writes_after_its_error_is_shown_at_once():
     assert shown(b"".join(error_of(0, b"E: x")) + late)[0] == "[0] E: x\n[0] late\n"
 
 
-def test_files_get_each_ranks_lines(tmp_path):
-    shown(b"[1,0]<stdout>: a\n[1,1]<stdout>: b\n[1,0]<stdout>: c\nown\n", folder=tmp_path)
-    assert (tmp_path / "rank.0" / "stdout").read_text() == "a\nc\n"
-    assert (tmp_path / "rank.1" / "stdout").read_text() == "b\n"
+def test_files_get_what_each_rank_wrote_and_a_place_has_one_for_all_that_have_been_there_in_this_job(tmp_path):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").write_text("of another job")
+    lines = unfinished((0, b"\rstep 1"), (1, b"b\xff\n"), (0, b"\rstep 2\n"), (2, b"replaced\n")) + b"own\n"
+    told = shown(lines, folder=tmp_path, prefix=False, place=lambda rank: f"rank.{rank % 2}")[0]
+    assert told == "\rstep 1\nb\ufffd\n\rstep 2\nreplaced\nown\n"
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"\rstep 1\rstep 2\nreplaced\n"
+    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"b\xff\n"
 
 
 def test_a_full_disk_ends_the_ranks_files_and_not_the_job(tmp_path, capfd):
@@ -137,19 +132,6 @@ def test_lines_that_are_not_finished_are_shown_and_go_on(parts, expected):
     assert shown(unfinished(*parts))[0] == expected
 
 
-def test_a_ranks_file_holds_what_the_rank_wrote(tmp_path):
-    shown(unfinished((0, b"\rstep 1"), (1, b"x"), (0, b"\rstep 2\n")), folder=tmp_path)
-    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"\rstep 1\rstep 2\n"
-
-
-def test_the_launchers_own_line_does_not_go_on_in_a_ranks():
-    stream = io.StringIO(newline="")
-    console = Console(stream)
-    console.write(b"\r[0] step 1")
-    console.say("rank 1 failed")
-    assert stream.getvalue() == "\r[0] step 1\nsirtakirun: rank 1 failed\n"
-
-
 # ── console ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -161,12 +143,6 @@ def test_bytes_reach_a_file_as_they_are_behind_what_was_printed_before(tmp_path:
         console.write(b"")
         assert console.at_line_start
     assert (tmp_path / "out").read_bytes() == b"before\n\xff\x00\n"
-
-
-def test_a_stream_that_is_no_file_gets_text() -> None:
-    stream = io.StringIO(newline="")
-    Console(stream).write("größe\n".encode() + b"\xff")
-    assert stream.getvalue() == "größe\n\ufffd"
 
 
 def test_an_own_line_ends_an_unfinished_one_first() -> None:
@@ -238,42 +214,6 @@ def test_a_terminal_that_does_not_wait_gets_everything() -> None:
     assert got == [text]
 
 
-class Slow(io.StringIO):
-    def write(self, text: str) -> int:
-        for part in (text[:10], text[10:]):
-            super().write(part)
-            time.sleep(1e-4)
-        return len(text)
-
-
-def test_lines_of_several_threads_are_whole() -> None:
-    stream = Slow(newline="")
-    console = Console(stream)
-    threads = [threading.Thread(target=lambda n=n: [console.say(f"line of {n}") for _ in range(20)]) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(set(stream.getvalue().splitlines())) == [f"sirtakirun: line of {n}" for n in range(4)]
-    assert stream.getvalue().count("\n") == 80
-
-
-def test_closed_descriptors_are_taken_before_files_get_their_numbers() -> None:
-    script = """
-import os, sys
-from sirtaki.run.output import open_standard_streams
-os.close(0); os.close(2)
-open_standard_streams()
-open_standard_streams()
-assert os.stat(0).st_rdev == os.stat(2).st_rdev == os.stat("/dev/null").st_rdev
-number = os.open(sys.executable, os.O_RDONLY)
-assert number > 2, number
-print("kept")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout == "kept\n"
-
-
 # ── rank output ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -316,13 +256,6 @@ def test_what_the_encoding_lacks_is_an_escape(encoding: str, written: bytes) -> 
     assert out == (written or "größe ".encode() + b"\xff\n")
 
 
-def test_streams_of_other_kinds_are_left_alone() -> None:
-    output(
-        "assert sys.stdout is mine; assert sys.stderr is None",
-        before="import io; mine = sys.stdout = io.StringIO(); sys.stderr = None",
-    )
-
-
 # ── rank channel ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -330,14 +263,6 @@ def back(line: str) -> Message:
     matched = PATTERN.fullmatch(line.encode())
     assert matched is not None
     return Message.decode(matched)
-
-
-@pytest.mark.parametrize("event", Event)
-def test_every_event_comes_back(event: Event) -> None:
-    told = Message(event=event, rank=3, pid=4711, host="node-1.example", exit_code=137, reason="in step 7")
-    assert back(told.encode()) == told
-    assert told.encode().endswith("\n")
-    assert told.encode().count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -349,14 +274,6 @@ def test_any_reason_comes_back_in_one_line(reason: str) -> None:
     assert line.count("\n") == 1
     found = back(line).reason
     assert found == reason.encode(errors="replace").decode()
-
-
-def test_messages_are_found_between_a_programs_own_text_and_taken_out() -> None:
-    one = Message(event=Event.STARTED, rank=0, pid=1, host="h")
-    other = Message(event=Event.FAILED, rank=1, pid=2, host="h", exit_code=1, reason="a b")
-    text = b"loss 3\n" + one.encode().encode() + b"half " + other.encode().encode() + b"a line\n"
-    assert [Message.decode(found) for found in PATTERN.finditer(text)] == [one, other]
-    assert PATTERN.sub(b"", text) == b"loss 3\nhalf a line\n"
 
 
 @pytest.mark.parametrize(

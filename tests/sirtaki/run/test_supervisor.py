@@ -19,7 +19,6 @@ from sirtaki.run import leftovers, supervisor
 from sirtaki.run.leftovers import (
     makes_way_for_mpiexec,
     mapped_segments,
-    remove_session_folder,
     session_members,
 )
 from sirtaki.run.output import OutputOptions
@@ -182,21 +181,6 @@ def test_what_is_left_is_killed_after_a_while_and_its_files_are_removed(
 kill = os.kill
 
 
-def test_what_ends_by_itself_in_time_is_not_killed(
-    left: subprocess.Popen[bytes], folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[set[int]] = []
-
-    def members(sessions: set[int]) -> list[int]:
-        asked.append(sessions)
-        return [left.pid] if len(asked) < 3 else []
-
-    monkeypatch.setattr(leftovers, "session_members", members)
-    run_janitor(monkeypatch, 5, str(left.pid))
-    assert asked == [{5, left.pid}] * 3
-    assert left.poll() is None
-
-
 # ── leftovers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -219,18 +203,6 @@ def test_only_the_mpi_librarys_files_that_a_process_has_mapped_are_its_segments(
     assert mapped_segments("self") == set()
 
 
-def test_an_mpiexecs_folder_goes_with_all_that_is_in_it_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for pid in (12, 123):
-        (tmp_path / f"ompi.{pid}" / "deep").mkdir(parents=True)
-        (tmp_path / f"ompi.{pid}" / "deep" / "file").touch()
-    remove_session_folder(12)
-    remove_session_folder(12)
-    assert [path.name for path in tmp_path.iterdir()] == ["ompi.123"]
-
-
 def test_what_would_keep_an_mpiexec_of_the_same_number_from_starting_is_removed_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,27 +215,6 @@ def test_what_would_keep_an_mpiexec_of_the_same_number_from_starting_is_removed_
         path.touch()
     makes_way_for_mpiexec()()
     assert sorted(tmp_path.rglob("pmix.*")) == sorted([own / "pmix.elsewhere.tool", other / here])
-
-
-def test_processes_are_found_by_their_session() -> None:
-    own = os.getsid(0)
-    other = subprocess.Popen(
-        [sys.executable, "-S", "-c", "print(flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert other.stdout is not None
-        other.stdout.readline()
-        assert session_members({other.pid}) == [other.pid]
-        assert os.getpid() in session_members({own})
-        assert other.pid not in session_members({own})
-        assert {os.getpid(), other.pid} <= set(session_members({own, other.pid}))
-    finally:
-        other.communicate()
-    assert session_members({other.pid}) == []
-    assert session_members(set()) == []
 
 
 def test_a_process_that_has_ended_and_is_not_buried_is_no_member() -> None:

@@ -1,7 +1,6 @@
 """Jobs of real processes whose ranks come and go: ranks, agents, driver and hosts are lost and found."""
 
 import os
-import random
 import re
 import signal
 import time
@@ -38,16 +37,6 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_another_one_takes_its_plac
     lines = (job.folder / "out").read_text().splitlines()
     assert sorted(line.split("]")[0] for line in lines) == ["[0", "[1", "[2"]
     assert "finished after" in (tmp_path / "output" / "localhost.1" / "stdout").read_text()
-
-
-@pytest.mark.slow
-def test_rank_0_may_be_killed(start: Callable) -> None:
-    job = start("-np", 2, "--min-np", 1)
-    first = job.of_size(2)
-    os.kill(first[0]["pid"], signal.SIGKILL)
-    job.until(lambda: len(job.generation(3)) == 2)
-    assert job.generation(3)[0]["pid"] == first[1]["pid"]
-    assert job.stop() == 0
 
 
 def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start: Callable, tmp_path: Path) -> None:
@@ -257,39 +246,6 @@ def test_a_driver_that_another_one_has_taken_the_place_of_ends_alone(start: Call
     (job.folder / "stop").touch()
     job.until(lambda: not job.processes())
     assert [record for record in job.records if record["is_"] == "failure"] == []
-
-
-@pytest.mark.slow
-def test_a_rank_that_stands_still_for_a_second_is_tolerated(start: Callable) -> None:
-    job = start("-np", 2, "--min-np", 1)
-    first = job.of_size(2)
-    os.kill(first[1]["pid"], signal.SIGSTOP)
-    time.sleep(1.0)
-    os.kill(first[1]["pid"], signal.SIGCONT)
-    time.sleep(2.0)
-    assert job.stop() == 0
-    assert job.said == ["generation 1: 2 ranks (2 on localhost)"]
-
-
-@pytest.mark.slow
-def test_fifty_random_kills(start: Callable) -> None:
-    rng, steps, killed = random.Random(0), 0, set()
-    job = start("-np", 4, "--min-np", 1)
-
-    def alive() -> list[int]:
-        return [record["pid"] for record in job.generation() if record["pid"] not in killed]
-
-    for _ in range(50):
-        job.until(lambda: len(alive()) >= 2, timeout_s=30.0)
-        generation = job.generation() or [{"steps": steps}]  # the next one is about to begin
-        assert generation[0]["steps"] >= steps
-        steps = generation[0]["steps"]
-        time.sleep(rng.uniform(0.0, 0.3))
-        if len(there := alive()) >= 2:
-            killed.add(victim := rng.choice(there))
-            os.kill(victim, signal.SIGKILL)
-    job.of_size(4)
-    assert job.stop() == 0
 
 
 # ── a script as written for Horovod ──────────────────────────────────────────────────────────────────────────────────

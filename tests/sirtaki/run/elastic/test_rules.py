@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from sirtaki.engine.membership import Change
+from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, Join, Patience
 from sirtaki.run.elastic.job_members import (
-    Dismiss,
-    Done,
+    NOWHERE,
     End,
     Ended,
     Form,
@@ -20,18 +19,17 @@ from sirtaki.run.elastic.job_members import (
     Heard,
     HostPool,
     JobMembers,
-    Joined,
     KillRank,
     Lost,
     MemberList,
     OnFailure,
-    Patient,
     Phase,
     Policy,
     Quorum,
     RankEnd,
+    Relay,
+    Relayed,
     StartRank,
-    Tell,
     ToAgent,
     Up,
     Worker,
@@ -107,7 +105,8 @@ class Story:
         return self.does(self.members.answer, [Heard(self.host_of(worker), message) for message in messages])
 
     def join(self, *workers: int, has_state: bool = False) -> list[Any]:
-        return [each for worker in workers for each in self.hear(worker, Joined(worker=worker, has_state=has_state))]
+        said = Join(has_state=has_state, attendee=NOWHERE)
+        return [each for worker in workers for each in self.hear(worker, Relayed(worker, said))]
 
     def end(self, worker: int, how: RankEnd) -> list[Any]:
         return self.hear(worker, Ended(worker=worker, end=how))
@@ -129,6 +128,14 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
 
 def agents(actions: list[Any], *, starts: bool = True) -> list[str]:
     return [each.host for each in of(Agent, actions) if each.starts is starts]
+
+
+def changes(actions: list[Any]) -> list[Relay]:
+    return [each for each in of(Relay, actions) if isinstance(each.message, Changed)]
+
+
+def dismissed(actions: list[Any]) -> list[int]:
+    return [worker for each in of(Relay, actions) if isinstance(each.message, Dismissal) for worker in each.workers]
 
 
 def new_in(form: Form) -> set[int]:
@@ -158,22 +165,22 @@ def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_co
     story.join(1, 2)
     assert of(Form, story.wait(9.0)) == []
     assert of(Form, story.wait(2.0))[0].workers == (1, 2)
-    (tell,) = of(Tell, story.join(3))
-    assert (tell.workers, tell.change) == ((1, 2), Change.ADDED)
+    (tell,) = changes(story.join(3))
+    assert (tell.workers, tell.message.change) == ((1, 2), Change.ADDED)
 
 
 def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later() -> None:
     story = running({"a": 2, "b": 2})
     actions = story.end(3, KILLED)
     assert of(StartRank, actions) == [StartRank(worker=5, slot=0)]
-    assert of(Tell, actions) == [
-        Tell(workers=(1, 2, 4), change=Change.REMOVED, lost="rank 2 (host b, slot 0) was killed by SIGKILL")
+    assert changes(actions) == [
+        Relay((1, 2, 4), Changed(Change.REMOVED, "rank 2 (host b, slot 0) was killed by SIGKILL"))
     ]
     assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
     (form,) = of(Form, story.join(1, 4, 2, has_state=True))
     assert (form.number, form.workers, new_in(form)) == (2, (1, 2, 4), set())
-    (tell,) = of(Tell, story.join(5))
-    assert tell == Tell(workers=(1, 2, 4), change=Change.ADDED)
+    (tell,) = changes(story.join(5))
+    assert tell == Relay((1, 2, 4), Changed(Change.ADDED))
     (form,) = of(Form, story.join(4, 2, 1, has_state=True))
     assert (form.number, form.workers, new_in(form)) == (3, (1, 2, 4, 5), {5})
 
@@ -193,7 +200,7 @@ def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
 @pytest.mark.parametrize(("longest_s", "limit_s"), [(12.0, 30.0), (40.0, 80.0), (1000.0, 600.0)])
 def test_a_member_has_twice_the_time_that_any_has_computed_without_looking(longest_s: float, limit_s: float) -> None:
     story = running({"a": 3})
-    story.hear(2, Patient(worker=2, seconds=longest_s))
+    story.hear(2, Relayed(2, Patience(longest_s)))
     story.end(1, KILLED)
     story.join(2, has_state=True)
     assert of(KillRank, story.wait(limit_s - 1.0)) == []
@@ -202,11 +209,11 @@ def test_a_member_has_twice_the_time_that_any_has_computed_without_looking(longe
 
 def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     story = running({"a": 2, "b": 1})
-    assert of(Tell, story.find({"a": 2})) == [Tell(workers=(1, 2, 3), change=Change.REMOVED)]
+    assert changes(story.find({"a": 2})) == [Relay((1, 2, 3), Changed(Change.REMOVED))]
     assert of(Form, story.join(3, 1, has_state=True)) == []
     actions = story.join(2, has_state=True)
     assert of(Form, actions)[0].workers == (1, 2)
-    assert of(Dismiss, story.all) == [Dismiss(worker=3)]
+    assert dismissed(story.all) == [3]
     assert agents(story.end(3, WELL), starts=False) == ["b"]
     assert "host b is gone" in story.said
 
@@ -241,7 +248,7 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     story.join(1, has_state=True)
     (form,) = of(Form, story.join(2, has_state=True))
     assert form.workers == (2,)
-    assert Dismiss(worker=1) in story.all
+    assert 1 in dismissed(story.all)
 
 
 def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
@@ -271,7 +278,7 @@ def test_horovods_policy_drops_the_host_for_good() -> None:
     story.end(3, KILLED)
     assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; host b is left out from now on, 2 go on")
     assert of(Form, story.join(4, 1, 2, has_state=True))[0].workers == (1, 2)
-    assert of(Dismiss, story.all) == [Dismiss(worker=4)]
+    assert dismissed(story.all) == [4]
     assert of(StartRank, story.wait(1e5)) == []
 
 
@@ -285,12 +292,12 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
 
 def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
     story = running({"a": 3})
-    story.hear(1, Done(1))
+    story.hear(1, Relayed(1, Finished()))
     assert of(End, story.end(1, WELL)) == []
     story.end(2, KILLED)
     assert len(of(StartRank, story.all)) == 3  # nobody is started for a job that is nearly over
     assert of(End, story.join(3, has_state=True)) == [End(exit_code=0)]
-    assert of(Dismiss, story.all) == [Dismiss(worker=3)]
+    assert dismissed(story.all) == [3]
 
 
 def test_the_limit_of_resets_holds() -> None:
@@ -299,7 +306,7 @@ def test_the_limit_of_resets_holds() -> None:
     assert of(Form, story.join(2, 3, has_state=True))
     story.end(2, KILLED)
     (end,) = of(End, story.join(3, has_state=True))
-    assert "--reset-limit 1: the job would begin anew for the 2nd time" in end.text
+    assert "--reset-limit 1: the job would begin anew once more" in end.text
 
 
 def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
@@ -355,7 +362,7 @@ def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
 
 def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
     story, _ = taken_over(dict.fromkeys((1, 2), (Phase.MEMBER, 5)), (1, 2, 3))
-    assert Tell(workers=(1, 2), change=Change.REMOVED, lost="the driver was lost") in story.all
+    assert Relay((1, 2), Changed(Change.REMOVED, "the driver was lost")) in story.all
     assert StartRank(worker=4, slot=0) in story.all
     assert of(Form, story.join(1, 2, has_state=True))[0].number == 6
 
@@ -363,7 +370,7 @@ def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
 def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> None:
     story, goes_on = taken_over({1: (Phase.MEMBER, 5), 2: (Phase.WAITING, 4), 3: (Phase.MEMBER, 5)}, (1, 2, 3))
     assert goes_on
-    assert of(Tell, story.all)[0].lost == "the driver was lost"
+    assert changes(story.all)[0].message.lost == "the driver was lost"
     assert of(Form, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
 
 
@@ -414,7 +421,7 @@ def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_kille
     story = Story({"a": 1, "b": 1}, start_ranks=9)
     story.join(1)
     actions = story.find({"c": 1})
-    assert of(Dismiss, actions) == [Dismiss(worker=1)]
+    assert dismissed(actions) == [1]
     assert of(KillRank, actions) == [KillRank(worker=2, at_once=False)]
     assert of(KillRank, story.wait(30.0)) == []
     assert of(KillRank, story.wait(0.1))[0] == KillRank(worker=1, at_once=True)
@@ -423,18 +430,18 @@ def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_kille
 
 def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_told_twice() -> None:
     story = running({"a": 1, "b": 1, "c": 1})
-    assert of(Tell, story.find({"a": 1, "b": 1}))[0].change == Change.REMOVED
-    (tell,) = of(Tell, story.end(2, KILLED))
-    assert (tell.workers, tell.change) == ((1, 3), Change(0))
-    assert tell.lost == "rank 1 (host b, slot 0) was killed by SIGKILL"
-    assert of(Tell, story.wait(1.0)) == []
+    assert changes(story.find({"a": 1, "b": 1}))[0].message.change == Change.REMOVED
+    (tell,) = changes(story.end(2, KILLED))
+    assert (tell.workers, tell.message.change) == ((1, 3), Change(0))
+    assert tell.message.lost == "rank 1 (host b, slot 0) was killed by SIGKILL"
+    assert changes(story.wait(1.0)) == []
 
 
 def test_what_comes_at_once_is_decided_once() -> None:
     story = running({"a": 2})
-    both = [Heard("a", Joined(worker=worker, has_state=True)) for worker in (1, 2)]
+    both = [Heard("a", Relayed(worker, Join(has_state=True, attendee=NOWHERE))) for worker in (1, 2)]
     assert len(of(Form, story.does(story.members.answer, both))) == 1
-    assert of(Tell, story.all) == []
+    assert changes(story.all) == []
 
 
 def test_what_has_changed_is_told_in_words() -> None:

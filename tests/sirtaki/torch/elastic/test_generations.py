@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,37 +145,6 @@ def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
         judge = job.run()
     judge.check(ended=2, killed=1)
     assert "what ran before runs on" in judge.output
-
-
-PHASES = ("noticed", "left", "joined", "met", "open", "train", "iteration")
-
-
-@pytest.mark.slow
-def test_many_random_kills_lose_nothing(start: Start, tmp_path: Path) -> None:
-    """SIRTAKI_TEST_KILLS=200 for more of them; prints what a loss takes."""
-    kills, rng, ranks = int(os.environ.get("SIRTAKI_TEST_KILLS", "12")), random.Random(4), 4
-    killed: list[tuple[float, int]] = []
-    with start(ranks=ranks, iterations=10**6, until_told=True, pause_s=0.005, samples=4000) as job:
-        job.replaces = True
-        while job.wait_for(ranks) and len(killed) < kills:
-            time.sleep(rng.uniform(0.0, 0.6))
-            worker = rng.choice(job.keeper.present())
-            killed.append((job.kill(worker), worker))
-            while worker in job.keeper.present():
-                time.sleep(0.005)
-        (tmp_path / "end").touch()
-        judge = job.run()
-    judge.iterations = 1 + max(line["number"] for line in judge.lines("iteration"))
-    judge.check(ended=ranks, killed=kills)
-    lines = {what: judge.lines(what) for what in PHASES}
-    taken: dict[str, list[float]] = {what: [] for what in PHASES}
-    for at_s, worker in killed:
-        for what in PHASES:
-            after = [line["s"] - at_s for line in lines[what] if line["s"] > at_s and line["worker"] != worker]
-            taken[what].append(min(after, default=0.0))
-    for what, times_s in taken.items():
-        print(f"{what}: median {1000 * statistics.median(times_s):.0f} ms, worst {1000 * max(times_s):.0f} ms")
-    assert statistics.median(taken["iteration"]) < 2.0
 
 
 # ── features ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,66 +5,34 @@ from __future__ import annotations
 import collections
 import copy
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sirtaki.engine import job
-from sirtaki.engine.membership import Change
 from sirtaki.torch.elastic.sampler import ElasticSampler
-from sirtaki.torch.elastic.state import Commits, ObjectState, Standing, TorchState, copied
-from sirtaki.torch.exceptions import HorovodInternalError
+from sirtaki.torch.elastic.state import Commits, ObjectState, TorchState, copied
 
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Others:
-    """The other ranks of this one's generation, of which there is one."""
-
-    def __init__(self) -> None:
-        self.change = Change(0)
-        self.says: object = (0, False, False, None)
-        self.lost = ""
-
-    def all_gather(self, mine: object) -> list[object]:
-        self.heard = mine
-        return [mine, self.says]
-
-    def barrier(self) -> None:
-        if self.lost:
-            raise HorovodInternalError(self.lost)
+Be = Callable[[int, int], None]
 
 
 @pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> Others:
-    others = Others()
-    control = SimpleNamespace(rank=0, size=2, all_gather=others.all_gather, barrier=others.barrier)
-    settings = SimpleNamespace(checkpoint_dir=None)
-    current = SimpleNamespace(control=control, elastic=SimpleNamespace(change=lambda: others.change), settings=settings)
-    monkeypatch.setattr(job, "current", lambda: current)
-    return others
+def be(monkeypatch: pytest.MonkeyPatch) -> Be:
+    """`be(rank, size)`: from now on this process is that rank."""
+
+    def be(rank: int, size: int) -> None:
+        current = SimpleNamespace(control=SimpleNamespace(rank=rank, size=size))
+        monkeypatch.setattr(job, "current", lambda: current)
+
+    return be
 
 
-def test_a_commit_is_complete_once_all_have_spoken(others: Others) -> None:
-    state = ObjectState(step=0)
-    assert state._standing() == Standing(written=0, completed=-1)
-    state.step = 1
-    state.save()
-    assert state._standing() == Standing(written=1, completed=-1)
-    state.check_host_updates()
-    assert state._standing() == Standing(written=1, completed=1)
-
-
-def test_a_commit_does_not_return_before_all_know_that_all_hold_it(others: Others) -> None:
-    state = ObjectState(step=0)
-    others.lost = "rank 1 has ended"
-    with pytest.raises(HorovodInternalError, match="rank 1"):
-        state.commit()
-    assert state._standing() == Standing(written=1, completed=1)  # others may have returned from it
-
-
-def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_numbers(others: Others) -> None:
+def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_numbers() -> None:
     state = ObjectState(step=0, history=[0])
     drawn = []
     for step in (1, 2):
@@ -83,7 +51,8 @@ def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_num
     assert state._standing().written == 9
 
 
-def test_model_optimizer_and_sampler_go_back_together(others: Others) -> None:
+def test_model_optimizer_and_sampler_go_back_together(be: Be) -> None:
+    be(0, 1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sampler = ElasticSampler(range(10))
@@ -105,19 +74,7 @@ def test_model_optimizer_and_sampler_go_back_together(others: Others) -> None:
     assert sampler.processed_indices == {3, 4}
 
 
-def test_samples_of_other_ranks_are_part_of_what_is_committed(others: Others) -> None:
-    sampler = ElasticSampler(range(10))
-    state = TorchState(sampler=sampler)
-    sampler.record_indices([1])
-    others.says = (0, False, False, {"sampler": (0, [7])})
-    state.commit()
-    assert others.heard == (0, False, False, {"sampler": (0, [1])})
-    sampler.record_indices([2])
-    state.restore()
-    assert sampler.processed_indices == {1, 7}
-
-
-def test_what_is_assigned_takes_the_place_of_what_was_given(others: Others) -> None:
+def test_what_is_assigned_takes_the_place_of_what_was_given() -> None:
     state = TorchState(model=torch.nn.Linear(2, 1), step=0)
     other = torch.nn.Linear(2, 1)
     state.model = other
@@ -157,19 +114,6 @@ def test_tensors_of_the_next_but_one_lie_where_the_first_lay() -> None:
     assert len({*places, weight.data_ptr()}) == 3
 
 
-def test_a_commit_that_not_all_hold_is_dropped_where_the_one_before_is_held() -> None:
-    commits = Commits()
-    for value in range(3):
-        commits.write({"value": value})
-    commits.drop_after(1)
-    assert commits.newest.tree["value"] == 1
-    commits.drop_after(0)  # which is not here any more
-    assert commits.newest.tree["value"] == 1
-    commits.count_from(7)
-    assert commits.write({"value": 5}).number == 7
-    assert commits.newest.tree["value"] == 5
-
-
 def test_copies_are_of_their_own_types_and_share_nothing() -> None:
     state = torch.nn.BatchNorm1d(2).state_dict()
     tree = {"model": state, "list": [torch.ones(2), {"deep": (1, torch.zeros(1))}], "channels": torch.zeros(1, 2, 3, 4)}
@@ -187,32 +131,18 @@ def test_copies_are_of_their_own_types_and_share_nothing() -> None:
     assert again["list"] == [1]
 
 
-# ── random state ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 # ── sampler ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def be(monkeypatch: pytest.MonkeyPatch) -> object:
-    """`be(rank, size)`: from now on this process is that rank."""
-
-    def be(rank: int, size: int) -> None:
-        current = SimpleNamespace(control=SimpleNamespace(rank=rank, size=size))
-        monkeypatch.setattr(job, "current", lambda: current)
-
-    return be
-
-
-def samplers_of(be: object, size: int, length: int = 23) -> list[ElasticSampler]:
+def samplers_of(be: Be, size: int, length: int = 23) -> list[ElasticSampler]:
     samplers = []
     for rank in range(size):
-        be(rank, size)  # type: ignore[operator]
+        be(rank, size)
         samplers.append(ElasticSampler(range(length), seed=3))
     return samplers
 
 
-def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: object) -> None:
+def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
     first, second, third = samplers_of(be, 3)
     for sampler in (first, second, third):
         sampler.record_batch(0, 2)
@@ -222,13 +152,13 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: object) -> None:
     for rank, sampler in enumerate((first, second)):  # the third is lost
         sampler.hear(said)
         assert sampler.news() == (0, [])
-        be(rank, 2)  # type: ignore[operator]
+        be(rank, 2)
         sampler.reset()
     assert set(first) | set(second) == set(range(23)) - done
     assert len(first) == len(second)
 
 
-def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: object) -> None:
+def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
     sampler.hear([sampler.news()])
@@ -245,7 +175,7 @@ def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard
     assert (sampler.epoch, sampler.processed_indices) == (0, {1, 2, 3})
 
 
-def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: object) -> None:
+def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: Be) -> None:
     for size, length in ((1, 5), (3, 7), (4, 2), (2, 0)):
         samplers = samplers_of(be, size, length)
         dealt = [list(sampler) for sampler in samplers]
@@ -264,6 +194,6 @@ def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_res
     assert sorted(first) == sorted(sampler)
 
 
-def test_the_order_of_an_epoch_is_one_in_all_versions(be: object) -> None:
+def test_the_order_of_an_epoch_is_one_in_all_versions(be: Be) -> None:
     (sampler,) = samplers_of(be, 1, 8)
     assert list(sampler) == [5, 7, 4, 6, 3, 1, 0, 2]
