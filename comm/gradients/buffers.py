@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
@@ -214,6 +214,7 @@ def _group_by_dtype(
 
 
 GRAD, VERSION, IS_SPARSE = attrgetter("grad"), attrgetter("_version"), attrgetter("is_sparse")
+SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor
 WRITTEN = -1
 """The version of a gradient that was written since it came."""
 
@@ -499,34 +500,43 @@ class Arrivals:
         if first + len(params) > len(buffers.params) or not all(map(is_, params, buffers.params[expected])):
             return False
         gradients = list(map(GRAD, params))
-        if any(map(is_, gradients, repeat(None))) or any(map(IS_SPARSE, gradients)):
+        try:
+            if any(map(IS_SPARSE, gradients)):
+                return False
+        except AttributeError:  # None: a pass that leads here has come to nothing
             return False
         self.positions += buffers.numbers[expected]
         self.gradients += gradients
         self.versions += map(VERSION, gradients)
         return True
 
-    def copy_in(self) -> int:
+    def copy_in(self, since: int | None = None) -> int:
         """Copies what has come since the last time into the flat buffers, all at once; returns how many that were.
 
         Where a gradient fits its place, `.grad` is the view from then on.
+
+        Args:
+            since: what came from this number on was noted by `add_in_order` just now, so that nobody can have touched
+                it; None = the user may have touched anything.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
         first, self._copied = self._copied, len(self.positions)
-        if first < self._copied and not self._copy_usual(first):
+        if first < self._copied and not self._copy_usual(first, looks=since is None or first < since):
             self._copy_one_by_one(first)
         return self._copied - first
 
-    def _copy_usual(self, first: int) -> bool:
+    def _copy_usual(self, first: int, *, looks: bool) -> bool:
         """Neighbours that have come in order, whose gradients nobody has touched: copies them; else returns False."""
         buffers, own, fresh = self._buffers, self.positions[first:], self.gradients[first:]
         part = slice(own[0], own[-1] + 1)
         views, params = buffers.views[part], buffers.params[part]
-        if own != buffers.numbers[part] or list(map(VERSION, fresh)) != self.versions[first:]:
-            return False
-        if not all(map(is_, map(GRAD, params), fresh)):
+        if looks and (
+            own != buffers.numbers[part]
+            or list(map(VERSION, fresh)) != self.versions[first:]
+            or not all(map(is_, map(GRAD, params), fresh))
+        ):
             return False
         if all(map(is_, views, fresh)):  # autograd has added to what is there
             return list(map(torch.Tensor.data_ptr, views)) == buffers.addresses[part]
@@ -536,8 +546,7 @@ class Arrivals:
             return False
         buffers.fill(own, fresh)
         try:
-            for param, view in zip(params, views, strict=True):
-                param.grad = view
+            deque(map(SET_GRAD, params, views), maxlen=0)
         except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
             for param, gradient in zip(params, fresh, strict=True):
                 if param.grad is not gradient:

@@ -337,7 +337,7 @@ class Synchroniser:
         Returns:
             False, and nothing is done: they have not come in the expected order, or each must be told by `ready`.
         """
-        now = self._now
+        now, before = self._now, len(self._arrivals.positions)
         if not now.in_order or not self._arrivals.add_in_order(params):
             return False
         came, course, leaving = len(self._arrivals.positions), self._schedule.course, list[int]()
@@ -345,7 +345,7 @@ class Synchroniser:
             leaving += course[now.step][1]
             now.step += 1
         if leaving:
-            self._send(leaving)
+            self._send(leaving, since=before)
         return True
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
@@ -376,21 +376,21 @@ class Synchroniser:
             elif not now.deferred and (leaving := self._schedule.count(index, now.missing)):
                 self._send(leaving)
 
-    def _send(self, numbers: Sequence[int]) -> None:
+    def _send(self, numbers: Sequence[int], *, since: int | None = None) -> None:
         """Copies the gradients that have come into the flat buffers, and submits units, whose gradients are among them.
 
-        On a device with streams this happens beside the backward pass.
+        On a device with streams this happens beside the backward pass. `since`: see `Arrivals.copy_in`.
         """
         with self._device.beside():
-            self._copy_in()
+            self._copy_in(since)
             self._now.left += numbers
             for number in numbers:
                 self._submit(self._now, self._schedule.units[number])
 
-    def _copy_in(self) -> None:
+    def _copy_in(self, since: int | None = None) -> None:
         trace = self._now.trace
         begin = None if trace is None else self._device.record_event()
-        count = self._arrivals.copy_in()
+        count = self._arrivals.copy_in(since)
         if trace is not None and count:
             trace.copies.append((begin, self._device.record_event(), count))
 
