@@ -74,12 +74,14 @@ class Heads(nn.Module):
 
 
 def an_order_that_differs_between_ranks_and_iterations() -> None:
+    """After the first iterations some heads are left out, too."""
+
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        order = list(range(20))
-        random.Random(100 * rank + iteration).shuffle(order)
+        drawn = random.Random(100 * rank + iteration)
+        order = drawn.sample(range(20), 20 if iteration < 4 else drawn.randint(1, 20))
         return model(batch(rank, iteration, 5, 6), order)
 
-    assert_same_training(Heads(20).double(), loss, steps=12)
+    assert_same_training(Heads(20).double(), loss, steps=24, make_optimizer=plain_sgd)  # to which zeros are nothing
 
 
 def an_order_that_changes_for_good_is_learned_anew() -> None:

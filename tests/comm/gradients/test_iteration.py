@@ -144,119 +144,78 @@ def test_a_failed_job_ends_the_wait() -> None:
 
 LAYOUT = GradientLayout(sizes=(10, 20, 30), names=("a", "b", "c"), itemsize_bytes=2)
 GROUP = SimpleNamespace(layout=LAYOUT)
-END_S = 100.0
 
 
 class Noting:
     """A timeline that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
-        self.overlaps: list[tuple[str, float, float, dict[str, Any]]] = []
+        self.spans: list[tuple[Any, ...]] = []
 
-    def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
-        self.spans.append((track, name, begin_s, end_s, arguments))
+    def span(self, *of: Any, **arguments: Any) -> None:
+        self.spans.append((*of, *arguments.values()))
 
-    def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
-        self.overlaps.append((name, begin_s, end_s, arguments))
-
-
-class Moment:
-    """An event of a device with a clock of its own."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
+    overlapping = span
 
 
 class OtherClock(Device):
     """Its clock is ten times as fast and counts from elsewhere; what is asked of it is converted."""
 
-    def elapsed_s(self, begin: Moment, end: Moment) -> float:  # type: ignore[override]
-        return (end.at - begin.at) / 10
+    def elapsed_s(self, begin: int, end: int) -> float:  # type: ignore[override]
+        return (end - begin) / 10
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Noting]:
-    """Writes an iteration with these units and copies, and returns the timeline."""
+@pytest.mark.parametrize(
+    ("device", "moment"), [(Device(), float), (OtherClock(), lambda at_s: round(600 + 10 * (at_s - 100.0)))]
+)
+def test_a_trace_tells_of_an_iteration_and_of_each_unit_in_turn_on_the_hosts_clock(
+    monkeypatch: pytest.MonkeyPatch, device: Device, moment: Callable[[float], Any]
+) -> None:
+    monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: 100.0))
 
-    def write(
-        first: Any,
-        ended: Any,
-        reduced: Any = 99.0,
-        *units: Any,
-        device: Device | None = None,
-        copies: Any = (),
-        profiling: bool = False,
-    ) -> Noting:
-        monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: END_S))
-        timeline, buffers = Noting(), SimpleNamespace(groups=[GROUP], layout_places=[])
-        tracing = IterationTrace(device or Device(), None, buffers, timeline, None, list(copies), list(units))  # type: ignore[arg-type]
-        tracing.write(IterationEvents(7, first, ended, reduced), profiling=profiling)
-        return timeline
+    def unit(issued: float, begun: float | None, done: float | None, *, stream: int = 0, start: int = 0) -> Any:
+        times = [at_s and moment(at_s) for at_s in (begun, done)]
+        route = (TransportKind.GLOO, Algorithm.FLAT)
+        one = SimpleNamespace(group=GROUP, start=start, stop=start + 5, stream=stream, route=route)
+        return one, SimpleNamespace(times=lambda: times), moment(issued)
 
-    return write
-
-
-def unit(issued: Any, begun: Any, done: Any, *, stream: int = 0, start: int = 0) -> Any:
-    work = SimpleNamespace(times=lambda: (begun, done))
-    route = (TransportKind.GLOO, Algorithm.FLAT)
-    return SimpleNamespace(group=GROUP, start=start, stop=start + 5, stream=stream, route=route), work, issued
-
-
-def test_an_iteration_has_its_backward_pass_its_copies_and_the_wait_behind_it(written: Callable[..., Noting]) -> None:
-    assert written(90.0, 95.0, copies=[(92.0, 92.5, 3)]).spans == [
-        ("iterations", "iteration 7", 90.0, END_S, {"kind": "scheduled"}),
-        ("iterations", "backward", 90.0, 95.0, {}),
-        ("iterations", "wait", 95.0, END_S, {}),
-        ("copies", "copy 3 gradients", 92.0, 92.5, {}),
+    units = [
+        unit(91.0, 92.0, 94.0, stream=2, start=8),
+        unit(91.0, None, 94.0),  # a transport that tells no beginning takes them one after the other
+        unit(92.0, None, 96.0),
+        unit(92.5, None, 95.0),  # it does not last less than nothing
+        unit(97.0, None, None),  # its end is not known: that of all
+    ]
+    timeline, buffers = Noting(), SimpleNamespace(groups=[GROUP], layout_places=[])
+    copies = [(moment(92.0), moment(92.5), 3)]
+    tracing = IterationTrace(device, None, buffers, timeline, None, copies, units)  # type: ignore[arg-type]
+    tracing.write(IterationEvents(7, moment(90.0), moment(95.0), moment(100.0)), profiling=False)
+    assert timeline.spans == [
+        ("iterations", "iteration 7", 90.0, 100.0, "scheduled"),
+        ("iterations", "backward", 90.0, 95.0),
+        ("iterations", "wait", 95.0, 100.0),
+        ("copies", "copy 3 gradients", 92.0, 92.5),
+        ("gloo stream 2 queue", 91.0, 92.0, "a … b (2)", 10),
+        ("gloo stream 2", "a … b (2)", 92.0, 94.0, 10),
+        ("gloo stream 0", "a", 91.0, 94.0, 10),
+        ("gloo stream 0 queue", 92.0, 94.0, "a", 10),
+        ("gloo stream 0", "a", 94.0, 96.0, 10),
+        ("gloo stream 0 queue", 92.5, 96.0, "a", 10),
+        ("gloo stream 0", "a", 96.0, 96.0, 10),
+        ("gloo stream 0", "a", 97.0, 100.0, 10),
     ]
     # A backward pass that was over before the first gradient is none.
-    assert written(95.0, 90.0, profiling=True).spans == [
-        ("iterations", "iteration 7", 95.0, END_S, {"kind": "order profiling"}),
-        ("iterations", "wait", 95.0, END_S, {}),
+    timeline.spans.clear()
+    IterationTrace(device, None, buffers, timeline, None).write(  # type: ignore[arg-type]
+        IterationEvents(8, moment(95.0), moment(90.0), moment(100.0)), profiling=True
+    )
+    assert [span[1:] for span in timeline.spans] == [
+        ("iteration 8", 95.0, 100.0, "order profiling"),
+        ("wait", 95.0, 100.0),
     ]
 
 
-def test_a_unit_waits_in_the_queue_until_its_transport_begins(written: Callable[..., Noting]) -> None:
-    timeline = written(90.0, 95.0, 99.0, unit(91.0, 92.0, 94.0, stream=2, start=8), unit(91.0, 91.0, 94.0))
-    assert timeline.spans[3] == ("gloo stream 2", "a … b (2)", 92.0, 94.0, {"bytes": 10})
-    assert timeline.overlaps == [("gloo stream 2 queue", 91.0, 92.0, {"unit": "a … b (2)", "bytes": 10})]
-
-
-def test_a_transport_that_tells_no_beginning_takes_a_streams_units_one_after_the_other(
-    written: Callable[..., Noting],
-) -> None:
-    units = [
-        unit(91.0, None, 94.0, stream=0),
-        unit(91.5, None, 93.0, stream=1),
-        unit(92.0, None, 96.0, stream=0),
-        unit(92.5, None, 95.0, stream=0),  # it does not last less than nothing
-        unit(97.0, None, None, stream=0),  # its end is not known: that of all
-    ]
-    timeline = written(90.0, 95.0, 99.0, *units)
-    assert [(track, begin, end) for track, _, begin, end, _ in timeline.spans[3:]] == [
-        ("gloo stream 0", 91.0, 94.0),
-        ("gloo stream 1", 91.5, 93.0),
-        ("gloo stream 0", 94.0, 96.0),
-        ("gloo stream 0", 96.0, 96.0),
-        ("gloo stream 0", 97.0, END_S),
-    ]
-    assert timeline.overlaps[0] == ("gloo stream 0 queue", 92.0, 94.0, {"unit": "a", "bytes": 10})
-
-
-def test_moments_of_a_device_are_counted_back_from_the_end_of_the_iteration(written: Callable[..., Noting]) -> None:
-    one = unit(Moment(520), Moment(540), Moment(580))
-    timeline = written(Moment(500), Moment(550), Moment(600), one, device=OtherClock())
-    assert [(begin, end) for _, _, begin, end, _ in timeline.spans] == [
-        (90.0, END_S),
-        (90.0, 95.0),
-        (95.0, END_S),
-        (94.0, 98.0),
-    ]
-    assert timeline.overlaps[0][1:3] == (92.0, 94.0)
-
-
-class Device:
+class Reaching:
     """Reaches events up to `now`."""
 
     now = 0.0
@@ -265,8 +224,8 @@ class Device:
         return event <= self.now
 
 
-def made() -> tuple[Device, InFlight]:
-    device = Device()
+def made() -> tuple[Reaching, InFlight]:
+    device = Reaching()
     in_flight = InFlight(device)  # type: ignore[arg-type]
     for number in range(3):
         in_flight.add(IterationEvents(number, 10.0 * number, 10.0 * number + 2, 10.0 * number + 5))
@@ -284,19 +243,13 @@ def test_only_a_reduction_after_the_end_of_its_backward_pass_can_stall() -> None
     assert in_flight.stalled() == first  # since the first time that it was seen
     device.now = 16.0
     assert in_flight.stalled() is None
-    device.now = 23.0
+    device.now = 24.0
     second = in_flight.stalled()
     assert second is not None
     assert second[0] == 2
-    device.now = 25.0
-    assert in_flight.stalled() is None
-
-
-def test_a_device_is_busy_until_the_last_iteration_is_reduced() -> None:
-    device, in_flight = made()
-    device.now = 24.0
     assert in_flight.busy
     device.now = 25.0
+    assert in_flight.stalled() is None
     assert not in_flight.busy
     assert not InFlight(device).busy  # type: ignore[arg-type]
 

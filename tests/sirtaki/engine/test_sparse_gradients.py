@@ -73,71 +73,73 @@ def on_ranks(act: Callable[[Rank], Any], known: Iterable[str] = "ab", **options:
     return on_planes(SIZE, run)
 
 
-def test_rows_of_all_ranks_add_up() -> None:
-    def act(rank: Rank) -> None:
-        assert rank.sparse.missing == {"a", "b"}
-        rank.give("a", rows(0, 1) if rank.rank else rows(1, 3, 3))
-        rank.give("b", rows())
-        assert rank.sparse.pending
-        assert rank.sparse.missing == set()
-        rank.finish()
-        assert rank.first_of_each_row("a") == [1.0, 2.0, 0.0, 2.0]
-        assert rank.first_of_each_row("b") == [0.0] * ROWS
-        assert not rank.sparse.pending
-
-    on_ranks(act)
+def zero_rows(rank: Rank) -> None:
+    """Nothing comes."""
 
 
-def test_factors_are_applied_once() -> None:
-    def act(rank: Rank) -> None:
+def comes(rank: Rank) -> None:
+    assert rank.sparse.missing == {"a", "b"}
+    rank.give("a", rows(0, 1) if rank.rank else rows(1, 3, 3))
+    rank.give("b", rows())
+    assert rank.sparse.pending
+    assert rank.sparse.missing == set()
+
+
+def comes_on_one_rank(rank: Rank) -> None:
+    if rank.rank:
         rank.give("a", rows(0))
-        rank.finish()
-        assert rank.first_of_each_row("a") == [1.5, 0.0, 0.0, 0.0]
-
-    on_ranks(act, known="a", reduction=Reduction(prescale=3.0, postscale=0.25))
 
 
-def test_a_gradient_that_did_not_come_counts_as_it_is_or_as_no_rows() -> None:
+def is_of_an_earlier_pass(rank: Rank) -> None:
+    comes_on_one_rank(rank)
+    if not rank.rank:
+        rank.params["b"].grad = rows(2)
+
+
+def is_dense_on_one_rank(rank: Rank) -> None:
+    rank.give("a", torch.ones(ROWS, WIDTH) if rank.rank else rows(1))
+
+
+@pytest.mark.parametrize(
+    ("act", "a", "b", "options"),
+    [
+        (comes, [1.0, 2.0, 0.0, 2.0], [0.0] * 4, {}),
+        (comes, [0.75, 1.5, 0.0, 1.5], [0.0] * 4, {"reduction": Reduction(prescale=3.0, postscale=0.25)}),
+        (zero_rows, [0.0] * 4, [0.0] * 4, {}),
+        (comes_on_one_rank, [1.0, 0.0, 0.0, 0.0], [0.0] * 4, {}),
+        (comes_on_one_rank, [1.0, 0.0, 0.0, 0.0], None, {"unused_as_none": True}),
+        (is_of_an_earlier_pass, [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], {}),
+        (is_dense_on_one_rank, [1.0, 2.0, 1.0, 1.0], [0.0] * 4, {}),
+    ],
+)
+def test_rows_of_all_ranks_add_up_whatever_comes_where(
+    act: Callable[[Rank], None], a: list[float], b: list[float] | None, options: dict[str, Any]
+) -> None:
+    def play(rank: Rank) -> None:
+        for _ in range(2):
+            for param in rank.params.values():
+                param.grad = None
+            act(rank)
+            rank.finish()
+            assert (rank.first_of_each_row("a"), rank.first_of_each_row("b")) == (a, b)
+            assert not rank.sparse.pending
+
+    on_ranks(play, **options)
+
+
+def test_what_the_user_set_to_none_stays_so_and_what_is_reduced_is_handed_out_once() -> None:
     def act(rank: Rank) -> None:
-        rank.give("a", rows(0)) if rank.rank else None
-        if not rank.rank:
-            rank.params["b"].grad = rows(2)  # of an earlier pass
-        rank.finish()
-        assert rank.first_of_each_row("a") == [1.0, 0.0, 0.0, 0.0]
-        assert rank.first_of_each_row("b") == [0.0, 0.0, 1.0, 0.0]
-
-    on_ranks(act)
-
-
-def test_a_dense_one_where_sparse_ones_are_known_travels_as_rows() -> None:
-    def act(rank: Rank) -> None:
-        rank.give("a", torch.ones(ROWS, WIDTH) if rank.rank else rows(1))
-        rank.finish()
-        assert rank.first_of_each_row("a") == [1.0, 2.0, 1.0, 1.0]
-
-    on_ranks(act, known="a")
-
-
-@pytest.mark.parametrize("unused_as_none", [False, True])
-def test_what_no_rank_has_used_is_no_rows_or_none_as_is_asked_for(unused_as_none: bool) -> None:
-    def act(rank: Rank) -> None:
-        rank.give("a", rows(0)) if rank.rank else None
-        rank.finish()
-        assert rank.first_of_each_row("b") == (None if unused_as_none else [0.0] * ROWS)
-        assert rank.first_of_each_row("a") == [1.0, 0.0, 0.0, 0.0]
-
-    on_ranks(act, unused_as_none=unused_as_none)
-
-
-def test_what_the_user_set_to_none_stays_so_and_counted_all_the_same() -> None:
-    def act(rank: Rank) -> None:
-        rank.give("a", rows(rank.rank))
+        for name in "ab":
+            rank.give(name, rows(rank.rank))
         if rank.rank:
             rank.params["a"].grad = None
+        assert rank.sparse.reduce(None)
+        rank.params["b"].grad = mine = rows(3)
         rank.finish()
         assert rank.first_of_each_row("a") == (None if rank.rank else [1.0, 1.0, 0.0, 0.0])
+        assert rank.params["b"].grad is mine
 
-    on_ranks(act, known="a")
+    on_ranks(act)
 
 
 def test_a_joined_rank_and_a_frozen_parameter_give_nothing() -> None:
@@ -177,32 +179,6 @@ def test_changes_before_the_reduction_are_lost_and_told_once(
     assert len(told) == (SIZE if edit else 0)  # once a rank
 
 
-def test_what_is_on_its_way_cannot_be_written_any_more() -> None:
-    def act(rank: Rank) -> None:
-        if rank.rank == 0:
-            gradient = rows(0).coalesce()
-            rank.give("a", gradient)
-            gradient.values().mul_(9.0)
-        rank.control.barrier()
-        if rank.rank == 1:
-            rank.give("a", rows(0))
-        rank.finish()
-        assert rank.first_of_each_row("a") == [2.0, 0.0, 0.0, 0.0]
-
-    on_ranks(act, known="a")
-
-
-def test_what_is_reduced_is_handed_out_once() -> None:
-    def act(rank: Rank) -> None:
-        rank.give("a", rows(0))
-        assert rank.sparse.reduce(None)
-        rank.params["a"].grad = mine = rows(3)
-        assert rank.sparse.reduce(None)
-        assert rank.params["a"].grad is mine
-
-    on_ranks(act, known="a")
-
-
 def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
     def act(rank: Rank) -> None:
         for name in "ab":
@@ -240,28 +216,19 @@ def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
     on_ranks(act, known="", as_dense=True)
 
 
-def test_parameters_that_are_not_watched_are_remembered_and_not_missed() -> None:
+def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_written() -> None:
     def act(rank: Rank) -> None:
         rank.sparse.watch({"b": rank.params["b"]})
-        assert rank.sparse.names == {"b"}
-        assert rank.sparse.known == {"a", "b"}
-        assert rank.sparse.missing == {"b"}
-        rank.sparse.watch(rank.params)
-        assert rank.sparse.missing == {"a", "b"}
-
-    on_ranks(act)
-
-
-def test_a_wait_may_be_interrupted_and_goes_on() -> None:
-    def act(rank: Rank) -> None:
+        assert (rank.sparse.names, rank.sparse.known, rank.sparse.missing) == ({"b"}, {"a", "b"}, {"b"})
         if rank.rank == 0:
-            rank.give("a", rows(0))
+            gradient = rows(0).coalesce()
+            rank.give("b", gradient)
+            gradient.values().mul_(9.0)
             assert not rank.sparse.reduce(lambda: True)
-            assert rank.params["a"].grad is not None
         rank.control.barrier()
         if rank.rank == 1:
-            rank.give("a", rows(1))
+            rank.give("b", rows(1))
         rank.finish()
-        assert rank.first_of_each_row("a") == [1.0, 1.0, 0.0, 0.0]
+        assert rank.first_of_each_row("b") == [1.0, 1.0, 0.0, 0.0]
 
-    on_ranks(act, known="a")
+    on_ranks(act)
