@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from io import BytesIO
@@ -284,11 +283,10 @@ class RankOutput:
         self._open: int | None = None  # the rank that wrote last
         self._returned = False  # and that line ended with a carriage return
 
-    def pump(self, stream: AbstractContextManager[Iterable[bytes]]) -> None:
-        """Reads `stream` to its end, line by line, and closes it; several threads may, each a stream of its own."""
-        with stream as lines:
-            for line in lines:
-                self.write(line)
+    def pump(self, lines: Iterable[bytes]) -> None:
+        """Takes all lines, as they come; several threads may, each those of a stream of its own."""
+        for line in lines:
+            self.write(line)
 
     def finish(self) -> None:
         """Nothing more comes."""

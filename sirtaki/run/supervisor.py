@@ -127,7 +127,8 @@ class Supervisor:
         return pumps
 
     def _pump(self, output: RankOutput, stream: IO[bytes]) -> None:
-        output.pump(stream)
+        with stream:
+            output.pump(stream)
         output.finish()
         self._open_streams -= 1
         self._changed.set()

@@ -173,8 +173,3 @@ def test_jobs_that_run_at_once_meet_at_different_ports(job: int, later: int, ste
     assert places[1] is not None
     assert places[0].port != places[1].port
     assert all(20000 < port < 32768 for port in ports)
-
-
-def test_variables_that_do_not_go_together_are_refused():
-    with pytest.raises(ConfigError, match="SLURM_NODEID=4 does not go with"):
-        step_place(STEP | {"SLURM_NODEID": "4"})

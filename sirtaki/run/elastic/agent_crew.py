@@ -337,6 +337,10 @@ class Switchboard(Generic[Speaker]):
             end.close()
 
 
+Pump = Callable[[str, Iterable[bytes]], None]
+"""Shows all lines of "stdout" or "stderr", as they come."""
+
+
 class StartedAgent(AgentRecord):
     """One agent from its start to its end; used once."""
 
@@ -347,7 +351,7 @@ class StartedAgent(AgentRecord):
         words: Sequence[str],
         environ: Mapping[str, str],
         config: bytes,
-        pump: Callable[[str, IO[bytes]], None],
+        pump: Pump,
     ) -> None:
         """Starts it.
 
@@ -357,7 +361,7 @@ class StartedAgent(AgentRecord):
             words: the command line.
             environ: of the command.
             config: what the agent is told, a line.
-            pump: reads a stream ("stdout" or "stderr") to its end, in a thread.
+            pump: shows its output; called in a thread for each stream.
 
         Raises:
             OSError: the command cannot be run.
@@ -374,10 +378,10 @@ class StartedAgent(AgentRecord):
         )
         assert self._process.stdout is not None  # pipes
         assert self._process.stderr is not None
-        streams = {"stdout": self._process.stdout, "stderr": _Filtered(self._process.stderr, self._is_shown)}
+        streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
-            threading.Thread(target=pump, args=stream, name=f"pump-{host}-{stream[0]}", daemon=True)
-            for stream in streams.items()
+            threading.Thread(target=self._pump, args=[pump, *each], name=f"pump-{host}-{each[0]}", daemon=True)
+            for each in streams.items()
         ]
         for thread in self._pumps:
             thread.start()
@@ -385,6 +389,10 @@ class StartedAgent(AgentRecord):
         with contextlib.suppress(OSError):  # it has ended already, which is found soon
             self._process.stdin.write(config)
             self._process.stdin.flush()
+
+    def _pump(self, pump: Pump, name: str, stream: IO[bytes]) -> None:
+        with stream:
+            pump(name, stream if name == "stdout" else filter(self._is_shown, stream))
 
     def _is_shown(self, line: bytes) -> bool:
         """Whether a line of standard error does not say why the agent does not come, which is kept."""
@@ -428,19 +436,6 @@ class StartedAgent(AgentRecord):
             pump.join(1.0)
 
 
-class _Filtered:
-    """The lines of a stream that are to be shown."""
-
-    def __init__(self, stream: IO[bytes], is_shown: Callable[[bytes], bool]) -> None:
-        self._stream, self._is_shown = stream, is_shown
-
-    def __enter__(self) -> Iterator[bytes]:
-        return filter(self._is_shown, self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-
 class AgentCrew(AgentList):
     """All agents, one a host."""
 
@@ -448,7 +443,7 @@ class AgentCrew(AgentList):
         self,
         job: ElasticJob,
         endpoint: DriverEndpoint,
-        pump: Callable[[str, IO[bytes]], None],
+        pump: Pump,
         environ: Mapping[str, str],
     ) -> None:
         """Has none yet.
@@ -456,7 +451,7 @@ class AgentCrew(AgentList):
         Args:
             job: of the driver.
             endpoint: where it listens, and who may come.
-            pump: shows what an agent writes to "stdout" or "stderr".
+            pump: shows the output of agents.
             environ: of the ranks on this machine.
         """
         super().__init__(

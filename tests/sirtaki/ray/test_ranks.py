@@ -19,7 +19,6 @@ from sirtaki.ray.ranks import (
     actor_environ,
     elastic_policy,
     in_rank_order,
-    interface_names,
     place_variables,
 )
 from sirtaki.ray.ray_logger import Log, heard_by
@@ -32,11 +31,6 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     for name in sirtaki.ray.__all__:
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'sirtaki\[ray\]'"):
             getattr(sirtaki.ray, name)
-
-
-def test_what_is_not_there_is_no_matter_of_ray() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'RayExecutr'"):
-        _ = sirtaki.ray.RayExecutr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -72,9 +66,6 @@ def test_rank_0_is_heard_by_all_listeners_in_order(queue: FakeQueue, monkeypatch
     ray_logger.log({"loss": 2.0})
     Log(queue, [heard.append, lambda value: heard.append(str(value))]).deliver()
     assert heard == [1, "1", {"loss": 2.0}, "{'loss': 2.0}"]
-
-
-def test_other_ranks_are_not(queue: FakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_RANK", "1")
     ray_logger.log(1)
     assert queue.empty()
@@ -86,11 +77,6 @@ def test_without_listeners_there_is_no_queue() -> None:
         log.deliver()
     ray_logger.configure(None)
     ray_logger.log(1)
-
-
-def test_a_bundle_asks_for_what_is_wanted_only() -> None:
-    assert Demand(cpus=2).bundle() == {"CPU": 2}
-    assert Demand(cpus=0.5, gpus=1).bundle(3) == {"CPU": 1.5, "GPU": 3}
 
 
 def test_a_node_holds_as_many_ranks_as_its_scarcest_resource_allows() -> None:
@@ -124,10 +110,6 @@ def test_an_elastic_job_begins_with_the_least_unless_told_otherwise() -> None:
     policy = elastic_policy(None, 2, None, reset_limit=3)
     assert (policy.start_ranks, policy.min_ranks, policy.max_ranks, policy.reset_limit) == (2, 2, None, 3)
     assert (policy.on_failure, policy.cooldown_s) == (OnFailure.REPLACE_RANK, (30.0, 600.0))
-
-
-def test_interfaces_are_one_word() -> None:
-    assert [interface_names(nics) for nics in (None, "eth0", {"eth1", "eth0"})] == ["", "eth0", "eth0,eth1"]
 
 
 def place(host: str, *gpus: str) -> ActorPlace:

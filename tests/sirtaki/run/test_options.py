@@ -76,16 +76,16 @@ def test_an_option_becomes_the_ranks_setting(words, field, value):
     assert options.notes == []
 
 
-def test_an_option_without_effect_is_accepted_with_a_note():
-    options = parse(["--cycle-time-ms", "3.5", "--torus-allreduce", "-np", "2", "python", "x.py"])
-    assert options.rank_variables == {}
-    assert options.command == ["python", "x.py"]
-    assert [note.split()[0] for note in options.notes] == ["--cycle-time-ms", "--torus-allreduce"]
-
-
-def test_every_option_sets_a_setting_or_is_known_to_have_no_effect():
-    known = {variable.name for variable in VARIABLES} | set(WITHOUT_EFFECT)
-    assert {setting.variable for setting in RANK_SETTINGS} <= known
+def test_every_option_sets_a_setting_or_is_accepted_with_a_note():
+    names = {variable.name for variable in VARIABLES}
+    for setting in RANK_SETTINGS:
+        value = [] if setting.constant is not None else ["3"]
+        options = parse([setting.flag, *value, "-np", "2", "python", "x.py"])
+        assert options.command == ["python", "x.py"]
+        if setting.variable in WITHOUT_EFFECT:
+            assert (options.rank_variables, options.notes[0].split()[0]) == ({}, setting.flag)
+        else:
+            assert options.rank_variables.keys() == {setting.variable} <= names
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,9 @@ def words(*command, as_horovod=False, check_files=True):
     ],
 )
 def test_python_runs_the_script_inside_the_runner(script, options, arguments):
-    assert words(sys.executable, *options, *arguments) == (sys.executable, *options, *RUNNER, "--", *arguments)
-
-
-def test_the_runner_is_told_of_as_horovod(script):
-    assert words(sys.executable, script, as_horovod=True) == (sys.executable, *RUNNER, "--as-horovod", "--", script)
+    for flags in ((), ("--as-horovod",)):
+        found = words(sys.executable, *options, *arguments, as_horovod=bool(flags))
+        assert found == (sys.executable, *options, *RUNNER, *flags, "--", *arguments)
 
 
 def test_an_executable_python_script_is_run_by_its_interpreter(tmp_path):
@@ -340,20 +338,17 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_is_imported_is_sirtakis_own_object() -> None:
     install()
+    install()
+    assert [isinstance(finder, HorovodFinder) for finder in sys.meta_path].count(True) == 1
     assert importlib.import_module("horovod.torch") is sirtaki.torch
     assert importlib.import_module("horovod.torch.elastic") is sirtaki.torch.elastic
     assert importlib.import_module("horovod.torch.elastic.state") is sys.modules["sirtaki.torch.elastic.state"]
     assert importlib.import_module("horovod.ray") is sys.modules["sirtaki.ray"]
     assert importlib.import_module("horovod.common.process_sets") is sirtaki.torch.process_sets
+    for name in ("exceptions", "util", "basics"):
+        assert importlib.import_module(f"horovod.common.{name}").__name__.startswith("sirtaki.torch.")
     assert sirtaki.torch.__spec__ is not None
     assert sirtaki.torch.__spec__.name == "sirtaki.torch"  # its own, not the alias's
-
-
-def test_installing_twice_is_once_and_it_comes_first() -> None:
-    install()
-    install()
-    assert isinstance(sys.meta_path[0], HorovodFinder)
-    assert [isinstance(finder, HorovodFinder) for finder in sys.meta_path].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -364,10 +359,3 @@ def test_what_has_no_counterpart_is_not_there_and_says_so(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in Sirtaki, which stands in") as caught:
         HorovodFinder().find_spec(name)
     assert caught.value.name == name
-
-
-def test_every_module_of_horovods_that_has_moved_is_there() -> None:
-    install()
-    for name in ("horovod.common.exceptions", "horovod.common.util", "horovod.common.basics"):
-        assert importlib.import_module(name) is importlib.import_module(importlib.import_module(name).__name__)
-        assert importlib.import_module(name).__name__.startswith("sirtaki.torch.")

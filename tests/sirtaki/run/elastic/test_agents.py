@@ -1,5 +1,6 @@
 """Agents: the processes that a driver starts, hears and loses, how they are started, and how they find a driver."""
 
+import collections
 import os
 import shlex
 import signal
@@ -93,12 +94,7 @@ def job_of(*command: str, **more: Any) -> ElasticJob:
 
 
 def crew_of(job: ElasticJob) -> AgentCrew:
-    def pump(name: str, stream: Any) -> None:
-        with stream as lines:
-            for _ in lines:
-                pass
-
-    return AgentCrew(job, new_endpoint(job.addresses), pump, os.environ)
+    return AgentCrew(job, new_endpoint(job.addresses), lambda name, lines: collections.deque(lines, 0), os.environ)
 
 
 def events(crew: AgentCrew, count: int) -> list[Heard | Lost]:
@@ -201,11 +197,7 @@ def test_a_host_that_lacks_what_ranks_need_says_so_before_it_understands_the_res
 
 
 def started_agent(words: list[str], shown: list[bytes], line: bytes = b"told\n") -> StartedAgent:
-    def pump(name: str, stream: Any) -> None:
-        with stream as lines:
-            shown.extend(lines)
-
-    return StartedAgent("a", 1, words, os.environ, line, pump)
+    return StartedAgent("a", 1, words, os.environ, line, lambda name, lines: shown.extend(lines))
 
 
 def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(tmp_path: Path) -> None:
