@@ -11,7 +11,6 @@ from msgspec import structs
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
 from sirtaki.registry.entry import (
-    STALE_AFTER_S,
     Entry,
     Provenance,
     RowsKey,
@@ -124,40 +123,6 @@ def what_a_job_has_disproved_gives_way_to_a_worse_one(store: Store) -> None:
     assert not store.save(found, disproved=make_entry(best_span_s=0.3))  # another job has kept something else meanwhile
     assert store.save(found, disproved=claimed)
     assert store.lookup(claimed.key) == found
-
-
-def what_its_own_knobs_are_worth_today_replaces_what_they_were_worth(store: Store) -> None:
-    before, today = make_entry(best_span_s=0.2), make_entry(best_span_s=0.9, created_s=1.7e9 + 1)
-    assert store.save(before)
-    assert store.save(today)
-    assert not store.save(before)
-    assert store.lookup(today.key) == today
-
-
-def an_implausible_entry_gives_way(store: Store) -> None:
-    for claim in (make_entry(best_span_s=0.001), make_entry(created_s=4e9)):
-        found = make_entry(best_span_s=0.9, created_s=1.7e9, streams=8)
-        assert store.save(claim)
-        assert store.save(found)
-        assert store.lookup(claim.key) == found
-        store.forget(claim.id)
-
-
-def a_stale_entry_gives_way_to_a_worse_one(store: Store) -> None:
-    old, new = make_entry(), make_entry(best_span_s=0.8, created_s=1.7e9 + STALE_AFTER_S + 1)
-    store.save(old)
-    assert store.save(new)
-    assert store.lookup(old.key) == new
-    assert len(store.summaries()) == 1
-
-
-def an_incomplete_entry_never_replaces_a_complete_one(store: Store) -> None:
-    complete = make_entry(best_span_s=0.9)
-    incomplete = make_entry(best_span_s=0.1, complete=False, created_s=1.8e9)
-    assert store.save(incomplete)
-    assert store.save(complete)
-    assert not store.save(incomplete)
-    assert store.lookup(complete.key) == complete
 
 
 def lists_newest_first(store: Store) -> None:
@@ -293,26 +258,6 @@ def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None
     assert (store.ways(ShardWay), store.ways(RowWay)) == ([newer], [way])
 
 
-def keeps_ways_of_rows_by_their_key(store: Store) -> None:
-    ways = [make_way(), make_way(ranks=8, created_s=1.71e9)]
-    for way in ways:
-        store.save_way(way)
-    assert store.ways(RowWay, ways[0].key) == ways[:1]
-    assert store.ways(RowWay) == ways[::-1]
-    assert store.save_way(newer := structs.replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
-    assert not store.save_way(ways[0])
-    assert store.ways(RowWay) == [newer, ways[1]]
-
-
-def prunes_ways_of_rows_as_entries(store: Store) -> None:
-    ways = [make_way(ranks=ranks, created_s=1.7e9 + ranks) for ranks in (2, 3, 4)]
-    assert store.save_all([make_entry()], ways) == 4
-    assert store.prune(keep=2) == 1
-    assert store.ways(RowWay) == [ways[2], ways[1]]
-    assert store.prune(older_than_s=0.0) == 3
-    assert store.ways(RowWay) == []
-
-
 def saves_all_entries_and_ways_or_none(store: Store) -> None:
     with pytest.raises(RegistryError, match="path"):
         store.save_all([make_entry()], [make_way(), structs.replace(make_way(ranks=8), path="by air")])
@@ -342,10 +287,6 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     keeps_keys_apart,
     a_worse_entry_does_not_replace_a_better_one,
     what_a_job_has_disproved_gives_way_to_a_worse_one,
-    what_its_own_knobs_are_worth_today_replaces_what_they_were_worth,
-    an_implausible_entry_gives_way,
-    a_stale_entry_gives_way_to_a_worse_one,
-    an_incomplete_entry_never_replaces_a_complete_one,
     lists_newest_first,
     an_ambiguous_or_unknown_id_is_refused,
     forgetting_removes_what_only_that_entry_used,
@@ -353,9 +294,7 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     keeps_signatures_beside_graphs,
     keeps_distances_in_both_directions,
     refuses_what_it_could_not_read_again,
-    keeps_ways_of_rows_by_their_key,
     keeps_settings_of_sharded_training_beside_ways_of_rows,
-    prunes_ways_of_rows_as_entries,
     saves_all_entries_and_ways_or_none,
     finds_and_forgets_ways_of_rows_by_their_id,
 )

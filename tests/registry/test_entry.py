@@ -40,34 +40,25 @@ from sirtaki.registry.entry import (
     write_document,
 )
 
-
-def test_a_complete_entry_beats_an_incomplete_one_whatever_their_speed() -> None:
-    complete, incomplete = make_entry(best_span_s=0.9), make_entry(best_span_s=0.1, complete=False, created_s=2e9)
-    assert supersedes(complete, incomplete)
-    assert not supersedes(incomplete, complete)
+DAY_1 = 1.7e9
 
 
-def test_of_two_incomplete_ones_the_longer_search_wins() -> None:
-    short, long = make_entry(n_trials=3, complete=False), make_entry(n_trials=9, complete=False, best_span_s=0.9)
-    assert supersedes(long, short)
-    assert not supersedes(short, long)
-
-
-def test_the_newer_wins_unless_it_is_worse_by_more_than_the_noise() -> None:
-    old = make_entry(best_span_s=0.5)
-    assert supersedes(make_entry(best_span_s=0.505, created_s=1.7e9 + 1), old)
-    assert not supersedes(make_entry(best_span_s=0.6, created_s=1.7e9 + 1, streams=8), old)
-    assert supersedes(make_entry(best_span_s=0.6, created_s=1.7e9 + STALE_AFTER_S + 1, streams=8), old)
-
-
-def test_a_better_one_wins_even_if_it_is_older() -> None:
-    assert supersedes(make_entry(best_span_s=0.2, created_s=1.7e9 - 100, streams=8), make_entry(best_span_s=0.5))
-
-
-def test_of_two_with_the_same_knobs_the_newer_knows_better_what_they_are_worth() -> None:
-    five_times, today = make_entry(best_span_s=0.2), make_entry(best_span_s=0.9, created_s=1.7e9 + 1)
-    assert supersedes(today, five_times)
-    assert not supersedes(five_times, today)
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"best_span_s": 0.9}, {"best_span_s": 0.1, "complete": False, "created_s": 2e9}),  # it has come to its end
+        ({"n_trials": 9, "complete": False, "best_span_s": 0.9}, {"n_trials": 3, "complete": False}),  # longer search
+        ({"best_span_s": 0.505, "created_s": DAY_1 + 1}, {"best_span_s": 0.5}),  # newer, and no worse than the noise
+        ({"best_span_s": 0.5}, {"best_span_s": 0.6, "created_s": DAY_1 + 1, "streams": 8}),  # better by more than that
+        ({"best_span_s": 0.6, "created_s": DAY_1 + STALE_AFTER_S + 1, "streams": 8}, {"best_span_s": 0.5}),
+        ({"best_span_s": 0.2, "created_s": DAY_1 - 100, "streams": 8}, {"best_span_s": 0.5}),
+        ({"best_span_s": 0.9, "created_s": DAY_1 + 1}, {"best_span_s": 0.2}),  # what the same knobs are worth today
+        ({"best_span_s": 0.8, "default_span_s": 3.0, "created_s": DAY_1 + 1}, {}),  # against each job's own default
+    ],
+)
+def test_of_two_entries_one_takes_the_others_place(better: dict[str, Any], worse: dict[str, Any]) -> None:
+    assert supersedes(make_entry(**better), make_entry(**worse))
+    assert not supersedes(make_entry(**worse), make_entry(**better))
 
 
 @pytest.mark.parametrize("claim", [{"best_span_s": 1e-6}, {"default_span_s": 1e-6}, {"created_s": 1e10}])
@@ -82,12 +73,6 @@ def test_old_entries_keep_their_ids() -> None:
     assert structs.replace(make_entry().key, gradients="", fixed={}).digest() == "f2386e8d0859c78f54b693320cbdc438"
 
 
-def test_speeds_are_compared_with_each_jobs_own_default() -> None:
-    fast_day = make_entry(best_span_s=0.5, default_span_s=1.0)
-    slow_day = make_entry(best_span_s=0.8, default_span_s=3.0, created_s=1.7e9 + 1)
-    assert supersedes(slow_day, fast_day)
-
-
 def test_in_whatever_order_three_are_saved_a_complete_one_stays() -> None:
     entries = [make_entry(), make_entry(complete=False, n_trials=99), make_entry(best_span_s=0.4, streams=8)]
     for order in permutations(entries):
@@ -96,11 +81,6 @@ def test_in_whatever_order_three_are_saved_a_complete_one_stays() -> None:
             if supersedes(entry, kept):
                 kept = entry
         assert kept == entries[2]
-
-
-def test_ids_are_the_keys_and_nothing_else() -> None:
-    assert make_entry().id == make_entry(best_span_s=0.1, created_s=1.0).id
-    assert make_entry().id != make_entry(ranks=6).id
 
 
 @pytest.mark.parametrize("name", ["best_span_s", "default_span_s", "noise_s"])
