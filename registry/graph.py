@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError
 
-from .checked import Label, checked
+from .checked import Label
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -157,21 +157,12 @@ class GraphJson(Struct, forbid_unknown_fields=True):
 
 
 def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
-    """A JSON-ready dict; `graph_from_json` is its inverse."""
+    """A JSON-ready dict; `GraphJson` reads it again."""
     return {
         "directed": True,
         "nodes": [list(node) for node in labels(graph)],
         "edges": [[a, b, ""] for a, b in edges_of(graph)],
     }
-
-
-def graph_from_json(data: object) -> ModelGraph:
-    """The graph that `graph_to_json` described.
-
-    Raises:
-        RegistryError: a field is missing, has the wrong type or is too large; the message names it.
-    """
-    return checked(GraphJson, data, at="model").graph()
 
 
 Signatures = npt.NDArray[np.uint16]  # no graph has more nodes or edges than that holds
@@ -263,7 +254,7 @@ def distance(first: ModelGraph, second: ModelGraph) -> float:
 
 def least_distance(first: ModelGraph, second: ModelGraph) -> float:
     """Normalised lower bound, the best that a second or so can buy."""
-    cost = max(label_bound(first, second), hausdorff_bound(first, second))
+    cost = label_bound(first, second)
     if max(len(first), len(second)) <= MAX_BOUNDED:
         cost = max(cost, assignment_bound(first, second))
     return normalised(cost, mass(first) + mass(second))
@@ -315,16 +306,6 @@ class _LocalCosts:
     pair_NM: Floats
     delete_N: Floats
     insert_M: Floats
-
-
-def hausdorff_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Lower bound: every node goes to its cheapest partner, whoever else goes there."""
-    costs = _local_costs(first, range(len(first)), second, range(len(second)))
-    if 0 in costs.pair_NM.shape:
-        return float(costs.delete_N.sum() + costs.insert_M.sum())
-    rows = np.minimum(costs.pair_NM.min(axis=1) / 2, costs.delete_N)
-    columns = np.minimum(costs.pair_NM.min(axis=0) / 2, costs.insert_M)
-    return float(rows.sum() + columns.sum())
 
 
 def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:

@@ -62,11 +62,6 @@ class SafeStore:
         except Exception as err:
             self._warn(err)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a store behind it."""
-        return self._store is not None
-
     def lookup(self, key: EntryKey) -> Entry | None:
         """The entry of exactly this key; None also when something is wrong."""
         return self.attempt(lambda store: store.lookup(key), None)

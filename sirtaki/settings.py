@@ -239,10 +239,8 @@ class Settings:
     checkpoint_dir: str | None = _set_by(None, SIRTAKI_CHECKPOINT_DIR=_TEXT)
     checkpoint_s: float = _set_by(60.0, SIRTAKI_CHECKPOINT_S=_SECONDS)
     stall_check: bool = _set_by(True, HOROVOD_STALL_CHECK_DISABLE=_NOT_FLAG)
-    stall_warning_s: float = _set_by(60.0, HOROVOD_STALL_CHECK_TIME_SECONDS=_SECONDS, SIRTAKI_STALL_WARNING_S=_SECONDS)
-    stall_shutdown_s: float | None = _set_by(
-        600.0, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=_LIMIT, SIRTAKI_STALL_SHUTDOWN_S=_LIMIT
-    )
+    stall_warning_s: float = _set_by(60.0, HOROVOD_STALL_CHECK_TIME_SECONDS=_SECONDS)
+    stall_shutdown_s: float | None = _set_by(600.0, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=_LIMIT)
     trial_log: str | None = _set_by(None, HOROVOD_AUTOTUNE_LOG=_TEXT, SIRTAKI_TRIAL_LOG=_TEXT)
     metrics: tuple[str, int] | None = _set_by(
         None, SIRTAKI_METRICS_PORT=(_port, "a port of 127.0.0.1, or ADDRESS:PORT")
@@ -254,7 +252,7 @@ class Settings:
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
     check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
-    timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT, SIRTAKI_TIMELINE=_TEXT)
+    timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT)
     timeline_mark_cycles: bool = _set_by(False, HOROVOD_TIMELINE_MARK_CYCLES=_FLAG)
     profile: ProfileRequest | None = _set_by(
         None, SIRTAKI_PROFILE=(ProfileRequest.parse, "FOLDER, or FOLDER?iterations=10&operators=1&edges=0")
@@ -336,7 +334,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "use SIRTAKI_WARMUP_ITERATIONS",
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "the noise is measured",
     "HOROVOD_THREAD_AFFINITY": "use the launcher's --binding-args",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "use SIRTAKI_STALL_SHUTDOWN_S",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "use HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     "HOROVOD_CPU_OPERATIONS": "transports are tuned; use SIRTAKI_TRANSPORT to fix one",
     "HOROVOD_CONTROLLER": "use SIRTAKI_CONTROL",
     "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
@@ -350,6 +348,9 @@ REMOVED: Mapping[str, str] = {
     "SIRTAKI_THREADS": "the tuner chooses them; SIRTAKI_PLAN with SIRTAKI_TUNE=0 keeps a plan's",
     "SIRTAKI_ELASTIC_TIMEOUT_S": "use HOROVOD_ELASTIC_TIMEOUT, or sirtakirun --elastic-timeout",
     "SIRTAKI_STALL_CHECK": "use HOROVOD_STALL_CHECK_DISABLE=1, or sirtakirun --no-stall-check",
+    "SIRTAKI_STALL_WARNING_S": "use HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "SIRTAKI_STALL_SHUTDOWN_S": "use HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "SIRTAKI_TIMELINE": "use HOROVOD_TIMELINE, or sirtakirun --timeline-filename",
     "SIRTAKI_METRICS_HOST": "use SIRTAKI_METRICS_PORT=ADDRESS:PORT",
     "SIRTAKI_SEED": "the tuner always draws from the same seed",
     "SIRTAKI_PROFILE_ITERATIONS": "use SIRTAKI_PROFILE=FOLDER?iterations=N",

@@ -26,7 +26,7 @@ def read(path: str | Path) -> dict[str, list[Record]]:
     Args:
         path: a folder of `sirtaki profile`: "iterations", "phases", "operators", "gradients", "units", "collectives"
             and "memory", with `rank` and moments in seconds on one clock, from the first recorded iteration on. A log
-            that `SIRTAKI_TRIAL_LOG` names: "trials". A timeline that `SIRTAKI_TIMELINE` names: "events".
+            that `SIRTAKI_TRIAL_LOG` names: "trials". A timeline that `HOROVOD_TIMELINE` names: "events".
 
     Raises:
         RecordingError: the folder holds nothing to show.

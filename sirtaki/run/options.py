@@ -120,12 +120,16 @@ RANK_SETTINGS = (
     RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fixes the number of streams"),
     RankSetting("--hierarchical-allreduce", "SIRTAKI_ALGORITHM", "inside a node first", "hierarchical"),
     RankSetting("--no-hierarchical-allreduce", "SIRTAKI_ALGORITHM", "all ranks alike", "flat"),
-    RankSetting("--timeline-filename", "SIRTAKI_TIMELINE", "Chrome trace of all ranks"),
+    RankSetting("--timeline-filename", "HOROVOD_TIMELINE", "Chrome trace of all ranks"),
     RankSetting("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "mark negotiation rounds in it", "1"),
     RankSetting("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not watch for ranks that do not come", "1"),
-    RankSetting("--stall-check-warning-time-seconds", "SIRTAKI_STALL_WARNING_S", "until missing ranks are named (60)"),
     RankSetting(
-        "--stall-check-shutdown-time-seconds", "SIRTAKI_STALL_SHUTDOWN_S", "until they are an error (600; 0 = never)"
+        "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "until missing ranks are named (60)"
+    ),
+    RankSetting(
+        "--stall-check-shutdown-time-seconds",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "until they are an error (600; 0 = never)",
     ),
     RankSetting("--log-level", "SIRTAKI_LOG_LEVEL", "trace, debug, info, warning, error, fatal"),
     RankSetting("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", "log lines without the time", "1"),

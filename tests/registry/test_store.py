@@ -484,7 +484,6 @@ def test_where_it_cannot_be_renamed_the_user_is_asked_to(tmp_path: Path) -> None
 
 def test_a_sound_store_is_used_without_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, entry = SafeStore(str(path)), make_entry()
-    assert store.is_open
     assert store.lookup(entry.key) is None
     assert store.save(entry)
     assert store.lookup(entry.key) == entry
@@ -548,7 +547,6 @@ def test_damage_behind_the_first_pages_is_noticed_and_the_file_is_put_aside(
 
 def test_an_unwritable_place_is_one_warning_and_an_empty_store(caplog: pytest.LogCaptureFixture) -> None:
     store = SafeStore("/dev/null/r.db")
-    assert not store.is_open
     assert store.lookup(make_entry().key) is None
     assert not store.save(make_entry())
     (warning,) = warnings_of(caplog)

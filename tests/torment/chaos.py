@@ -232,10 +232,10 @@ class Job:
             "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "torch"),  # torch makes it even where nothing is compiled
             "SIRTAKI_REGISTRY": str(self._disk / "registry" / "registry.sqlite"),
             "SIRTAKI_TRIAL_LOG": str(self._disk / "trials.jsonl"),
-            "SIRTAKI_TIMELINE": str(self._disk / "timeline.json"),
+            "HOROVOD_TIMELINE": str(self._disk / "timeline.json"),
             "SIRTAKI_WARMUP_ITERATIONS": str(WARMUP_STEPS),
-            "SIRTAKI_STALL_WARNING_S": "10",
-            "SIRTAKI_STALL_SHUTDOWN_S": str(STALL_SHUTDOWN_S),
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SHUTDOWN_S),
             **({"SIRTAKI_TRANSPORT": self._transport} if self._transport else {}),
         }
         (self._disk / "registry").mkdir()

@@ -23,7 +23,7 @@ from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import checked_plans
 from sirtaki.engine.tuning.warmup import TuningCoordinator
-from sirtaki.registry.safe_store import SafeStore, open_store
+from sirtaki.registry.safe_store import open_store
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -239,8 +239,3 @@ class OneUnit:
 
     def tell(self, trials: list[Trial]) -> None:
         pass
-
-
-def test_a_registry_that_hangs_on_to_nothing_is_as_if_empty(tmp_path: Path) -> None:
-    store = SafeStore(str(tmp_path))  # a folder
-    assert not store.is_open
