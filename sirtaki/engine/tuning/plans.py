@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -211,15 +212,10 @@ class GivenPlan:
         Raises:
             PlanError: the knobs do not fit the sizes.
         """
-        return {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "ranks": self.ranks,
-            "sizes": [list(sizes) for sizes in self.sizes],
-            "part_bytes": self.part_bytes,
-            "knobs": self.knobs.to_json(),
-            **self.knobs.to_plan(GradientLayout(sizes=self.sizes[0])).to_json(),
-        }
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        del told["source"]
+        whole = self.knobs.to_plan(GradientLayout(sizes=self.sizes[0])).to_json()
+        return {"format": FORMAT, "version": FORMAT_VERSION, **told, **whole}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, source: str) -> GivenPlan:
@@ -236,14 +232,8 @@ class GivenPlan:
                 f"{FORMAT_VERSION}: have `sirtaki optimize` write it again"
             )
         try:
-            return cls(
-                source=source,
-                knobs=Knobs.from_json(data["knobs"]),
-                ranks=int(data["ranks"]),
-                sizes=tuple(tuple(int(size) for size in sizes) for sizes in data["sizes"]),
-                part_bytes=None if data.get("part_bytes") is None else int(data["part_bytes"]),
-            )
-        except (KeyError, TypeError, ValueError) as err:
+            return msgspec.convert({**data, "source": source}, cls)
+        except (msgspec.ValidationError, PlanError, RecursionError) as err:
             raise ConfigError(f"{source} is no whole plan: {err!r}") from err
 
     @classmethod

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
@@ -108,6 +108,14 @@ def _process() -> str:
     return uuid.uuid4().hex[:8]
 
 
+_OF_RESULT = ("default_span_s", "best_span_s", "noise_s", "n_trials", "reason", "tuned")
+
+
+def _finite(value: float) -> float | None:
+    """None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
 class TrialLogWriter:
     """Appends to a file; if it cannot be written, that is a warning and training goes on."""
 
@@ -126,14 +134,8 @@ class TrialLogWriter:
 
     def retunes(self, running: Knobs, ratio: float, *, iteration: int) -> None:
         """After `iteration` a re-tune begins: communication takes `ratio` times as long as it did by `running`."""
-        self._write(
-            {
-                "event": "retune",
-                "iteration": iteration,
-                "ratio": ratio if math.isfinite(ratio) else None,
-                "running": running.to_json(),
-            }
-        )
+        told = {"iteration": iteration, "ratio": _finite(ratio), "running": running.to_json()}
+        self._write({"event": "retune", **told})
 
     def ran(
         self,
@@ -164,8 +166,8 @@ class TrialLogWriter:
                 "arm": assignment.arm,
                 "purpose": assignment.purpose.value,
                 "knobs": assignment.knobs.to_json(),
-                "spans_s": [span if math.isfinite(span) else None for span in spans_s],
-                "best_span_s": best_span_s if math.isfinite(best_span_s) else None,
+                "spans_s": [_finite(span_s) for span_s in spans_s],
+                "best_span_s": _finite(best_span_s),
                 "auc": {arm: round(credit, 4) for arm, credit in credits.items()},
                 "predicted_s": predicted_s,
                 "agreement": None if forecast is None else round(forecast.agreement, 4),
@@ -181,13 +183,8 @@ class TrialLogWriter:
                 "iteration": iteration,
                 "arm": result.arm,
                 "knobs": result.knobs.to_json(),
-                "default_span_s": result.default_span_s,
-                "best_span_s": result.best_span_s,
-                "noise_s": result.noise_s,
+                **{name: getattr(result, name) for name in _OF_RESULT},
                 "gain": None if result.gain is None else asdict(result.gain),
-                "n_trials": result.n_trials,
-                "reason": result.reason,
-                "tuned": result.tuned,
                 "backward_s": None if usual is None else usual.backward_s,
                 "between_s": None if usual is None else usual.between_s,
             }
@@ -216,8 +213,10 @@ class TrialLogWriter:
                 file.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": "auc"}):
     """One assignment that ran.
 
     Attributes:
@@ -236,13 +235,13 @@ class Measurement:
 
     iteration: int
     arm: str
-    purpose: str
+    purpose: str = "trial"
     knobs: Knobs
     span_s: float
     was_best: bool
-    best_s: float = math.inf
-    credits: Mapping[str, float] = field(default_factory=dict)
-    predicted_s: float | None = None
+    best_s: float
+    credits: dict[str, float] = {}
+    predicted_s: Seconds | None = None
     agreement: float | None = None
     believed: bool | None = None
 
@@ -252,27 +251,33 @@ class Measurement:
         return math.isfinite(self.span_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": "best_span_s"}):
     """What the warm-up kept, or the best so far where it did not end.
 
     Attributes:
         span_s, default_span_s: communication times.
-        usual: what steps take besides; None where the log does not say.
+        backward_s, between_s: what steps take besides (`StepTime`); None where the log does not say.
         gain: that was proved; None where the default stays, in older logs, and where the warm-up did not end.
     """
 
     knobs: Knobs
     arm: str
-    span_s: float
-    default_span_s: float | None
-    reason: str
-    usual: StepTime | None = None
+    span_s: Seconds
+    default_span_s: Seconds | None = None
+    reason: str = ""
+    backward_s: float | None = None
+    between_s: float | None = None
     gain: Gain | None = None
 
+    @property
+    def usual(self) -> StepTime | None:
+        """What steps take besides; None where the log does not say."""
+        if self.backward_s is None or self.between_s is None:
+            return None
+        return StepTime(backward_s=self.backward_s, between_s=self.between_s)
 
-@dataclass(slots=True, kw_only=True)
-class Retune:
+
+class Retune(msgspec.Struct, kw_only=True):
     """A short search after the warm-up.
 
     Attributes:
@@ -284,9 +289,9 @@ class Retune:
     """
 
     iteration: int
-    ratio: float | None
+    ratio: Seconds | None = None
     running: Knobs
-    measurements: list[Measurement] = field(default_factory=list)
+    measurements: list[Measurement] = []
     result: Outcome | None = None
 
 
@@ -413,19 +418,9 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
     part = log.retunes[-1] if log.retunes else log
     log.process = str(data.get("process", ""))
     if data.get("event") == "retune":
-        ratio = _positive_or_none(data.get("ratio"))
-        running = Knobs.from_json(data["running"])
-        log.retunes.append(Retune(iteration=int(data["iteration"]), ratio=ratio, running=running))
+        log.retunes.append(msgspec.convert(data, Retune))
     elif data.get("event") == "result":
-        part.result = Outcome(
-            knobs=Knobs.from_json(data["knobs"]),
-            arm=str(data["arm"]),
-            span_s=_positive(data["best_span_s"]),
-            default_span_s=_positive_or_none(data.get("default_span_s")),
-            reason=str(data.get("reason", "")),
-            usual=_usual(data.get("backward_s"), data.get("between_s")),
-            gain=None if data.get("gain") is None else msgspec.convert(data["gain"], Gain),
-        )
+        part.result = msgspec.convert(data, Outcome)
     elif data.get("event") == "sparse":
         summary = SparseSummary.from_json(data)
         log.sparse[summary.name] = summary
@@ -437,36 +432,13 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
 
 
 def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:
-    """What one line says; `best_s` was the best before."""
-    spans_s = [_positive(span) for span in data.get("spans_s", [data.get("span_s")]) if span is not None]
-    best_after_s = _positive_or_none(data.get("best_span_s")) or best_s
-    return Measurement(
-        iteration=int(data["iteration"]),
-        arm=str(data["arm"]),
-        purpose=str(data.get("purpose", "trial")),
-        knobs=Knobs.from_json(data["knobs"]),
-        span_s=median(spans_s) if spans_s else math.inf,
-        was_best=bool(data.get("was_best", best_after_s < best_s)),
-        best_s=min(best_s, best_after_s),
-        credits={str(arm): float(credit) for arm, credit in data.get("auc", {}).items()},
-        predicted_s=_positive_or_none(data.get("predicted_s")),
-        agreement=None if data.get("agreement") is None else float(data["agreement"]),
-        believed=None if data.get("believed") is None else bool(data["believed"]),
-    )
-
-
-def _usual(backward_s: Any, between_s: Any) -> StepTime | None:  # Any: whatever JSON had there
-    if backward_s is None or between_s is None:
-        return None
-    return StepTime(backward_s=float(backward_s), between_s=float(between_s))
-
-
-def _positive(value: Any) -> float:  # Any: whatever JSON had there
-    seconds = float(value)
-    if not seconds > 0:
-        raise ValueError(f"a time of {seconds} s")
-    return seconds
-
-
-def _positive_or_none(value: Any) -> float | None:  # Any: whatever JSON had there
-    return None if value is None else _positive(value)
+    """What one line says; `best_s` was the best before. Version 1 has one span, and says if it was best."""
+    told = msgspec.convert(data.get("spans_s", [data.get("span_s")]), list[Seconds | None])
+    spans_s = [span_s for span_s in told if span_s is not None]
+    best_after_s = msgspec.convert(data.get("best_span_s"), Seconds | None) or best_s
+    found = {
+        "span_s": median(spans_s) if spans_s else math.inf,
+        "was_best": data.get("was_best", best_after_s < best_s),
+        "best_s": min(best_s, best_after_s),
+    }
+    return msgspec.convert({**data, **found}, Measurement)

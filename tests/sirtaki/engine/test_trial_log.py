@@ -122,7 +122,7 @@ def test_a_plain_record_with_one_span_is_read_too(log_of):
         ("nonsense\n", "line 1"),
         ("[1]\n", "an object was expected"),
         ('{"knobs": {}, "iteration": 1}\n', "line 1"),
-        (json.dumps(trial(3, "x", knobs(), -1.0, None)) + "\n", "a time of -1.0 s"),
+        (json.dumps(trial(3, "x", knobs(), -1.0, None)) + "\n", "Expected `float` > 0.0"),
         (json.dumps(trial(3, "x", knobs(), None, None)) + "\n", "no measured trial"),
     ],
 )
