@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from sirtaki.comm.control.addresses import host_identity
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh_rendezvous import Attendee, attendee, meet, open_places
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
@@ -59,8 +61,10 @@ class SurvivingMembership:
         while True:
             if lost:
                 self._survivors.shrink(max(0.0, deadline_s - time.monotonic()))
-            listeners = open_places(self._interface)
+            listeners: tuple[socket.socket, ...] = ()
             try:
+                one_host = len(set(self._survivors.exchange(host_identity()))) == 1
+                listeners = open_places(self._interface, loopback_only=one_host)
                 mine = _Introduction(
                     origin=self._survivors.origin,
                     after=after,

@@ -7,12 +7,13 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sirtaki.comm.control.addresses import host_identity
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, alone, attendee, meet, open_places
 from sirtaki.comm.plan import TransportKind
@@ -76,16 +77,18 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     Raises:
         CommError: the ranks do not find each other.
     """
+    deadline_s = time.monotonic() + timeout_s
 
     def exchange(mine: Introduction) -> list[Introduction]:
-        store.set(str(rank), msgspec.json.encode(mine).decode())
-        deadline_s = time.monotonic() + timeout_s
-        for other in range(size):
-            while not store.check([str(other)]):
+        what = "places" if mine.attendee.places else "host"
+        keys = [f"{what}/{other}" for other in range(size)]
+        store.set(keys[rank], msgspec.json.encode(mine).decode())
+        for other, key in enumerate(keys):
+            while not store.check([key]):
                 if time.monotonic() > deadline_s:
                     raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
                 time.sleep(LOOK_S)
-        return [msgspec.json.decode(store.get(str(other)), type=Introduction) for other in range(size)]
+        return [msgspec.json.decode(store.get(key), type=Introduction) for key in keys]
 
     return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
 
@@ -107,12 +110,14 @@ def _introduced(
     size: int,
     timeout_s: float,
 ) -> Communicator:
-    """Collective: a mesh of ranks that can tell each other something."""
+    """Collective: a mesh of ranks that can tell each other something: where each is, then where each listens."""
     if size == 1:
         return alone()
-    listeners = open_places(settings.gloo_interface)
-    secret = settings.secret or secrets.token_hex(32)
-    told = exchange(Introduction(attendee=attendee(listeners), secret=secret, name=secrets.token_hex(16)))
+    here = Attendee(host=host_identity(), places=())
+    mine = Introduction(attendee=here, secret=settings.secret or secrets.token_hex(32), name=secrets.token_hex(16))
+    one_host = all(each.attendee.host == here.host for each in exchange(mine))
+    listeners = open_places(settings.gloo_interface, loopback_only=one_host)
+    told = exchange(replace(mine, attendee=attendee(listeners)))
     secret, name = told[0].secret, told[0].name
     attendees = tuple(each.attendee for each in told)
     return meet(

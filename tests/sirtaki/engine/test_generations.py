@@ -325,7 +325,7 @@ class Rank:
     def __init__(self, world: World, origin: int) -> None:
         self.world, self.origin = world, origin
         self.is_lost, self.n_shrunk = False, 0
-        self.errors = list[CommError]()
+        self.errors = list[CommError | None]()  # of the next exchanges
 
     def lost(self) -> bool:
         return self.is_lost
@@ -336,8 +336,8 @@ class Rank:
         self.n_shrunk += 1
 
     def exchange(self, value: Any) -> list[Any]:
-        if self.errors:
-            raise self.errors.pop()
+        if self.errors and (error := self.errors.pop(0)) is not None:
+            raise error
         self.world.told[self.origin] = value
         self.world.barrier.wait(10.0)
         told = [self.world.told[origin] for origin in sorted(self.world.told)]
@@ -371,9 +371,13 @@ def close_places(generation: Generation) -> None:
         listener.close()
 
 
-def test_all_meet_where_they_have_been_told() -> None:
+def test_survivors_of_one_host_meet_at_loopback_alone() -> None:
     def act(rank: Rank) -> tuple[int, int, int]:
-        generation = join_left(rank, after=0, has_state=False)
+        generation = SurvivingMembership(rank, interface=None).join(  # type: ignore[arg-type]
+            after=0, has_state=False, timeout_s=10.0
+        )
+        assert generation.meeting.appointment is not None
+        assert {host for each in generation.meeting.appointment.attendees for host, _ in each.places} == {"127.0.0.1"}
         assert all(member.is_new for member in generation.members)
         ranks = meet(generation.meeting, interface="lo", secret=None, timeout_s=10.0, heartbeat_s=None)
         place = ranks.rank, ranks.size, generation.number
@@ -400,6 +404,13 @@ def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys(
         close_places(generation)
 
 
+def test_survivors_of_several_hosts_listen_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surviving_membership, "host_identity", lambda: (str(threading.get_ident()),))
+    for generation in on_all(World(2), lambda rank: join_left(rank, after=0)):
+        assert [len(each.places) for each in generation.meeting.appointment.attendees] == [2, 2]  # interface="lo", too
+        close_places(generation)
+
+
 def test_ranks_of_a_host_stay_neighbours() -> None:
     world = World(4)
     on_all(world, lambda rank: close_places(join_left(rank, after=1)))
@@ -419,15 +430,16 @@ def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch)
     opened = list[socket.socket]()
     really = surviving_membership.open_places
 
-    def open_places(interface: str | None) -> tuple[socket.socket, ...]:
-        opened.extend(places := really(interface))
+    def open_places(interface: str | None, *, loopback_only: bool) -> tuple[socket.socket, ...]:
+        opened.extend(places := really(interface, loopback_only=loopback_only))
         return places
 
     monkeypatch.setattr(surviving_membership, "open_places", open_places)
     (rank,) = World(1).ranks
-    rank.errors = [PeerLostError("a rank was lost while survivors met")]
+    lost = PeerLostError("a rank was lost while survivors met")
+    rank.errors = [lost, None, lost]  # before it listens, and when it does
     generation = join_left(rank, after=0)
-    assert (generation.number, rank.n_shrunk) == (1, 1)
+    assert (generation.number, rank.n_shrunk, len(opened)) == (1, 2, 2)
     assert generation.meeting.appointment is not None
     kept = generation.meeting.appointment.listeners
     assert [sock for sock in opened if sock.fileno() >= 0] == list(kept)

@@ -1,11 +1,18 @@
 """What carries the control plane follows from who has started the process, unless the user says otherwise."""
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
+from fakes.meshes import close
+from torch.distributed import HashStore
 
+from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.engine.ranks import choose_backend, open_ranks
+from sirtaki.engine import ranks
+from sirtaki.engine.ranks import Introduction, choose_backend, open_at_store, open_ranks
 from sirtaki.errors import ConfigError
 from sirtaki.settings import Settings
 
@@ -64,3 +71,22 @@ def test_a_list_of_ranks_must_name_those_that_are_there(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="names rank 7, but there are 4"):
         open_ranks(settings, [1, 7])
     assert open_ranks(settings, [1]).size == 1
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_that_meet_in_a_store_listen_beyond_loopback_only_if_they_have_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    if hosts == 2:
+        for module in (ranks, mesh_rendezvous):
+            monkeypatch.setattr(module, "host_identity", lambda: (str(threading.get_ident()),))
+        monkeypatch.setattr(mesh_rendezvous, "own_addresses", lambda interface: ["127.0.0.2"])
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        meshes = list(
+            threads.map(lambda rank: open_at_store(Settings(), store, rank=rank, size=2, timeout_s=20.0), [0, 1])
+        )
+    told = [msgspec.json.decode(store.get(f"places/{rank}"), type=Introduction) for rank in range(2)]
+    listened = {host for each in told for host, _ in each.attendee.places}
+    assert listened == ({"127.0.0.1"} if hosts == 1 else {"127.0.0.1", "127.0.0.2"})
+    close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
