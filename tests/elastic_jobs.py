@@ -9,27 +9,99 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.told_membership import SOCKET, WORKER, Keeper
 from rank_jobs import UNTUNED, Launcher, environment
 from ranks import elastic_member
 
 Line = dict[str, Any]
 
 
-class ElasticJob:
-    """One job; `with` ends it.
+MARK = "SIRTAKI_TEST_JOB"
+SOON_S = 20.0
 
-    Attributes:
-        keeper: who is in it.
-        replaces: for each worker that is lost, another one is started.
-    """
+
+class LaunchedJob:
+    """A job of `sirtakirun` in a folder, whose processes are known by their environment."""
+
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[object],
+        env: Mapping[str, str],
+        popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
+    ) -> None:
+        """Starts it; `words` follow `sirtakirun`."""
+        self.folder = folder
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            self.process = popen(
+                [sys.executable, "-m", "sirtaki.run", *map(str, words)],
+                env={**env, MARK: str(folder)},
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+            )
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    @property
+    def said(self) -> list[str]:
+        """By the launcher."""
+        mark = "sirtakirun: "
+        return [line.removeprefix(mark) for line in self.err.splitlines() if line.startswith(mark)]
+
+    def output(self) -> str:
+        """The last lines of the ranks and of the launcher."""
+        return (self.folder / "out").read_text()[-8000:] + self.err[-8000:]
+
+    def until(self, condition: Callable[[], object], *, timeout_s: float = SOON_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"it does not come true\n{self.output()}")
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float = SOON_S) -> int:
+        """Until the launcher has ended; its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job does not end\n{self.output()}") from None
+
+    def processes(self) -> dict[int, str]:
+        """All that the job has started and that is there, by number its command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"{MARK}={self.folder}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        found.pop(self.process.pid, None)
+        return found
+
+    def end(self) -> None:
+        """Ends what is left; AssertionError where something of it outlives its launcher."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(SOON_S)
+        try:
+            self.until(lambda: not self.processes(), timeout_s=5.0)
+        finally:
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class ElasticJob(LaunchedJob):
+    """One job with a host for each worker; `with` starts and ends it."""
 
     def __init__(
         self,
@@ -39,104 +111,33 @@ class ElasticJob:
         ranks: int,
         env: Mapping[str, str] | None = None,
         program: str = "elastic_member.py",
+        replaces: bool = False,
         **plan: Any,
     ) -> None:
-        """Starts nothing; `plan` is that of the program."""
-        self._launcher, self._folder, self._plan, self._program = launcher, folder, plan, program
-        self._env = environment(folder / "cache", {**UNTUNED, **(env or {})})
-        self._processes: dict[int, subprocess.Popen[str]] = {}
-        self._ranks = ranks
-        self.replaces = False
-        self._replaced = 0
-        self.keeper = Keeper(folder / "keeper")
+        """Starts nothing; `plan` is that of the program. `replaces`: for each worker that is lost another one comes."""
+        self.folder, self._plan = folder, elastic_member.Plan(**(plan if program == "elastic_member.py" else {}))
+        hosts = folder / "hosts"
+        hosts.write_text("".join(f"w{number}:1\n" for number in range(ranks)))
+        on_failure = "replace-rank" if replaces else "drop-host"
+        options = ["-np", ranks, "--min-np", 1, "--host-discovery-script", f"cat {hosts}", "--on-failure", on_failure]
+        command = launcher.command_of_one(program, [folder, json.dumps(plan)])
+        self._words = [*options, "--agent-command", "{command}", *command]
+        self._env = {**environment(folder / "cache", {**UNTUNED, **(env or {})}), elastic_member.HOSTS: str(hosts)}
 
     def __enter__(self) -> ElasticJob:
-        self.keeper.least = self._ranks
-        for _ in range(self._ranks):
-            self.add()
+        super().__init__(self.folder, self._words, self._env)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker, process in self._processes.items():
-            if process.poll() is None:
-                self.kill(worker)
-                process.kill()
-            process.wait()
-        self.keeper.close()
-
-    def add(self) -> int:
-        """Starts another worker; returns its number."""
-        worker = len(self._processes)
-        more = {SOCKET: str(self.keeper.address), WORKER: str(worker), "RANK": str(worker)}
-        with open(self._folder / f"{worker}.out", "w", encoding="utf-8") as output:
-            self._processes[worker] = subprocess.Popen(
-                self._launcher.command_of_one(self._program, [self._folder / f"{worker}.log", json.dumps(self._plan)]),
-                env={**self._env, **more},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        return worker
-
-    def kill(self, worker: int) -> float:
-        """By SIGKILL; returns `time.monotonic()`."""
-        now_s = time.monotonic()
-        if (pid := self.keeper.pid(worker)) is not None:
-            os.kill(pid, signal.SIGKILL)
-        return now_s
-
-    def attend(self) -> None:
-        """Does what workers have asked for, and replaces those that are lost."""
-        if self.keeper.generations:
-            self.keeper.least = 1
-        while self.keeper.told:
-            _, worker, message = self.keeper.told.pop(0)
-            if message["kind"] == "add":
-                self.add()
-            elif message["kind"] == "dismiss":
-                self.keeper.dismiss(worker)
-        while self.replaces and len(self.keeper.lost) > self._replaced:
-            self._replaced += 1
-            self.add()
-
-    def wait_for(self, ranks: int, timeout_s: float = 60.0) -> bool:
-        """True, once so many ranks are in the present generation."""
-        deadline_s = time.monotonic() + timeout_s
-        while len(self.keeper.present()) < ranks:
-            self.attend()
-            assert time.monotonic() < deadline_s, self.output()
-            time.sleep(0.01)
-        return True
-
-    @property
-    def running(self) -> list[int]:
-        """Workers that have not ended."""
-        return [worker for worker, process in self._processes.items() if process.poll() is None]
+        self.end()
 
     def run(self, timeout_s: float = 40.0) -> Judge:
-        """Until all workers have ended."""
-        deadline_s = time.monotonic() + timeout_s
-        while self.running:
-            self.attend()
-            if time.monotonic() > deadline_s:
-                raise AssertionError(f"workers {self.running} have not ended\n{self.output()}")
-            time.sleep(0.01)
-        return self.judge()
-
-    def judge(self) -> Judge:
-        """Of what has been logged."""
-        return Judge(
-            logs={worker: read(self._folder / f"{worker}.log") for worker in self._processes},
-            codes={worker: process.returncode for worker, process in self._processes.items()},
-            plan=elastic_member.Plan(**(self._plan if self._program == "elastic_member.py" else {})),
-            output=self.output(),
-        )
-
-    def output(self) -> str:
-        """Of all workers, their last lines."""
-        return "\n".join(
-            f"── worker {worker}\n{(self._folder / f'{worker}.out').read_text()[-3000:]}" for worker in self._processes
-        )
+        """Until it has ended, well; what its ranks have said."""
+        assert self.wait(timeout_s) == 0, self.output()
+        logs = {int(path.stem): read(path) for path in self.folder.glob("*.log") if path.stem.isdecimal()}
+        # Who has said last that it ends, or leaves its generation, has ended well.
+        codes = {worker: 0 if log and log[-1]["what"] in ("end", "left") else -9 for worker, log in logs.items()}
+        return Judge(logs=logs, codes=dict(sorted(codes.items())), plan=self._plan, output=self.output())
 
 
 def read(path: Path) -> list[Line]:

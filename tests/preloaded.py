@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 SERVERS = 2
+AGENT = "SIRTAKI_AGENT"
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 MESSAGE_BYTES = 1 << 18
 
@@ -32,7 +33,7 @@ MESSAGE_BYTES = 1 << 18
 def connect(folder: Path) -> socket.socket:
     """To the server of this rank."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
-    rank = int(next((os.environ[name] for name in names if name in os.environ), "0"))
+    rank = int(next((os.environ[name] for name in names if name in os.environ), os.getpid()))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(str(folder / str(rank % SERVERS)))
     return server
@@ -42,7 +43,10 @@ def stand_in(folder: Path, arguments: list[str]) -> None:
     """Has the program forked, and ends as it ends."""
     server = connect(folder)
     wanted = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
-    socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2])
+    agent = [int(os.environ[AGENT].split(",")[0])] if AGENT in os.environ else []
+    socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2, *agent])
+    for descriptor in agent:
+        os.close(descriptor)  # whose end is the rank's
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # the program has just ended
@@ -92,7 +96,7 @@ class Server:
 
     def _fork(self, events: selectors.BaseSelector) -> dict[str, Any] | None:
         asker, _ = self._listener.accept()
-        message, streams, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 3)
+        message, streams, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 4)
         if pid := os.fork():
             for stream in streams:
                 os.close(stream)
@@ -101,7 +105,7 @@ class Server:
             return None
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
+        for number, stream in enumerate(streams[:3]):
             os.dup2(stream, number)
             os.close(stream)
         for other in (self._listener, asker, *self._ranks.values()):
@@ -109,6 +113,8 @@ class Server:
         for end in (self._wakeups, self._wake):
             os.close(end)
         wanted: dict[str, Any] = json.loads(message)
+        for agent in streams[3:]:
+            wanted["environment"][AGENT] = f"{agent},{wanted['environment'][AGENT].partition(',')[2]}"
         return wanted
 
     def _tell_ends(self, events: selectors.BaseSelector) -> None:

@@ -1,4 +1,4 @@
-"""Operations, `join` and process sets on ranks that are lost. Started by test_features.py: `… LOG {"play": NAME}`."""
+"""Operations, `join` and process sets on ranks that are lost, for test_generations.py: `… FOLDER {"play": NAME}`."""
 
 import json
 import os
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.told_membership import ToldMembership
-from ranks.elastic_member import Log, hash_of
+from ranks.elastic_member import Worker, hash_of
 
 import sirtaki.torch as hvd
-from sirtaki.engine import membership
 
 MANY = 1 << 20
 
@@ -39,7 +37,7 @@ def waits() -> None:
         while state.step < len(WAITS):
             step, state.step = state.step, state.step + 1
             state.commit()
-            if there.worker == step + 1:
+            if there.number == step + 1:
                 log("kill", step=step)
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
@@ -78,7 +76,7 @@ def sets() -> None:
         log("train", **said, weight=weight.item())
         state.calls += 1
         state.commit()
-        if there.worker == 1:
+        if there.number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if state.calls == 1:
             hvd.barrier()
@@ -90,7 +88,7 @@ def beginning() -> None:
     """A rank is lost before the others communicate; and a script that does not know `elastic.run` trains, too."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    if there.worker == 1:
+    if there.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     state = hvd.elastic.TorchState(optimizer=optimizer)
     hvd.elastic.run(lambda state: state.commit())(state)
@@ -104,7 +102,7 @@ def beginning() -> None:
 
 def less_often() -> None:
     """Ranks are lost and come between two synchronisations, with a fragment on its way."""
-    torch.manual_seed(there.worker)  # who comes takes the others' state, whatever its own
+    torch.manual_seed(there.number)  # who comes takes the others' state, whatever its own
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     diloco = hvd.DiLoCo(model, optimizer, sync_every=6, fragments=2, delay=2, blend=0.5)
@@ -119,7 +117,7 @@ def less_often() -> None:
                 model(torch.randn(8, 4, generator=generator)).square().mean().backward()
                 optimizer.step()
                 state.step += 1
-                if there.worker == 1 and state.step == 10:
+                if there.number == 1 and state.step == 10:
                     os.kill(os.getpid(), signal.SIGKILL)
                 state.commit()
                 log("step", step=state.step, size=hvd.size())
@@ -137,7 +135,7 @@ def less_often() -> None:
 
 def compressed() -> None:
     """A rank is lost, and another comes, while gradients lose something on their way."""
-    torch.manual_seed(there.worker)
+    torch.manual_seed(there.number)
     model = torch.nn.Linear(60, 50)
     sgd = torch.optim.SGD(model.parameters(), lr=0.2)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), hvd.Compression.topk(0.1))
@@ -150,7 +148,7 @@ def compressed() -> None:
             (model.weight - torch.arange(3000.0).view(50, 60) / 3000).square().sum().mul(0.5).backward()
             optimizer.step()
             state.step += 1
-            if there.worker == 1 and state.step == 12:
+            if there.number == 1 and state.step == 12:
                 os.kill(os.getpid(), signal.SIGKILL)
             owed = optimizer.state_dict()["sirtaki_compression"]["owed"]["weight"]
             state.commit()
@@ -167,9 +165,8 @@ def compressed() -> None:
 PLAYS = {"compressed": compressed, "waits": waits, "sets": sets, "beginning": beginning, "less_often": less_often}
 
 if __name__ == "__main__":
-    there = ToldMembership()
-    membership.register(lambda: there)
-    log = Log(Path(sys.argv[1]))
+    there = Worker(Path(sys.argv[1]))
+    log = there.log
     play = PLAYS[json.loads(sys.argv[2])["play"]]
     if play is not sets:
         hvd.init()

@@ -1,7 +1,7 @@
 """A training script for ranks that come and go, which says all that it does, and fails where it is told to.
 
-Started by test_generations.py: `elastic_member.py LOG PLAN`, where PLAN is JSON (see `Plan`). Each line of LOG is what
-happened in this process: `{"what": …, "s": time.monotonic(), …}`.
+Started by test_generations.py: `elastic_member.py FOLDER PLAN`, where PLAN is JSON (see `Plan`). Each line of a log in
+FOLDER is what happened in a process: `{"what": …, "s": time.monotonic(), …}`.
 """
 
 import gc
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.told_membership import SOCKET, ToldMembership
 
 import sirtaki.torch as hvd
 from sirtaki.engine import job, membership
@@ -50,6 +49,53 @@ class Plan:
     width: int = 16
     passes: int = 1
     faults: list[tuple[int, int, str, str]] = field(default_factory=list)
+
+
+HOSTS = "SIRTAKI_TEST_HOSTS"
+"""The file in which `elastic_jobs.ElasticJob` has the hosts of its job, one for each worker."""
+
+
+class Worker:
+    """This process in an `ElasticJob`.
+
+    Attributes:
+        number: that of its host; who replaces another one has the next that is free.
+        membership: as its agent keeps it.
+        log: what it says that it does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.number = int(os.environ["HOROVOD_HOSTNAME"].removeprefix("w"))
+        while not self._is_free(folder / f"{self.number}.log"):
+            self.number += 1
+        self.log = Log(folder / f"{self.number}.log")
+        client = membership.open_agent(interface=None)
+        assert client is not None
+        self.membership = client
+        membership.register(lambda: client)
+
+    def _is_free(self, path: Path) -> bool:
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def change_hosts(self, change: Callable[[list[str]], list[str]]) -> None:
+        """Changes the lines in which hosts are told, and waits until the job knows."""
+        hosts = Path(os.environ[HOSTS])
+        hosts.with_suffix(".new").write_text("".join(f"{line}\n" for line in change(hosts.read_text().splitlines())))
+        hosts.with_suffix(".new").rename(hosts)
+        while not self.membership.change():
+            time.sleep(0.01)
+
+    def add(self) -> None:
+        """Has another rank started."""
+        self.change_hosts(lambda lines: [*lines, f"w{len(lines)}:1"])
+
+    def leave(self) -> None:
+        """Has this one dismissed."""
+        self.change_hosts(lambda lines: [line for line in lines if line != f"w{self.number}:1"])
 
 
 class Log:
@@ -139,14 +185,10 @@ class Faults:
         os.kill(pid, signal.SIGSTOP)
 
     def add(self) -> None:
-        """Has another rank started."""
-        there.say(kind="add")
-        time.sleep(0.5)
+        worker.add()
 
     def leave(self) -> None:
-        """Is dismissed."""
-        there.say(kind="dismiss")
-        time.sleep(0.2)
+        worker.leave()
 
     def fail(self) -> None:
         raise ValueError("the script's own")
@@ -185,7 +227,7 @@ def watch(there: membership.Membership, faults: Faults) -> None:
 
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[2]))
-    end = Path(sys.argv[1]).with_name("end")
+    end = Path(sys.argv[1]) / "end"
     faults.log("start")
     hvd.init()
     model = make_model(plan.width)
@@ -262,23 +304,21 @@ def main() -> None:
     faults.log("end", iteration=state.iteration, hash=hash_of(model))
 
 
-def play(membership_of_this: membership.Membership, worker: int) -> None:
+def play(there: membership.Membership, number: int, log: Log) -> None:
     """Trains by the command line."""
-    global there, faults
-    there = membership_of_this
-    faults = Faults(worker, Plan(**json.loads(sys.argv[2])), Log(Path(sys.argv[1])))
+    global faults
+    faults = Faults(number, Plan(**json.loads(sys.argv[2])), log)
     watch(there, faults)
     main()
 
 
 if __name__ == "__main__":
-    if SOCKET in os.environ:
-        told = ToldMembership()
-        membership.register(lambda: told)
-        play(told, told.worker)
-    else:  # started by `sirtakirun`: its own process names the worker, and LOG is a folder
+    folder = Path(sys.argv[1])
+    if HOSTS in os.environ:
+        worker = Worker(folder)
+        play(worker.membership, worker.number, worker.log)
+    else:  # of a job with hosts of several slots, in which processes name the workers
         client = membership.open_agent(interface=None)
         assert client is not None
         membership.register(lambda: client)
-        sys.argv[1] = str(Path(sys.argv[1]) / f"{os.getpid()}.log")
-        play(client, os.getpid())
+        play(client, os.getpid(), Log(folder / f"{os.getpid()}.log"))

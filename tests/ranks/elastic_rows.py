@@ -1,4 +1,4 @@
-"""Trains embeddings with sparse gradients on ranks that come and go: `… LOG PLAN`, PLAN as JSON, see `Plan`.
+"""Trains embeddings with sparse gradients on ranks that come and go: `… FOLDER PLAN`, PLAN as JSON, see `Plan`.
 
 Started by test_elastic_rows.py, which plays the same in one process, given who took part in which iteration.
 """
@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.told_membership import ToldMembership
-from ranks.elastic_member import Log, hash_of
+from ranks.elastic_member import Worker, hash_of
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.engine import job, membership, sparse_gradients
+from sirtaki.engine import job, sparse_gradients
 from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
@@ -94,15 +92,10 @@ class Events:
             if (generation, wanted, when) == (*now, phase) and (self._seen[now] >= NTH):
                 self._due.remove(event)
                 log("event", generation=generation, stage=wanted, phase=phase, action=action)
-                {"kill": self._kill, "add": self._add}[action]()
+                {"kill": self._kill, "add": there.add}[action]()
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def _add(self) -> None:
-        there.say(kind="add")
-        while not there.change():
-            time.sleep(0.01)
 
 
 def generation_now() -> int:
@@ -185,10 +178,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     plan = Plan(**json.loads(sys.argv[2]))
-    there = ToldMembership()
-    log = Log(Path(sys.argv[1]))
-    events = Events(there.worker, plan.events)
-    membership.register(lambda: there)
+    there = Worker(Path(sys.argv[1]))
+    log = there.log
+    events = Events(there.number, plan.events)
     members = hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[members] if plan.with_set else [])
     main()

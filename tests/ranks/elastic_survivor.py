@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from ranks import elastic_member
 
@@ -13,6 +14,5 @@ if __name__ == "__main__":
     there = open_survivors(Settings.from_environ())
     assert there is not None
     worker = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    sys.argv[1] += f"/{worker}.log"
     membership.register(lambda: there)
-    elastic_member.play(there, worker)
+    elastic_member.play(there, worker, elastic_member.Log(Path(sys.argv[1]) / f"{worker}.log"))

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # as pytest has it
 
-from elastic_jobs import Judge  # noqa: E402
+from elastic_jobs import Judge, LaunchedJob  # noqa: E402
 from rank_jobs import UNTUNED, environment  # noqa: E402
 from ranks.elastic_member import Plan  # noqa: E402
 
@@ -69,11 +68,11 @@ def draw(rng: random.Random, strikes: int) -> Shape:
     )
 
 
-class Job:
+class Job(LaunchedJob):
     """One job from its start to the check of its ledger."""
 
     def __init__(self, shape: Shape, folder: Path, rng: random.Random) -> None:
-        self._shape, self._folder, self._rng = shape, folder, rng
+        self._shape, self._rng = shape, rng
         self.killed = 0
         self.done: list[str] = []
         self._lines: dict[int, list[dict[str, Any]]] = {}
@@ -87,23 +86,15 @@ class Job:
         hosts = ",".join(f"{host}:{slots}" for host, slots in shape.slots.items())
         words = ["-H", hosts, "-np", str(sum(shape.slots.values())), "--min-np", "1", "--agent-command", "{command}"]
         words += ["--blacklist-cooldown-range", "1", "2", "--on-driver-loss", "go-on" if shape.goes_on else "end"]
-        self._mark = f"SIRTAKI_TEST_CHAOS={folder}"
-        with (folder / "out").open("wb") as out:
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "sirtaki.run", *words, sys.executable, PROGRAM, folder, json.dumps(plan)],
-                env={**environment(folder / "cache", env), "SIRTAKI_TEST_CHAOS": str(folder)},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                start_new_session=True,
-            )
-        self._driver = self._launcher.pid
+        words += [sys.executable, PROGRAM, folder, json.dumps(plan)]
+        super().__init__(folder, words, environment(folder / "cache", env))
+        self._driver = self.process.pid
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _logs(self) -> dict[int, list[dict[str, Any]]]:
         """What each rank has logged, by its process; read as far as it has grown."""
-        for path in self._folder.glob("*.log"):
+        for path in self.folder.glob("*.log"):
             if path.stem.isdecimal():
                 pid = int(path.stem)
                 with path.open("rb") as file:
@@ -112,15 +103,6 @@ class Job:
                 self._offsets[pid] = self._offsets.get(pid, 0) + len(whole[0]) + len(whole[1])
                 self._lines.setdefault(pid, []).extend(json.loads(line) for line in whole[0].splitlines())
         return self._lines
-
-    def processes(self) -> dict[int, str]:
-        """All that lives of the job, by number its command line."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if self._mark.encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        return found
 
     def _members(self) -> dict[int, tuple[int, str]]:
         """Rank and host of each living member that holds the job's state, in the newest generation."""
@@ -149,15 +131,15 @@ class Job:
                 found[host] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return found
 
-    def until(self, true: Callable[[], object], limit_s: float, what: str) -> None:
+    def expect(self, true: Callable[[], object], limit_s: float, what: str) -> None:
         deadline_s = time.monotonic() + limit_s
         while not true():
-            assert self._launcher.poll() is None or self._shape.goes_on, f"{what}: the job has ended\n{self.text()}"
+            assert self.process.poll() is None or self._shape.goes_on, f"{what}: the job has ended\n{self.text()}"
             assert time.monotonic() < deadline_s, f"{what} within {limit_s:g} s: no\n{self.text()}"
             time.sleep(0.02)
 
     def text(self) -> str:
-        files = [self._folder / "out", *self._folder.glob("sirtaki-*.log")]
+        files = [self.folder / "out", self.folder / "err", *self.folder.glob("sirtaki-*.log")]
         return f"{self._shape}\n{self.done}\n" + "\n".join(path.read_text()[-6000:] for path in files)
 
     # ── strikes ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,15 +147,15 @@ class Job:
     def run(self) -> None:
         """Strikes, and ends the job; AssertionError where something is wrong."""
         ranks = sum(self._shape.slots.values())
-        self.until(lambda: len(self._members()) == ranks, RECOVER_S, "all train")
+        self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train")
         for what, phase in self._shape.strikes:
             least = 3 if what in ("two ranks", "driver", "agent", "host") and ranks > 2 else 2
-            self.until(lambda least=least: len(self._members()) >= least, RECOVER_S, f"{least} of {ranks} train")
+            self.expect(lambda least=least: len(self._members()) >= least, RECOVER_S, f"{least} of {ranks} train")
             self._wait_for(phase)
             self._strike(what, phase)
-        self.until(lambda: len(self._members()) == ranks, RECOVER_S, "all train again")
-        (self._folder / "end").touch()
-        self.until(lambda: not self.processes(), END_S, "all have ended")
+        self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train again")
+        (self.folder / "end").touch()
+        self.expect(lambda: not self.processes(), END_S, "all have ended")
         self._check()
 
     def _wait_for(self, phase: str) -> None:
@@ -183,7 +165,7 @@ class Job:
             if phase == "any":
                 break
             if phase == "writes":
-                if list(self._folder.glob("checkpoints/writing-*")):
+                if list(self.folder.glob("checkpoints/writing-*")):
                     return
             else:
                 newest = [line for log in self._logs().values() for line in log[-3:]]
@@ -218,14 +200,14 @@ class Job:
                 os.kill(pid, signal.SIGCONT)
         elif what == "driver":
             self._kill(self._driver)
-            self.until(lambda: self._successor() is not None, RECOVER_S, "another driver takes over")
+            self.expect(lambda: self._successor() is not None, RECOVER_S, "another driver takes over")
             self._driver = self._successor() or 0
         elif what in ("agent", "host"):
             self._hit_host(what, members, pids)
         elif what == "disk" and self._shape.writes:
-            folder = self._folder / "checkpoints"
+            folder = self.folder / "checkpoints"
             with suppress(OSError):  # nothing can be written where a file is in a folder's place
-                folder.rename(aside := self._folder / "aside")
+                folder.rename(aside := self.folder / "aside")
                 folder.write_text("full")
                 time.sleep(0.5)
                 folder.unlink()
@@ -255,7 +237,7 @@ class Job:
             time.sleep(pause_s)
         # An agent that may take a driver's place looks for one, and waits two minutes for others to come to its own.
         limit_s = 240.0 if self._shape.goes_on else RECOVER_S
-        self.until(lambda: not set(there) & set(self.processes()), limit_s, "those that were given up end")
+        self.expect(lambda: not set(there) & set(self.processes()), limit_s, "those that were given up end")
 
     def _driver_is_of(self, agent: int) -> bool:
         """That agent has started the driver."""
@@ -265,7 +247,7 @@ class Job:
 
     def _successor(self) -> int | None:
         there = [pid for pid, line in self.processes().items() if "sirtaki.run.elastic.launch" in line]
-        says = [path.read_text() for path in self._folder.glob("sirtaki-*.log") if not path.stem.isdecimal()]
+        says = [path.read_text() for path in self.folder.glob("sirtaki-*.log") if not path.stem.isdecimal()]
         return next((pid for pid in there if any(f"process {pid} on" in text for text in says)), None)
 
     def _kill(self, *pids: int) -> None:
@@ -273,8 +255,8 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 self.killed += 1
-        if self._launcher.pid in pids:
-            self._launcher.wait()
+        if self.process.pid in pids:
+            self.process.wait()
 
     # ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,15 +266,15 @@ class Job:
         ends = judge.lines("end")
         assert len(ends) == ranks, f"{len(ends)} of {ranks} have come to the end\n{self.text()}"
         assert len({(line["iteration"], line["hash"]) for line in ends}) == 1, ends
-        if self._launcher.wait(END_S) != -signal.SIGKILL:
-            assert self._launcher.returncode == 0, f"exit code {self._launcher.returncode}\n{self.text()}"
+        if self.process.wait(END_S) != -signal.SIGKILL:
+            assert self.process.returncode == 0, f"exit code {self.process.returncode}\n{self.text()}"
         judge.iterations = 1 + max(line["number"] for line in judge.lines("iteration"))
         judge._check_commits()
         history = judge.effective()
         judge._check_samples(history)
         if not self._shape.is_tuned:  # whose streams add in other orders
             judge._check_reference(history)
-        assert not list(self._folder.glob("checkpoints/writing-*")) or self.killed, self.text()
+        assert not list(self.folder.glob("checkpoints/writing-*")) or self.killed, self.text()
         assert "Traceback" not in self.text().replace("PeerLostError", ""), self.text()
 
     def clear(self) -> None:
@@ -300,7 +282,7 @@ class Job:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._launcher.wait()
+        self.process.wait()
 
 
 def main() -> int:

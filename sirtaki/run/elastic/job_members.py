@@ -689,7 +689,7 @@ class MemberList:
     def candidates(self, most: int | None) -> list[Worker]:
         """Of those who wait, who would be the members of the next generation, at most so many.
 
-        Who is to leave stays while nobody else holds the job's state: it actions it over first.
+        Who is to leave stays while nobody else holds the job's state: it hands it over first.
         """
         waiting = self.present(Phase.WAITING)
         wanted = [worker for worker in waiting if not worker.is_leaving]

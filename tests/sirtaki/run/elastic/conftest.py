@@ -2,54 +2,22 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_jobs import LaunchedJob
 
 from sirtaki.machine import process_fields
 
 MEMBER = Path(__file__).parents[3] / "elastic_member.py"
-SOON_S = 20.0
-_MARK = "SIRTAKI_TEST_JOB"
 
 
-class Job:
+class Job(LaunchedJob):
     """A job that has been started, and what its ranks have noted."""
-
-    def __init__(
-        self,
-        folder: Path,
-        options: list[str],
-        command: list[str],
-        popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
-    ) -> None:
-        self.folder = folder
-        environ = {**os.environ, _MARK: str(folder), "OMP_NUM_THREADS": "1"}
-        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            self.process = popen(
-                [sys.executable, "-m", "sirtaki.run", *options, *command],
-                env=environ,
-                stdout=out,
-                stderr=err,
-                cwd=folder,
-            )
-
-    @property
-    def err(self) -> str:
-        return (self.folder / "err").read_text()
-
-    @property
-    def said(self) -> list[str]:
-        """By the launcher."""
-        mark = "sirtakirun: "
-        return [line.removeprefix(mark) for line in self.err.splitlines() if line.startswith(mark)]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -71,33 +39,10 @@ class Job:
         self.until(lambda: len(self.generation()) == size)
         return self.generation()
 
-    def until(self, condition: Callable[[], object], *, timeout_s: float = SOON_S) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline_s:
-                pytest.fail(f"it does not come true\n{self.err}\n{self.records[-10:]}")
-            time.sleep(0.02)
-
     def stop(self) -> int:
         """Lets the ranks finish; the launcher's exit code."""
         (self.folder / "stop").touch()
         return self.wait()
-
-    def wait(self, timeout_s: float = SOON_S) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the job does not end\n{self.err}")
-
-    def processes(self) -> dict[int, str]:
-        """All that the job has started and that is there, by number its command line."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"{_MARK}={self.folder}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        found.pop(self.process.pid, None)
-        return found
 
     def agents(self) -> dict[str, int]:
         """Process of each agent, by the hosts of its ranks."""
@@ -116,17 +61,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     def begin(*options: object, command: list[str] | None = None, **more: Any) -> Job:
         words = command or [sys.executable, str(MEMBER), str(tmp_path)]
-        jobs.append(Job(tmp_path, [*map(str, options)], words, **more))
+        jobs.append(Job(tmp_path, [*options, *words], {**os.environ, "OMP_NUM_THREADS": "1"}, **more))
         return jobs[-1]
 
     yield begin
     for job in jobs:
-        if job.process.poll() is None:
-            job.process.send_signal(signal.SIGTERM)
-            job.process.wait(SOON_S)
-        try:
-            job.until(lambda job=job: not job.processes(), timeout_s=5.0)
-        finally:
-            for pid in job.processes():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        job.end()

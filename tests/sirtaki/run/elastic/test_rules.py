@@ -21,7 +21,6 @@ from sirtaki.run.elastic.job_members import (
     JobMembers,
     KillRank,
     Lost,
-    MemberList,
     OnFailure,
     Phase,
     Policy,
@@ -501,36 +500,23 @@ def test_old_ranks_keep_their_order_and_new_ones_follow_hosts_and_slots(workers:
     assert [each.number for each in ranked(workers, ["a", "b", "c"])] == order
 
 
-def waiting(listed: MemberList, host: str, slot: int, *, has_state: bool = False, is_leaving: bool = False) -> Worker:
-    there = listed.add(host, slot, 0.0)
-    there.has_state, there.is_leaving = has_state, is_leaving
-    there.enter(Phase.WAITING, 0.0)
-    return there
-
-
 def test_one_who_hands_the_state_over_finds_room_where_there_is_a_limit() -> None:
-    listed = MemberList()
-    old = [waiting(listed, "a", slot, has_state=True, is_leaving=True) for slot in range(2)]
-    listed.begin(old, 0.0)
-    for each in old:
-        each.enter(Phase.WAITING, 0.0)
-    new = [waiting(listed, "b", slot) for slot in range(2)]
-    assert listed.candidates(2) == [new[0], old[0]]
-    new[0].has_state = True
-    assert listed.candidates(2) == new
-    assert list(listed.dismissible()) == old
+    story = running({"a": 2}, max_ranks=2)
+    story.find({"b": 2})
+    story.join(3, 4)
+    (form,) = of(Form, story.join(1, 2, has_state=True))
+    assert (form.workers, new_in(form)) == ((1, 3), {3})
+    story.join(1, has_state=True)
+    (form,) = of(Form, story.join(3, has_state=True))
+    assert (form.workers, dismissed(story.all)) == ((3, 4), [1, 2])
 
 
 def test_the_youngest_leave_where_there_are_too_many() -> None:
-    listed = MemberList()
-    listed.begin([waiting(listed, "a", slot, has_state=True) for slot in range(2)], 0.0)
-    for each in listed.workers.values():
-        each.enter(Phase.WAITING, 0.0)
-    waiting(listed, "b", 0)
-    listed.mark_leaving({"a": 2, "b": 1}, 2)
-    assert [each.is_leaving for each in listed.workers.values()] == [False, False, True]
-    listed.mark_leaving({"a": 1, "b": 1}, 2)
-    assert [each.is_leaving for each in listed.workers.values()] == [False, True, False]
+    story = running({"a": 1, "b": 1}, max_ranks=2)
+    story.find({"a": 1})
+    story.find({"a": 2})  # and one is started there before the other host is back
+    story.find({"a": 2, "b": 1})
+    assert of(KillRank, story.all) == [KillRank(worker=3, at_once=False)]
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,10 +46,8 @@ def test_a_rank_is_killed_while_others_recover(start: Start, phase: str) -> None
 
 
 def test_rank_0_and_another_one_are_killed_in_the_same_moment_and_replaced(start: Start) -> None:
-    with start(
-        ranks=4, iterations=30, pause_s=0.02, faults=[(0, 5, "in_step", "kill"), (3, 5, "in_step", "kill")]
-    ) as job:
-        job.replaces = True
+    faults = [(0, 5, "in_step", "kill"), (3, 5, "in_step", "kill")]
+    with start(ranks=4, iterations=150, pause_s=0.02, replaces=True, faults=faults) as job:
         job.run().check(ended=4, killed=2)
 
 
@@ -189,8 +187,9 @@ def test_a_rank_that_is_lost_before_training_ends_no_other_script(launcher: Laun
 
 
 def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_path: Path) -> None:
-    with ElasticJob(launcher, tmp_path, ranks=3, program="elastic_features.py", play="less_often") as job:
-        job.replaces = True
+    with ElasticJob(
+        launcher, tmp_path, ranks=3, program="elastic_features.py", replaces=True, play="less_often"
+    ) as job:
         judge = job.run(60.0)
     assert judge.codes == {0: 0, 1: -9, 2: 0, 3: 0}, judge.output
     assert {line["size"] for line in judge.lines("step")} >= {3}
@@ -205,8 +204,9 @@ def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_pa
 
 def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_path: Path) -> None:
     env = {"SIRTAKI_TRANSPORT": "gloo"}
-    with ElasticJob(launcher, tmp_path, ranks=3, env=env, program="elastic_features.py", play="compressed") as job:
-        job.replaces = True
+    with ElasticJob(
+        launcher, tmp_path, ranks=3, env=env, program="elastic_features.py", replaces=True, play="compressed"
+    ) as job:
         judge = job.run(60.0)
     assert judge.codes == {0: 0, 1: -9, 2: 0, 3: 0}, judge.output
     ends = judge.lines("hash")
