@@ -242,20 +242,12 @@ def test_the_first_forward_pass_shows_the_graph_and_the_hooks_go(recorder: Model
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_pass_without_gradients_is_not_the_first(recorder: ModelGraphRecorder) -> None:
+def test_a_pass_without_gradients_and_another_model_are_not_taken_for_it(recorder: ModelGraphRecorder) -> None:
     model = mlp()
     recorder.start(model.parameters())
     with torch.no_grad():
         model(torch.randn(2, 4))
-    assert recorder.model_name == ""
-    model(torch.randn(2, 4))
-    assert texts(recorder.graph) == MLP_TEXTS
-
-
-def test_another_model_is_not_taken_for_it(recorder: ModelGraphRecorder) -> None:
-    model, other = mlp(), nn.Linear(3, 3)
-    recorder.start(model.parameters())
-    other(torch.randn(1, 3))
+    nn.Linear(3, 3)(torch.randn(1, 3))
     assert recorder.model_name == ""
     model(torch.randn(2, 4))
     assert texts(recorder.graph) == MLP_TEXTS

@@ -68,15 +68,15 @@ def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> Non
     assert window_for(10, 8) == 8
 
 
-@pytest.mark.parametrize("arms", [(), ("grid", "grid")])
-def test_arms_without_a_name_of_their_own_are_refused(arms: tuple[str, ...]) -> None:
-    with pytest.raises(TuningError, match="different names"):
-        AUCBandit(arms, window=3)
-
-
-def test_an_empty_window_is_refused() -> None:
-    with pytest.raises(TuningError, match="at least one use"):
-        AUCBandit(ARMS, window=0)
+@pytest.mark.parametrize(
+    ("arms", "window", "words"),
+    [((), 3, "different names"), (("grid",) * 2, 3, "different names"), (ARMS, 0, "one use")],
+)
+def test_arms_without_a_name_of_their_own_and_an_empty_window_are_refused(
+    arms: tuple[str, ...], window: int, words: str
+) -> None:
+    with pytest.raises(TuningError, match=words):
+        AUCBandit(arms, window=window)
 
 
 def test_the_arms_can_open_in_the_order_given_and_score_decides_afterwards() -> None:
