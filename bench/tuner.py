@@ -14,9 +14,6 @@ training iterations, discarded iterations, guard and all, so an *iteration* here
 
 Planners do not get the simulator's own numbers but a model of them that is off by the measurement noise in every
 number: start-up time, each point of the concurrency curve, each gradient's time, the contention's slopes.
-
-The Horovod-like tuner is Bayesian over fusion threshold and cycle time, twenty samples, one stream, in the same session
-(Horovod's own takes ten iterations a sample; here it gets the session's cheaper trials).
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
 from bench.lib.workloads import FABRICS, RANKS, cluster, workload
-from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner, cuts_for_groups
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
-from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import Assignment, WarmupSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
@@ -48,41 +45,6 @@ from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
-
-# ── How Horovod groups gradients: at the ticks of its cycle, whole ones in order, up to the fusion thres ─────────────
-
-CYCLE_S = 1e-3
-FUSION_BYTES = 64 * MIB
-
-
-def horovod_groups(
-    ready_s: Sequence[float],
-    sizes_bytes: Sequence[int],
-    *,
-    cycle_s: float = CYCLE_S,
-    fusion_bytes: int = FUSION_BYTES,
-) -> tuple[list[int], tuple[float, ...]]:
-    """What is sent together, and the tick at which each gradient is noticed.
-
-    Args:
-        ready_s: when each gradient and all before it are ready, `(n_gradients,)`, ascending.
-        sizes_bytes: `(n_gradients,)`.
-        cycle_s: time between ticks.
-        fusion_bytes: a group is no larger than that, unless it is one gradient.
-
-    Returns:
-        Index behind the last gradient of each group, and `(n_gradients,)` seconds.
-    """
-    ticks = [math.ceil(moment_s / cycle_s) for moment_s in ready_s]
-    ends: list[int] = []
-    together = 0
-    for end, tick in enumerate(ticks, start=1):
-        together += sizes_bytes[end - 1]
-        if end == len(ticks) or ticks[end] != tick or together + sizes_bytes[end] > fusion_bytes:
-            ends.append(end)
-            together = 0
-    return ends, tuple(tick * cycle_s for tick in ticks)
-
 
 # ── Simulated training jobs, each a network on a cluster, and how planners would misjudge them ───────────────────────
 
@@ -204,7 +166,6 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found
 NOISES = (0.03, 0.10)
-HOROVOD_LIKE = "horovod-like"
 AS_PRINTED = "bandit as printed"
 # The most general first: that is the order in which the bandit tries them.
 PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, LibraM, MgWfbp)
@@ -251,25 +212,6 @@ def _technique(job: Job, noise: float, seed: int, *, name: str) -> Arm:
     return make_arm(name, space=job.space, rng=np.random.default_rng(seed))
 
 
-class Limited:
-    """An arm that may propose only so often."""
-
-    def __init__(self, arm: Arm, *, proposals: int) -> None:
-        self.name = arm.name
-        self._arm = arm
-        self._left = proposals
-
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """What the arm proposes, until the limit."""
-        asked = self._arm.ask(min(n, self._left)) if self._left else []
-        self._left -= len(asked)
-        return asked
-
-    def tell(self, trials: Sequence[Trial]) -> None:
-        """Hands the trials on."""
-        self._arm.tell(trials)
-
-
 MakeContender = Callable[[Job, float, int], Arm]
 
 
@@ -281,7 +223,6 @@ def contenders() -> dict[str, MakeContender]:
         "random": _random,
         **{name: partial(_technique, name=name) for name in OUR_ARMS},
         **{kind.name: partial(_planner, kind=kind) for kind in PLANNERS},
-        HOROVOD_LIKE: lambda job, noise, seed: Limited(_technique(job, noise, seed, name="bayesian"), proposals=20),
     }
 
 
@@ -328,44 +269,12 @@ class Truth:
     def span_s(self, knobs: Knobs) -> float:
         """Without noise."""
         if knobs not in self._spans_s:
-            self._spans_s[knobs] = self._simulate(knobs)
+            self._spans_s[knobs] = self._simulator.run_knobs(knobs).span_s
         return self._spans_s[knobs]
 
     def is_close(self, knobs: Knobs) -> bool:
         """Whether a setting is within 3 % of the optimum."""
         return self.span_s(knobs) <= (1 + CLOSE) * self.optimum_s
-
-    def _simulate(self, knobs: Knobs) -> float:
-        return self._simulator.run_knobs(knobs).span_s
-
-
-class HorovodTruth(Truth):
-    """The same job under cycles: unit_bytes is the fusion threshold, threads the cycle time in tenths of ms.
-
-    What is ready at a tick is fused in order, whole gradients up to the threshold; the coordinator costs nothing.
-    """
-
-    def __init__(self, job: Job, *, optimum_s: float) -> None:
-        space = KnobSpace(
-            routes=(ROUTE,), unit_bytes=job.space.unit_bytes, streams=(1,), threads=(10, 20, 50, 100, 200, 500)
-        )
-        default = replace(job.default, unit_bytes=min(64 * MIB, space.unit_bytes[1]), streams=1, threads=10)
-        super().__init__(replace(job, space=space, default=default), optimum_s=optimum_s)
-
-    def _simulate(self, knobs: Knobs) -> float:
-        model = self.job.model
-        layout, cycle_s = model.layout, 1e-4 * (knobs.threads or 1)
-        ends, ready_s = horovod_groups(
-            model.profile.issuable_s,
-            [size * layout.itemsize_bytes for size in layout.sizes],
-            cycle_s=cycle_s,
-            fusion_bytes=knobs.unit_bytes,
-        )
-        cuts = cuts_for_groups(layout, ends, streams=1)
-        profile = Profile(ready_s=ready_s, compute_s=max(model.profile.compute_s, ready_s[-1]))
-        simulator = Simulator(layout=layout, profile=profile, link=model.links[ROUTE], contention=model.contention)
-        first_ready_s = min(model.profile.ready_s)
-        return max(simulator.run_cuts(cuts).stop_s) - first_ready_s
 
 
 def run(truth: Truth, arm: Arm, *, noise: float, seed: int) -> Outcome:
@@ -407,12 +316,12 @@ class Task:
 def run_task(task: Task) -> list[dict[str, Any]]:
     """One JSON-ready row a contender and noise: the runs' outcomes."""
     best_s = optimum_s(task.job)
-    truth, horovod_truth = Truth(task.job, optimum_s=best_s), HorovodTruth(task.job, optimum_s=best_s)
+    truth = Truth(task.job, optimum_s=best_s)
     rows = []
     for name in task.contenders:
-        make, here = contenders()[name], horovod_truth if name == HOROVOD_LIKE else truth
+        make = contenders()[name]
         for noise in NOISES:
-            outcomes = [run(here, make(here.job, noise, seed), noise=noise, seed=seed) for seed in task.seeds]
+            outcomes = [run(truth, make(task.job, noise, seed), noise=noise, seed=seed) for seed in task.seeds]
             rows.append(
                 {
                     "job": task.job.name,
@@ -455,7 +364,7 @@ def summary(runs: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     """What issue 3 asks of the bandit."""
     bandit, *others = rows
-    ours = [row for row in others if row["contender"] not in (AS_PRINTED, "random", HOROVOD_LIKE)]
+    ours = [row for row in others if row["contender"] not in (AS_PRINTED, "random")]
     return [
         Bar(claim="bandit: median iterations to 3 %", value=bandit["median_iterations_to_3_percent"], limit=20),
         Bar(claim="bandit: share of runs not within 3 %", value=1 - bandit["within_3_percent_at_the_end"], limit=0.05),

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from bench.registry_transfer import run as run_transfer
 from bench.sweep import model_rank_correlation
 from bench.tuner import (
     ROUTE,
-    HorovodTruth,
     Job,
     Listed,
     Truth,
@@ -88,21 +86,11 @@ def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -
     assert nothing.over_default <= 1.0  # what lies next to the default runs all the same
 
 
-def test_the_horovod_like_peer_waits_for_its_cycles_and_fuses_up_to_its_threshold(job: Job) -> None:
-    peer = HorovodTruth(job, optimum_s=1.0)
-    base = peer.job.default
-    short, long = (peer.span_s(replace(base, threads=cycle)) for cycle in (10, 500))
-    assert long > short + 0.02  # all gradients wait for a tick at 50 ms
-    small, large = (peer.span_s(replace(base, unit_bytes=size, threads=500)) for size in (MIB, 16 * MIB))
-    assert small == pytest.approx(large + 18e-3)  # one start-up for each of 20 gradients, against two
-
-
-@pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n", "horovod-like"])
+@pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n"])
 def test_every_kind_of_contender_runs(name: str, truth: Truth) -> None:
     make = contenders()[name]
-    here = HorovodTruth(truth.job, optimum_s=truth.optimum_s) if name == "horovod-like" else truth
-    outcome = run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
-    assert outcome == run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
+    outcome = run(truth, make(truth.job, 0.03, 1), noise=0.03, seed=1)
+    assert outcome == run(truth, make(truth.job, 0.03, 1), noise=0.03, seed=1)
     assert outcome.iterations <= 100
 
 
