@@ -64,8 +64,8 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; an infinite span is None, since JSON knows no infinity. `from_json` is its inverse."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return {**data, "span_s": self.span_s if math.isfinite(self.span_s) else None}
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:

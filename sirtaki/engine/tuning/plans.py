@@ -212,7 +212,7 @@ class GivenPlan:
         Raises:
             PlanError: the knobs do not fit the sizes.
         """
-        told: dict[str, Any] = msgspec.to_builtins(self)
+        told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         del told["source"]
         whole = self.knobs.to_plan(GradientLayout(sizes=self.sizes[0])).to_json()
         return {"format": FORMAT, "version": FORMAT_VERSION, **told, **whole}
