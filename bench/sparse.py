@@ -47,7 +47,7 @@ from bench.step import slowest, timed_block
 from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
-from sirtaki.engine.reducing.optimizer_gradients import reducers_of
+from sirtaki.engine.reducing.reducer import reducers_of
 
 RANKS = 4
 CAPPED = LabShape(nodes=RANKS, link_bits_per_s=400_000_000, flow_bits_per_s=100_000_000)

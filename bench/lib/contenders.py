@@ -219,7 +219,7 @@ class Attached(Ddp):
         super().__init__(make_model, bucket_mb=bucket_mb)
         import sirtaki.torch.ddp
         from sirtaki.engine import job
-        from sirtaki.engine.reducing.optimizer_gradients import reducers_of
+        from sirtaki.engine.reducing.reducer import reducers_of
 
         assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
         sirtaki.torch.ddp.attach(self.forward)

@@ -2,20 +2,36 @@
 
 model = DistributedDataParallel(model)
 sirtaki.torch.ddp.attach(model)
+
+DDP asks its reducer to prepare for each backward pass that is to be synchronised, and for none within `no_sync()`. A
+reducer that is never asked does nothing; so another stands in its place, hears when, and has Sirtaki's hooks on the
+parameters do the work. A backward pass that is due is an iteration, and ends it.
+
+Ranks whose pass uses no parameter take part, too, so a pass is noticed where it begins, at what the model has returned.
+`torch.autograd.grad` passes by there as well and adds to no `.grad` (a penalty on gradients, forces from energies, a
+norm for the log): the backward pass that is due comes after it. They are told apart by a leaf of the graph, which
+autograd visits in a backward pass only.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.reducing.ddp_gradients import AtRest, DdpGradients, Outputs
-from sirtaki.engine.reducing.reducer import ReducerOptions
-from sirtaki.errors import ConfigError
+from sirtaki.engine.reducing.reducer import GradientReducer, ReducerOptions
+from sirtaki.errors import ConfigError, NotInitializedError
 
 from .basics import record_if_wanted
 from .compression import Choice, Compression, reduction_options
@@ -87,3 +103,231 @@ def _require_reducer_alone(model: DistributedDataParallel) -> None:
         raise ConfigError("attach() does not go with DDP(delay_all_reduce_named_params=...), which it makes needless")
     if model.mixed_precision is not None:
         raise ConfigError("DDP(mixed_precision=...) does not go with attach(); torch.autocast does")
+
+
+TOO_OFTEN = (
+    "a parameter has got a gradient twice in one backward pass, as reentrant checkpoints that share it give it: "
+    "DistributedDataParallel(static_graph=True) counts them, checkpoint(use_reentrant=False) avoids it"
+)
+
+CLOSED = (
+    "the gradients of this model are not reduced any more: that ended {reason}; wrap it once more, "
+    "DistributedDataParallel(model.module), and attach that"
+)
+
+
+class DdpGradients(GradientReducer):
+    """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
+
+    may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
+
+    _due = _begun = False
+    _arrivals: Arrivals | None = None
+    _active_ranks: torch.distributed.Work | None = None
+
+    @property
+    def too_often(self) -> str:
+        """See `GradientReducer`."""
+        return TOO_OFTEN
+
+    def count_arrivals(self) -> None:
+        """The graph stays: a parameter may get gradients several times in a pass, as often as in the first one."""
+        self._arrivals = Arrivals([param for _, param in self.named])
+
+    def prepare(self) -> None:
+        """The next backward pass is to be synchronised; DDP's forward says so.
+
+        Raises:
+            NotInitializedError: nobody reduces gradients any more.
+        """
+        if self.closed:
+            raise NotInitializedError(CLOSED.format(reason=self.closed))
+        self._due = True
+        if self._arrivals is not None:
+            self._arrivals.begin()
+
+    def watch(self, output: object) -> None:
+        """Has the backward pass noticed that begins at what the model returns.
+
+        The first gradient may come in a pass within that one (reentrant checkpoints), whose end is not its end, or on
+        some ranks not at all.
+        """
+        if self._due:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._pass_by, _nearest_leaf(tensor)))  # type: ignore[no-untyped-call]
+
+    def _pass_by(self, leaf: Node | None, _: torch.Tensor) -> None:
+        if self._due and not self._begun and (leaf is None or _accumulates(leaf)):
+            self._begin()
+
+    def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
+        """Gradients of the next pass are divided by the number of ranks that have not joined, which that all-reduce
+        finds, not by that of all ranks; None = as usual.
+        """
+        self._active_ranks = active_ranks
+
+    def take_part(self) -> None:
+        """Collective: what a backward pass of the other ranks is on one that has joined; its gradients stay."""
+        params = [param for _, param in self.named]
+        own = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        self.finish(joined=True)
+        for param, gradient in zip(params, own, strict=True):
+            param.grad = gradient
+
+    def begin_backward(self) -> bool:
+        """False: this pass is not to be synchronised, its gradients are only added up, or counted."""
+        if not self._due:
+            return False
+        self._begin()
+        return self._arrivals is None and bool(self.named)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = super().begin_backward()
+
+    def end_backward(self) -> None:
+        """The pass that was due is over, and with it the iteration."""
+        counts = []
+        if self._arrivals is not None:
+            counts, self._arrivals = self._arrivals.end(), None
+            self._come += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
+            self._looked = 0
+        self._due = self._begun = False
+        super().end_backward()
+        self.finish()
+        if counts:
+            self.set_passes([max(1, count) for count in counts])
+        if self._active_ranks is not None:
+            self._active_ranks.wait()
+            share = len(self.ranks) / float(self._active_ranks.result()[0])
+            torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
+
+    def fail_backward(self) -> None:
+        """The pass that was due has raised."""
+        self._due = self._begun = False
+        super().fail_backward()
+
+
+class Arrivals:
+    """Counts how often a gradient of each parameter comes in a backward pass."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        """Begins to."""
+        self._params = params
+        self.begin()
+        self._handles = [
+            param.register_post_accumulate_grad_hook(partial(self._count, number))  # type: ignore[no-untyped-call]
+            for number, param in enumerate(params)
+        ]
+
+    def begin(self) -> None:
+        """Nothing has come."""
+        self._counts = [0] * len(self._params)
+
+    def end(self) -> list[int]:
+        """Counts no more."""
+        for handle in self._handles:
+            handle.remove()
+        return self._counts
+
+    def _count(self, number: int, _: torch.Tensor) -> None:
+        self._counts[number] += 1
+
+
+class AtRest:
+    """What a DDP model holds in place of its reducer, which does nothing any more but answer questions.
+
+    Its methods are those by which DDP's Python code has gradients reduced (torch/nn/parallel/distributed.py).
+    """
+
+    def __init__(self, reducer: Any, gradients: DdpGradients) -> None:
+        """`reducer` is DDP's (Any: it is a class of C++ without types)."""
+        self._reducer, self._gradients = reducer, gradients
+
+    def __getattr__(self, name: str) -> Any:  # Any: as the reducer has it
+        if name.startswith("_pybind11_"):  # by which C++ would find the reducer in here, and give it a hook
+            raise AttributeError(name)
+        return getattr(self._reducer, name)
+
+    def __repr__(self) -> str:
+        # What PyTorch says where it is given this, to register a communication hook, and cannot take it.
+        return "<reducer at rest since sirtaki.torch.ddp.attach(); no communication hook goes with it>"
+
+    def prepare_for_backward(self, _: object) -> None:
+        """Before each backward pass that is to be synchronised."""
+        self._gradients.prepare()
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        pass
+
+    def _delay_all_reduce(self) -> None:
+        pass
+
+    def _set_forward_pass_work_handle(self, work: torch.distributed.Work, by_all: bool) -> None:
+        """In `join()`, before each forward: `work` adds up who has not joined."""
+        self._gradients.divide_by(None if by_all else work)
+
+    def _get_zeros_like_grad_buckets(self) -> list[object]:
+        """In `join()`, on a rank that has joined: for the other ranks' backward pass; no bucket is left to reduce."""
+        self._gradients.take_part()
+        return []
+
+
+class Outputs:
+    """A forward hook of a DDP model. In a copy of the model, whose reducer is PyTorch's own, it does nothing."""
+
+    def __init__(self, gradients: DdpGradients | None = None) -> None:
+        """`gradients` are the model's; None = nobody's."""
+        self._gradients = gradients
+
+    def __call__(self, _module: object, _inputs: object, output: object) -> None:
+        """PyTorch's call."""
+        if self._gradients is not None and not torch.compiler.is_compiling():
+            self._gradients.watch(output)
+
+    def __reduce__(self) -> tuple[type[Outputs], tuple[()]]:
+        return Outputs, ()
+
+
+def _tensors(found: object) -> Iterator[torch.Tensor]:
+    """Those in containers."""
+    inside: Iterable[object] = ()
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, Mapping):
+        inside = found.values()
+    elif isinstance(found, list | tuple):
+        inside = found
+    elif dataclasses.is_dataclass(found):
+        inside = vars(found).values()
+    for item in inside:
+        yield from _tensors(item)
+
+
+def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
+    """What adds up the gradient of some tensor that this one was computed from; None if there is none such.
+
+    A reference to it leads back to that tensor, but not to this one, which may hold it.
+    """
+    found, seen = deque([] if tensor.grad_fn is None else [tensor.grad_fn]), set[Node]()
+    while found:
+        node = found.popleft()
+        if hasattr(node, "variable"):
+            return node
+        seen.add(node)
+        found += [there for there, _ in node.next_functions if there is not None and there not in seen]
+    return None
+
+
+def _accumulates(leaf: Node) -> bool:
+    """Whether the current pass, which goes by a tensor computed from this leaf, adds to the `.grad` of leaves."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad has been asked for that of this leaf
+        return False

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.engine import job
 from sirtaki.engine.reducing.checks import checksums, require_same_model
-from sirtaki.engine.reducing.optimizer_gradients import reducers_of
+from sirtaki.engine.reducing.reducer import reducers_of
 from sirtaki.errors import CommError, ConfigError
 
 from .collectives import Sum, grouped_allreduce_async, poll, synchronize

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from torch.optim import optimizer as torch_optimizer
 from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
-from sirtaki.comm.compress import Feedback
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.reducing.optimizer_gradients import CLOSED, OptimizerGradients, reducers_of
-from sirtaki.engine.reducing.reducer import Phase, ReducerOptions
+from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
 from sirtaki.engine.tuning.warmup import NO_LOG
@@ -50,35 +48,24 @@ from .process_sets import ProcessSet, global_process_set, require_opened
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class GradientRecipe:
     """What the user has asked for; from it each generation of a job makes what its ranks need.
 
     Attributes:
         named: all parameters of the optimizer with their names, frozen ones too.
-        compression: fields of `Reduction` that say how gradients travel.
-        feedback: see `Reduction`; the same in all generations of a job.
         passes: backward passes whose gradients are added up.
         op: Average or Sum.
-        predivide: divides before the sum and multiplies after it.
-        sparse_as_dense: sparse gradients are made dense.
-        groups: parameters that go together.
-        arms: search techniques, None = the usual ones.
         process_set: the ranks that train together.
-        overlaps: updates are put off into the next forward pass.
+        options: how gradients are added up; an average divides by the ranks that there are then. What compression owes
+            is the same in all generations.
     """
 
     named: list[tuple[str, torch.Tensor]]
-    compression: dict[str, Any]
     passes: int
     op: int
-    predivide: float
-    sparse_as_dense: bool
-    groups: Sequence[Sequence[torch.Tensor]]
-    arms: Sequence[Arm] | None
     process_set: ProcessSet
-    overlaps: bool = False
-    feedback: Feedback = field(default_factory=Feedback)
+    options: ReducerOptions
 
     @property
     def signature(self) -> str:
@@ -101,19 +88,10 @@ class GradientRecipe:
             log = NO_LOG if current.settings.trial_log else ""
             logger.info("on one rank nothing is reduced, and nothing tuned%s", log)
             return None
-        reduction = Reduction(
-            prescale=1.0 / self.predivide,
-            postscale=self.predivide / count if self.op == Average else 1.0,
-            feedback=self.feedback,
-            **self.compression,
-        )
-        options = ReducerOptions(
-            reduction=reduction,
-            sparse_as_dense=self.sparse_as_dense,
-            groups=self.groups,
-            arms=self.arms,
-            overlaps=self.overlaps,
-        )
+        reduction = self.options.reduction
+        if self.op == Average:
+            reduction = replace(reduction, postscale=reduction.postscale / count)
+        options = replace(self.options, reduction=reduction)
         return OptimizerGradients(current, members, self.named, passes=self.passes, options=options)
 
     def _members(self, current: job.Job) -> RankSet | None:
@@ -265,15 +243,14 @@ class AveragingOptimizer(Distributed):
     def state_dict(self) -> dict[str, Any]:
         """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
         state: dict[str, Any] = super().state_dict()
-        return (
-            state | {OWED: self._recipe.feedback.state_dict()} if "compression" in self._recipe.compression else state
-        )
+        reduction = self._recipe.options.reduction
+        return state if reduction.compression is None else state | {OWED: reduction.feedback.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's; takes over what is owed, too, if the state says it."""
         super().load_state_dict(state_dict)
         if OWED in state_dict:
-            self._recipe.feedback.load_state_dict(state_dict[OWED])
+            self._recipe.options.reduction.feedback.load_state_dict(state_dict[OWED])
 
     def close(self) -> None:
         """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
@@ -731,18 +708,12 @@ def DistributedOptimizer(
         combining = wrap_adasum(optimizer, named, compression=compression)
         keep(combining, current)
         return combining
-    recipe = GradientRecipe(
-        named=named,
-        compression=reduction_options(compression),
-        passes=backward_passes_per_step,
-        op=op,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        groups=divided,
-        arms=arms,
-        process_set=process_set,
-        overlaps=overlaps,
+    predivide = gradient_predivide_factor
+    reduction = Reduction(prescale=1.0 / predivide, postscale=predivide, **reduction_options(compression))
+    options = ReducerOptions(
+        reduction=reduction, sparse_as_dense=sparse_as_dense, groups=divided, arms=arms, overlaps=overlaps
     )
+    recipe = GradientRecipe(named, backward_passes_per_step, op, process_set, options)
     distributed: AveragingOptimizer
     if overlaps:
         overlapped: OverlappedOptimizer = derive(OverlappedOptimizer, optimizer)

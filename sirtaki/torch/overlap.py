@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from sirtaki.engine.reducing.checks import Named
-from sirtaki.engine.reducing.optimizer_gradients import OptimizerGradients
-from sirtaki.engine.reducing.reducer import GradientReducer, Phase
+from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
 from sirtaki.errors import StaleReadError
 
 

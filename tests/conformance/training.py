@@ -1,11 +1,13 @@
 """Training on several ranks must equal training in one process; written once for all programs for ranks."""
 
 import copy
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import sirtaki.torch as hvd
@@ -84,6 +86,11 @@ def assert_equal_on_all_ranks(model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         root = hvd.broadcast(param.detach(), 0, name=f"compared.{name}")
         assert torch.equal(root, param), f"{name} differs between ranks"
+
+
+def raises(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        act()
 
 
 def main(cases: Sequence[Callable[[], None]]) -> None:

@@ -3,10 +3,11 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from conformance.training import assert_equal_on_all_ranks, batch, main
+from conformance.training import assert_equal_on_all_ranks, batch, main, raises
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -159,18 +160,6 @@ def any_optimizer_may_be_the_outer_one() -> None:
     play(hvd.DiLoCo(model, optimizer, EVERY, outer=outer), model, optimizer, simulation, 2 * EVERY + 1)
 
 
-def even_fragments_are_all_of_the_model() -> None:
-    for fragments in (1, 2, 3, 6):
-        model = make_model()
-        optimizer = inner(model)
-        with hvd.LocalSGD(model, optimizer, EVERY, fragments=fragments, delay=1):
-            for number in range(EVERY + 2):
-                train(model, optimizer, hvd.rank(), number)
-        assert_equal_on_all_ranks(model)
-        for name, buffer in model.named_buffers():
-            assert torch.equal(hvd.broadcast(buffer, 0, name=f"{fragments}.{name}"), buffer)
-
-
 class OfAllDtypes(nn.Module):
     """Parameters of several dtypes, one of them empty and one a transposed view, and one that is not trained."""
 
@@ -224,15 +213,17 @@ def every_dtype_is_averaged() -> None:
 
 def ranks_may_have_different_numbers_of_batches() -> None:
     every, counts = 3, [3 * rank + 2 for rank in range(hvd.size())]
-    for fragments, delay in ((1, 0), (2, 1), (3, 1)):
+    for fragments, delay in ((1, 0), (2, 1), (3, 1), (6, 1)):
         model = make_model()
         models = [copy.deepcopy(model) for _ in counts]
         optimizers = [inner(there) for there in models]
         optimizer = inner(model)
-        with hvd.LocalSGD(model, optimizer, 6 if fragments == 2 else every, fragments=fragments, delay=delay):
+        with hvd.LocalSGD(model, optimizer, every if fragments in (1, 3) else 6, fragments=fragments, delay=delay):
             for number in range(counts[hvd.rank()]):
                 train(model, optimizer, hvd.rank(), number)
         assert_equal_on_all_ranks(model)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(hvd.broadcast(buffer, 0, name=f"{fragments}.{name}"), buffer)
         if fragments > 1:
             continue
         for begin in range(0, max(counts), every):
@@ -251,44 +242,30 @@ def ranks_may_have_different_numbers_of_batches() -> None:
 
 def training_goes_on_from_a_saved_state() -> None:
     for kind, saved_after in ((hvd.LocalSGD, 4), (hvd.DiLoCo, 7), (hvd.DiLoCo, 11)):
-        runs = []
-        for interrupted in (False, True):
+
+        def made(kind: Any = kind) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = make_model()
             optimizer = inner(model)
             # Sent in step 6 and merged in step 9: a state of step 7 has the fragment sent anew after step 8.
-            context = kind(model, optimizer, EVERY, delay=0 if kind is hvd.LocalSGD else 3)
+            return model, optimizer, kind(model, optimizer, EVERY, delay=0 if kind is hvd.LocalSGD else 3)
+
+        def run(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any, steps: range) -> Any:
             with context:
-                for number in range(saved_after):
+                for number in steps:
                     train(model, optimizer, hvd.rank(), number)
-                if interrupted:
-                    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), context.state_dict()))
-                    again = make_model()
-                    optimizer2 = inner(again)
-                    other = kind(again, optimizer2, EVERY, delay=0 if kind is hvd.LocalSGD else 3)
-            if interrupted:
-                with torch.no_grad():
-                    for param in again.parameters():
-                        param.add_(1.0)
-                again.load_state_dict(kept[0])
-                optimizer2.load_state_dict(kept[1])
-                other.load_state_dict(kept[2])
-                model, optimizer, context = again, optimizer2, other
-                with context:
-                    for number in range(saved_after, 3 * EVERY + 2):
-                        train(model, optimizer, hvd.rank(), number)
-            else:
-                model = make_model()
-                optimizer = inner(model)
-                context = kind(model, optimizer, EVERY, delay=0 if kind is hvd.LocalSGD else 3)
-                with context:
-                    for number in range(3 * EVERY + 2):
-                        train(model, optimizer, hvd.rank(), number)
+                return copy.deepcopy([each.state_dict() for each in (model, optimizer, context)])
+
+        steps = 3 * EVERY + 2
+        whole, again = made(), made()
+        run(*whole, range(steps))
+        for each, state in zip(again, run(*made(), range(saved_after)), strict=True):
+            each.load_state_dict(state)
+        run(*again, range(saved_after, steps))
+        limit = 0.3 if (kind, saved_after) == (hvd.DiLoCo, 7) else 1e-12
+        for model, _, _ in (whole, again):
             assert_equal_on_all_ranks(model)
-            runs.append(model.state_dict())
-        resent = (kind, saved_after) == (hvd.DiLoCo, 7)
-        for name, tensor in runs[0].items():
-            limit = 0.3 if resent else 1e-12
-            torch.testing.assert_close(runs[1][name], tensor, rtol=limit, atol=limit)
+        for name, tensor in whole[0].state_dict().items():
+            torch.testing.assert_close(again[0].state_dict()[name], tensor, rtol=limit, atol=limit)
 
 
 def a_tuned_interval_is_the_same_everywhere_and_follows_the_network() -> None:
@@ -350,15 +327,6 @@ def sets_of_ranks_train_apart_and_beside_a_distributed_optimizer() -> None:
         hvd.remove_process_set(there)
 
 
-def raises(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
-    try:
-        act()
-    except kind as err:
-        assert words in str(err), err
-        return
-    raise AssertionError(f"nothing was raised about {words!r}")
-
-
 def mistakes_are_told() -> None:
     model = make_model()
     optimizer = inner(model)
@@ -376,27 +344,21 @@ def mistakes_are_told() -> None:
         hvd.broadcast_parameters(model.state_dict(), 0)
     context = hvd.DiLoCo(model, optimizer, 1)
     raises(ConfigError, "around the training loop", context.synchronize)
-    try:
-        with context:
-            train(model, optimizer, hvd.rank(), 0)
-            raises(ConfigError, "in use already", context.__enter__)
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-            raises(ConfigError, "make a new one", lambda: train(model, optimizer, hvd.rank(), 1))
-            raise KeyError("the script's own")
-    except KeyError:
-        pass
+    with suppress(KeyError), context:
+        train(model, optimizer, hvd.rank(), 0)
+        raises(ConfigError, "in use already", context.__enter__)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        raises(ConfigError, "make a new one", lambda: train(model, optimizer, hvd.rank(), 1))
+        raise KeyError("the script's own")
     # A block that has raised may be entered again, whatever was on its way.
     optimizer = inner(model)
     context = hvd.LocalSGD(model, optimizer, 4, delay=3)
     hvd.broadcast_parameters(model.state_dict(), 0)
     for _ in range(2):
-        try:
-            with context:
-                for number in range(5):
-                    train(model, optimizer, hvd.rank(), number)
-                raise KeyError("while a fragment is on its way")
-        except KeyError:
-            pass
+        with suppress(KeyError), context:
+            for number in range(5):
+                train(model, optimizer, hvd.rank(), number)
+            raise KeyError("while a fragment is on its way")
     with context:
         train(model, optimizer, hvd.rank(), 5)
     assert_equal_on_all_ranks(model)
@@ -406,7 +368,6 @@ CASES = (
     local_sgd_averages_as_simulated,
     diloco_updates_as_simulated,
     any_optimizer_may_be_the_outer_one,
-    even_fragments_are_all_of_the_model,
     every_dtype_is_averaged,
     ranks_may_have_different_numbers_of_batches,
     training_goes_on_from_a_saved_state,

@@ -84,27 +84,23 @@ def assert_all_well(results: list[Any]) -> None:
             raise result
 
 
-@pytest.mark.parametrize("batches", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_sums_are_right_and_the_same_on_all_ranks(ranks: int, batches: bool) -> None:
-    with serving(batches=batches) as (address, aggregator):
-        assert_all_well(sums_of([address], ranks, SMALL, 4, connect=lambda to: Wire.connected(to, batches=batches)))
-    packets = sum(-(-rows_in(step, SMALL) * SMALL.width // SMALL.floats) for step in range(4))
-    assert (aggregator.counters["sums"], aggregator.counters["parts"]) == (packets, ranks * packets)
-
-
 @pytest.mark.parametrize(
-    "layout",
+    ("ranks", "batches", "layout"),
     [
-        {"rows": 1, "width": 1},
-        {"rows": 361, "width": 1},
-        {"rows": 9, "width": 1000},
-        {"rows": 100, "width": 7, "registers": 3},
+        (1, True, SMALL),
+        (2, False, SMALL),
+        (5, True, SMALL),
+        (3, True, HeatLayout(rows=1, width=1)),
+        (3, True, HeatLayout(rows=361, width=1)),
+        (3, False, HeatLayout(rows=9, width=1000)),
+        (3, True, HeatLayout(rows=100, width=7, registers=3)),
     ],
 )
-def test_any_shape_is_summed(layout: dict[str, int]) -> None:
-    with serving() as (address, _):
-        assert_all_well(sums_of([address], 3, HeatLayout(**layout), 3))
+def test_sums_of_any_shape_are_right_and_the_same_on_all_ranks(ranks: int, batches: bool, layout: HeatLayout) -> None:
+    with serving(batches=batches) as (address, aggregator):
+        assert_all_well(sums_of([address], ranks, layout, 4, connect=lambda to: Wire.connected(to, batches=batches)))
+    packets = sum(-(-rows_in(step, layout) * layout.width // layout.floats) for step in range(4))
+    assert (aggregator.counters["sums"], aggregator.counters["parts"]) == (packets, ranks * packets)
 
 
 def test_sums_by_tables_are_near_and_the_same_on_all_ranks() -> None:

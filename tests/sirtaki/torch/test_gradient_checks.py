@@ -25,38 +25,21 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     logger.removeHandler(caplog.handler)
 
 
-def report(control: ControlPlane, caplog: pytest.LogCaptureFixture, *gradients: torch.Tensor) -> str:
-    check = NanCheck(control)
-    for number, gradient in enumerate(gradients):
-        check.look(f"layer{number}", gradient)
-    with caplog.at_level(logging.ERROR, logger="sirtaki"):
-        check.finish([], [])
-    return caplog.text
-
-
-def test_a_sum_that_overflows_is_no_finding(control: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
-    assert report(control, caplog, torch.full((4,), 6e4, dtype=torch.float16), torch.zeros(0)) == ""
-
-
-def test_infinities_that_cancel_are_found(control: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
-    gradient = torch.tensor([float("inf"), 1.0, float("-inf"), float("nan")])
-    text = report(control, caplog, torch.ones(2), gradient)
-    assert "rank 0: layer1 (1 NaN and 2 infinite of 4 elements)" in text
-
-
-def test_sparse_gradients_are_looked_at(control: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
-    values = torch.tensor([[1.0, float("nan")]])
-    gradient = torch.sparse_coo_tensor(torch.tensor([[3]]), values, (9, 2), check_invariants=True)
-    assert "layer0 (1 NaN of 2 elements)" in report(control, caplog, gradient)
-
-
-def test_gradients_that_came_without_a_hook_are_looked_at(
+def test_what_is_not_finite_is_named_with_how_much_of_it(
     control: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check = NanCheck(control)
-    late, never = torch.zeros(1), torch.zeros(1)
-    late.grad = torch.tensor([float("nan")])
+    nan, inf, check = float("nan"), float("inf"), NanCheck(control)
+    check.look("overflows in its sum", torch.full((4,), 6e4, dtype=torch.float16))
+    check.look("empty", torch.zeros(0))
     with caplog.at_level(logging.ERROR, logger="sirtaki"):
+        check.finish([], [])
+        assert caplog.text == ""
+        check.look("cancels", torch.tensor([inf, 1.0, -inf, nan]))
+        places, values = torch.tensor([[3]]), torch.tensor([[1.0, nan]])
+        check.look("sparse", torch.sparse_coo_tensor(places, values, (9, 2), check_invariants=True))
+        late, never = torch.zeros(1), torch.zeros(1)  # which came without a hook
+        late.grad = torch.tensor([nan])
         check.finish([1, 1], [("late", late), ("never", never)])
-    assert "iteration 0" in caplog.text
-    assert "late (1 NaN of 1 elements)" in caplog.text
+    assert "iteration 1" in caplog.text
+    found = "cancels (1 NaN and 2 infinite of 4 elements), sparse (1 NaN of 2 elements), late (1 NaN of 1 elements)"
+    assert f"rank 0: {found}" in caplog.text
