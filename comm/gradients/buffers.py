@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter, is_
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -109,44 +109,9 @@ class ControlFlags:
         self._read = None
 
 
-class UsageFlags:
-    """One element a parameter, which tells whether any rank has its gradient (`SIRTAKI_UNUSED=none`).
-
-    Attributes:
-        wanted: somebody asks.
-    """
-
-    def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements` of the flat buffer, `(n_params,)`; empty where nobody asks."""
-        self._device, self._elements, self.wanted = device, elements, bool(elements.numel())
-
-    def write(self, present: Sequence[int]) -> None:
-        """Sets the flags of the parameters whose gradients this rank has."""
-        flags = torch.zeros(self._elements.numel(), dtype=self._elements.dtype)
-        flags[list(present)] = 1
-        self._device.launch(self._elements.copy_, flags)
-
-    def used(self) -> list[bool]:
-        """Once they are reduced: whether any rank has the gradient, `(n_params,)`. Waits for the device."""
-        return [bool(flag) for flag in (self._elements > 0).tolist()]
-
-
-class HasGrad(Protocol):
-    """What is needed of a parameter."""
-
-    grad: torch.Tensor | None
-    requires_grad: bool
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def numel(self) -> int:
-        """Elements."""
-
-
-def dense_strides(param: HasGrad) -> tuple[int, ...]:
+def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
     """The strides of a parameter's gradient: the parameter's own, without holes."""
-    return torch.empty_like(param, device="meta").stride()  # type: ignore[arg-type]  # a tensor in truth
+    return torch.empty_like(param, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +140,7 @@ class GradientGroup:
     """The gradients of one dtype: their flat buffer, and the place in it of each."""
 
     def __init__(
-        self, indices: list[int], params: Sequence[HasGrad], layout: GradientLayout, buffer: FlatBuffer
+        self, indices: list[int], params: Sequence[torch.Tensor], layout: GradientLayout, buffer: FlatBuffer
     ) -> None:
         self.indices, self.layout, self.buffer = indices, layout, buffer
         # A gradient has its parameter's strides (torch's layout contract, on which fused optimizers rely).
@@ -187,7 +152,7 @@ class GradientGroup:
 
 def _group_by_dtype(
     order: Sequence[int],
-    params: Sequence[HasGrad],
+    params: Sequence[torch.Tensor],
     names: Sequence[str],
     *,
     reduction: Reduction,
@@ -253,7 +218,7 @@ class GradientBuffers:
     def __init__(
         self,
         order: Sequence[int],
-        params: Sequence[HasGrad],
+        params: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
         reduction: Reduction,
@@ -671,7 +636,7 @@ class Arrivals:
             if buffers.fits(position) and position not in buffers.lent:
                 param.grad = buffers.view(position)
             else:
-                param.grad = torch.empty_like(param)  # type: ignore[arg-type]  # a tensor in truth
+                param.grad = torch.empty_like(param)
                 copies.append((position, param.grad))
         buffers.copy_out(copies)
         if buffers.lent:

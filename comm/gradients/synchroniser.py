@@ -48,12 +48,10 @@ from .buffers import (
     Arrivals,
     ControlFlags,
     GradientBuffers,
-    HasGrad,
     LostEdits,
     Pace,
     Reduction,
     Said,
-    UsageFlags,
 )
 from .iteration import InFlight, Interrupted, IterationEvents, IterationReport, IterationTrace, ReadinessNegotiation
 from .schedule import (
@@ -139,7 +137,7 @@ class Synchroniser:
 
     def __init__(
         self,
-        params: Sequence[HasGrad],
+        params: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
         control: ControlPlane,
@@ -197,7 +195,8 @@ class Synchroniser:
             n_flags=FLAG_COUNT + (self.n_params if self._unused_as_none else 0),
         )
         self._flags = ControlFlags(self._device, buffers.flags[:FLAG_COUNT])
-        self._usage = UsageFlags(self._device, buffers.flags[FLAG_COUNT:])
+        # Where gradients may be None: one a parameter, by position, which is above zero if any rank has its gradient.
+        self._usage = buffers.flags[FLAG_COUNT:]
         self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
         return buffers
 
@@ -440,7 +439,9 @@ class Synchroniser:
         now.backward_ended = self._device.record_event()
         arrived.own = len(arrived.positions)
         if self._unused_as_none:
-            self._usage.write([] if now.joined else arrived.present)
+            usage = torch.zeros(self.n_params, dtype=self._usage.dtype)
+            usage[[] if now.joined else arrived.present] = 1
+            self._device.launch(self._usage.copy_, usage)
         if not self.can_reduce:  # before `step()`, so that the flags have not left
             self._flags.write(
                 Said(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
@@ -489,8 +490,7 @@ class Synchroniser:
         if device.streams:
             device.release()
         now.reduced = self._last_done() if now.one_by_one else device.record_event()
-        unused = [index for index, used in enumerate(self._usage.used()) if not used] if self._unused_as_none else ()
-        self._arrivals.hand_out(unused)
+        self._arrivals.hand_out((self._usage <= 0).nonzero()[:, 0].tolist() if self._unused_as_none else ())
         if not device.streams:
             now.said = self._flags.read()
         self.problem = self._edits.look(self._arrivals, self._buffers.names, now.said)

@@ -124,7 +124,10 @@ class Attached:
         self._ahead: list[_Group] = []  # gathered in a forward pass, used or not
         self._scattered = False  # gradients, since the model was called
         self.knobs = UNTUNED
-        self._own_prefetch = not any(_prefetches(each.module) for each in self._sharded)
+        states = [each.module._get_fsdp_state() for each in self._sharded]
+        self._own_prefetch = not any(
+            state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
+        )
         groups = [each.group for each in self._sharded]
         for group in groups:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
@@ -261,7 +264,7 @@ class _Tuning:
         self._attached, self._lanes, self._settings = attached, lanes, settings
         self._active = lanes is not None and settings.tune and settings.warmup_iterations > 0
         self._session: ShardSession | None = None  # on rank 0, as the next one
-        self._memory: ShardMemory | None = None
+        self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
         self._begun_s: float | None = None
         if lanes is not None:
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
@@ -302,16 +305,16 @@ class _Tuning:
             memory_bytes=settings.fsdp_memory,
         )
         if topology:
-            key = ShardsKey(
+            sizes = [[_description(each.group), _bytes_of(each.group, 1)] for each in attached.sharded]
+            self._key = ShardsKey(
                 topology=topology,
                 ranks=lanes.control.size,
-                model=_digest_of(attached.sharded),
+                model=digest("sharded model", canonical_json(sizes))[:32],
                 transport=lanes.kind.value,
                 versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
                 fixed={name: value for name, value in fixed_knobs(settings).items() if name == "streams"},
             )
-            self._memory = ShardMemory(settings.registry, key, space)
-        first = None if self._memory is None else self._memory.recall()
+        first = None if self._key is None else self._recall(self._key, space)
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first)
 
     def _run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
@@ -326,57 +329,37 @@ class _Tuning:
         if (session := self._session) is not None:
             gain = f"{session.gain:.0%} faster than untuned" if session.gain else "nothing was faster"
             logger.info("sharded training: %s; %s; %d settings tried", self._attached.describe(), gain, session.tried)
-            if self._memory is not None and session.tried > 1:
-                self._memory.keep(self._attached.knobs, session.gain)
+            if self._key is not None and session.tried > 1:  # takes the place of what a job like this one has found
+                way = ShardWay(
+                    key=self._key,
+                    memory_bytes=self._settings.fsdp_memory,
+                    modules=len(self._attached.sharded),
+                    **asdict(self._attached.knobs),
+                    gain=session.gain,
+                    created_s=time.time(),
+                )
+                self._attempt(lambda store: store.save_way(way), False)
 
-
-class ShardMemory:
-    """What earlier jobs have found for such a model on such ranks; on rank 0. Nothing here raises into training."""
-
-    def __init__(self, registry: str | None, key: ShardsKey, space: ShardSpace) -> None:
-        self._registry, self._key, self._space = registry, key, space
-
-    def recall(self) -> ShardKnobs | None:
+    def _recall(self, key: ShardsKey, space: ShardSpace) -> ShardKnobs | None:
         """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
-        ways = self._attempt(lambda store: store.ways(ShardWay, self._key), list[ShardWay]())
-        since_s, allowed = time.time() - STALE_AFTER_S, self._space.memory_bytes
-        found = [(way.memory_bytes, _knobs_of(way)) for way in ways if way.created_s >= since_s]
-        fitting = [one for one in found if one[0] >= allowed and one[1] in self._space]
-        if not fitting:
+        since_s, found = time.time() - STALE_AFTER_S, list[tuple[int, ShardKnobs]]()
+        for way in self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]()):
+            knobs = ShardKnobs(streams=way.streams, ahead=way.ahead, behind=way.behind, kept=way.kept)
+            if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
+                found.append((way.memory_bytes, knobs))
+        if not found:
             return None
-        _, knobs = min(fitting, key=lambda one: one[0])
+        _, knobs = min(found, key=lambda one: one[0])
         logger.info("an earlier job has found for these shards: %s", knobs.describe())
         return knobs
 
-    def keep(self, knobs: ShardKnobs, gain: float) -> None:
-        """Takes the place of what a job of the same key, which was allowed as much memory, has found."""
-        way = ShardWay(
-            key=self._key,
-            memory_bytes=self._space.memory_bytes,
-            modules=self._space.modules,
-            **asdict(knobs),
-            gain=gain,
-            created_s=time.time(),
-        )
-        self._attempt(lambda store: store.save_way(way), False)
-
     def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Opens the registry for that only: a search lasts for many steps."""
-        store = SafeStore(self._registry)
+        """Opens the registry for that only: a search lasts for many steps. Nothing of it raises into training."""
+        store = SafeStore(self._settings.registry)
         try:
             return store.attempt(action, otherwise)
         finally:
             store.close()
-
-
-def _knobs_of(way: ShardWay) -> ShardKnobs:
-    return ShardKnobs(streams=way.streams, ahead=way.ahead, behind=way.behind, kept=way.kept)
-
-
-def _digest_of(sharded: Sequence[_Sharded]) -> str:
-    """Equal for models that gather and scatter the same in the same order."""
-    sizes = [[_description(each.group), _bytes_of(each.group, 1)] for each in sharded]
-    return digest("sharded model", canonical_json(sizes))[:32]
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
@@ -589,11 +572,6 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
             if group.device.type != "cpu":
                 raise ConfigError(f"attach() takes parameters on the CPU, not on {group.device}")
             yield _Sharded(module, group)
-
-
-def _prefetches(module: Any) -> bool:
-    state = module._get_fsdp_state()
-    return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:

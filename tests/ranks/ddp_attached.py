@@ -28,7 +28,7 @@ from conformance.ddp import (
     trains_alike,
 )
 from conformance.gradient_losses import LOSSES, logged
-from conformance.training import main
+from conformance.training import main, raises
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +37,18 @@ from torch.utils.checkpoint import checkpoint
 import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError, NotInitializedError
 from sirtaki.torch import ddp
+
+
+def gradients_alike(
+    model: nn.Module, wrapped: nn.Module, alone: nn.Module, loss: Loss, step: int, **close: float
+) -> None:
+    """One backward pass of all ranks gives what one process gives that sees their batches."""
+    for one in (model, alone):
+        one.zero_grad()
+    loss(wrapped, dist.get_rank(), step).backward()
+    sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+    for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.to_dense(), wanted.grad.to_dense(), **close)
 
 
 def a_model_trains_as_in_one_process() -> None:
@@ -140,15 +152,9 @@ def two_types_travel_beside_each_other() -> None:
             return self.high(torch.tanh(self.low(inputs.float())).double())
 
     model = Mixed()
-    wrapped, optimizer = attached(model), sgd(model)
-    alone = copy.deepcopy(model)
+    alone, wrapped = copy.deepcopy(model), attached(model)
     for step in range(3):
-        optimizer.zero_grad()
-        alone.zero_grad()
-        dense_loss(wrapped, dist.get_rank(), step).backward()
-        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
-        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+        gradients_alike(model, wrapped, alone, dense_loss, step, rtol=1e-5, atol=1e-6)
 
 
 def two_models_may_be_trained_in_turns() -> None:
@@ -264,12 +270,7 @@ def gradients_may_come_several_times_where_the_graph_stays() -> None:
 
 def gradients_that_come_several_times_are_refused_elsewhere() -> None:
     wrapped = attached(SharedInCheckpoints().double())
-    try:
-        dense_loss(wrapped, dist.get_rank(), 0).backward()
-    except AssertionError as err:
-        assert "static_graph=True" in str(err), err
-    else:
-        raise AssertionError("it was not refused")
+    raises(AssertionError, "static_graph=True", dense_loss(wrapped, dist.get_rank(), 0).backward)
 
 
 def what_a_model_returns_may_be_of_any_type() -> None:
@@ -333,23 +334,16 @@ def a_pass_that_raises_on_all_ranks_does_not_count() -> None:
     wrapped, alone = attached(model), peer
     fail = True
 
-    def raises(_: torch.Tensor) -> None:
+    def breaks(_: torch.Tensor) -> None:
         if fail:
             raise ValueError("in the middle")
 
-    model[2].weight.register_hook(raises)
-    for step, broken in enumerate((False, True, False, True, True, False)):
-        fail = broken
-        for one in (model, alone):
-            one.zero_grad()
-        try:
-            dense_loss(wrapped, dist.get_rank(), step).backward()
-        except ValueError:
-            assert broken
-            continue
-        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
-        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, wanted.grad)
+    model[2].weight.register_hook(breaks)
+    for step, fail in enumerate((False, True, False, True, True, False)):
+        if fail:
+            raises(ValueError, "in the middle", dense_loss(wrapped, dist.get_rank(), step).backward)
+        else:
+            gradients_alike(model, wrapped, alone, dense_loss, step)
 
 
 def a_copy_of_the_model_is_pytorchs() -> None:
@@ -366,12 +360,7 @@ def a_model_may_be_compiled() -> None:
     model = dense_model()
     alone, wrapped = copy.deepcopy(model), torch.compile(attached(model, bucket_cap_mb=25), backend="eager")
     for step in range(3):
-        for one in (model, alone):
-            one.zero_grad()
-        dense_loss(wrapped, dist.get_rank(), step).backward()
-        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
-        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, wanted.grad)
+        gradients_alike(model, wrapped, alone, dense_loss, step)
 
 
 def many_steps_are_tuned_and_stay_right() -> None:
@@ -386,38 +375,24 @@ def sparse_gradients_are_reduced_too() -> None:
         return model(torch.tensor([rank, (rank + step) % 10, 3])).square().mean()
 
     alone, wrapped = copy.deepcopy(model), attached(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone)]
     for step in range(STEPS):
-        for one in (model, alone):
-            one.zero_grad()
-        loss(wrapped, dist.get_rank(), step).backward()
-        sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
-        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad.to_dense(), wanted.grad.to_dense())
-            with torch.no_grad():
-                param -= 0.1 * param.grad.to_dense()
-                wanted -= 0.1 * wanted.grad.to_dense()
+        gradients_alike(model, wrapped, alone, loss, step)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def what_cannot_be_attached_is_refused() -> None:
-    def refused(model: object, word: str) -> None:
-        try:
-            ddp.attach(model)  # type: ignore[arg-type]
-        except (ConfigError, RuntimeError) as err:
-            assert word in str(err), err
-        else:
-            raise AssertionError("it was not refused")
+    def refused(model: object, words: str) -> None:
+        raises(ConfigError, words, lambda: ddp.attach(model))  # type: ignore[arg-type]
 
     refused(dense_model(), "not a Sequential")
     refused(attached(dense_model()), "attached already")
     hooked = DistributedDataParallel(dense_model())
     hooked.register_comm_hook(None, allreduce_hook)
     refused(hooked, "leave register_comm_hook out")
-    try:
-        attached(dense_model()).register_comm_hook(None, allreduce_hook)
-    except TypeError as err:
-        assert "no communication hook goes with it" in str(err), err
-    else:
-        raise AssertionError("it was not refused")
+    hook = partial(attached(dense_model()).register_comm_hook, None, allreduce_hook)
+    raises(TypeError, "no communication hook goes with it", hook)
     for rank in ranks():
         alone = dist.new_group([rank])
         if rank == dist.get_rank() and len(ranks()) > 1:
@@ -430,20 +405,10 @@ def a_model_whose_job_has_ended_trains_no_more_but_computes() -> None:
     hvd.shutdown()
     with torch.no_grad():
         dense_loss(wrapped, dist.get_rank(), 0)
-    try:
-        dense_loss(wrapped, dist.get_rank(), 0)
-    except NotInitializedError as err:
-        assert "wrap it once more" in str(err), err
-    else:
-        raise AssertionError("it trains on by itself")
+    raises(NotInitializedError, "wrap it once more", lambda: dense_loss(wrapped, dist.get_rank(), 0))
     again = DistributedDataParallel(wrapped.module)
     ddp.attach(again)
-    again.zero_grad()
-    dense_loss(again, dist.get_rank(), 0).backward()
-    alone = dense_model()
-    sum(dense_loss(alone, rank, 0) for rank in ranks()).div(len(ranks())).backward()
-    for param, wanted in zip(again.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, wanted.grad)
+    gradients_alike(again, again, dense_model(), dense_loss, 0)
 
 
 def its_ranks_are_those_of_the_process_group() -> None:

@@ -4,15 +4,14 @@ Each case trains on every rank, and compares each step with a model that sees al
 on its way, with the same model sharded without Sirtaki.
 """
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from conformance.training import main
+from conformance.training import main, raises
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -293,20 +292,8 @@ def compiled_models_train_as_in_one_process() -> None:
 
 def what_does_not_fit_is_refused() -> None:
     for model, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
-        with expecting(ConfigError, says):
-            fsdp.attach(model)
-    with expecting(MismatchError, "the sharded model"):
-        sharded(Tower(blocks=1 + (dist.get_rank() == 0)))
-
-
-@contextlib.contextmanager
-def expecting(kind: type[Exception], says: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as err:
-        assert says in str(err), err
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+        raises(ConfigError, says, functools.partial(fsdp.attach, model))
+    raises(MismatchError, "the sharded model", lambda: sharded(Tower(blocks=1 + (dist.get_rank() == 0))))
 
 
 CASES = (
