@@ -48,7 +48,7 @@ from bench.lib.harness import (
 from bench.lib.models import lstm, small_resnet, token_transformer
 from sirtaki.analysis.global_graph import play, recorded, replayed
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory import Fitting, fit, memory_passes
+from sirtaki.analysis.memory import Fitting, fit
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import Baseline
 
@@ -189,10 +189,10 @@ def on_rank(options: dict[str, Any]) -> None:
 
 def asked(folder: Path) -> list[Fitting]:
     """For each budget, what is found."""
-    recording, passes = read(folder), memory_passes()
+    recording = read(folder)
     base = Baseline.of(job_model(histories(recording)))
-    most = fit(recording, base, passes, budget_bytes=1 << 60).peak_bytes
-    return [fit(recording, base, passes, budget_bytes=round(share * most)) for share in SHARES]
+    most = fit(recording, base, budget_bytes=1 << 60).peak_bytes
+    return [fit(recording, base, budget_bytes=round(share * most)) for share in SHARES]
 
 
 def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Way, int]]:

@@ -1,6 +1,6 @@
 """Whether the plan that `sirtaki optimize` chooses is about as fast as the best of a sweep, measured in the same job.
 
-    python -m bench.optimize [--quick] [--check] [--save] [--cases gloo capped] [--ablation-s 30]
+    python -m bench.optimize [--quick] [--check] [--save] [--cases gloo capped]
 
 Takes 2 minutes a case. A job is tuned, so that its links are probed, goes back to its untuned default, and is recorded
 for a few steps. The plan that the search makes of the recording, the default, what the warm-up had kept, and all
@@ -9,8 +9,7 @@ once more, since the best of many measurements is lucky. What counts is the whol
 one after a change aside.
 
 "gloo" is a transformer on two ranks of this host; "capped" the emulated ResNet-50 on four emulated nodes
-(`bench.lib.cluster`: link 400 Mbit/s, a flow gets 100). With `--ablation-s` the search runs on the recording once more
-with dPRO's accelerations added one by one (its table 5), each for so many seconds at most.
+(`bench.lib.cluster`: link 400 Mbit/s, a flow gets 100).
 
 Bars: chosen ÷ best of the sweep ≤ 1.03; the search ≤ 60 s.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -49,7 +48,7 @@ from bench.lib.harness import (
 from bench.lib.models import emulated_resnet50, transformer
 from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.plan_search import Acceleration, Outcome, optimize
+from sirtaki.analysis.plan_search import Outcome, optimize
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import Baseline, with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
@@ -66,12 +65,6 @@ RECORDED = 5
 JOB_TIMEOUT_S = 280.0
 
 CHOSEN, DEFAULT, TUNED = "chosen", "untuned", "warm-up"
-COLUMNS = (
-    ("strawman", ()),
-    ("+ coarsening", (Acceleration.COARSENING,)),
-    ("+ partial replay", (Acceleration.COARSENING, Acceleration.PARTIAL_REPLAY)),
-    ("+ symmetry", tuple(Acceleration)),
-)
 
 
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,11 +130,11 @@ def on_rank(options: Mapping[str, Any]) -> None:
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def searched(folder: Path, **options: Any) -> Outcome:
+def searched(folder: Path) -> Outcome:
     """What the search makes of a recording."""
     recording = read(folder)
     found = histories(recording)
-    return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings, **options)
+    return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
 
 
 def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome) -> None:
@@ -170,7 +163,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     medians_s = {name: median(samples) for name, samples in result["finals"].items()}
     best_s = min(medians_s.values())
     report.notes.append(
-        f"{case}: the search took {outcome.search_s:.1f} s, {outcome.found.replays} replays; the recorded default took "
+        f"{case}: the search took {outcome.search_s:.1f} s, {outcome.replays} replays; the recorded default took "
         f"{1e3 * base.times.iteration_s:.4g} ms a step; predicted gain {100 * outcome.gain:.1f} % "
         f"({outcome.best.answer.interval} ms), measured "
         f"{100 * (1 - medians_s[CHOSEN] / medians_s[DEFAULT]):.1f} %; warm-up's setting ÷ best "
@@ -180,24 +173,6 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
         Bar(claim=f"{case}: chosen ÷ best of the sweep", value=medians_s[CHOSEN] / best_s, limit=1.03),
         Bar(claim=f"{case}: the search", value=outcome.search_s, limit=60.0, unit="s "),
     ]
-
-
-def ablation(case: str, folder: Path, limit_s: float) -> Sequence[Mapping[str, Any]]:
-    """One row for each column of dPRO's table 5: what the search takes, and comes to."""
-    rows = []
-    for name, accelerations in COLUMNS:
-        found = searched(folder, accelerations=frozenset(accelerations), limit_s=limit_s)
-        rows.append(
-            {
-                "case": case,
-                "accelerations": name,
-                "search, s": round(found.search_s, 2),
-                "ended by itself": found.found.in_time,
-                "replays": found.found.replays,
-                "replayed_s": found.best.answer.times.iteration_s,
-            }
-        )
-    return rows
 
 
 def run(report: Report, case: str, args: Any) -> None:
@@ -214,15 +189,12 @@ def run(report: Report, case: str, args: Any) -> None:
             result = run_ranks("bench.optimize", RANKS[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
         folder = Path(directory)
         judge(report, case, result, searched(folder))
-        if args.ablation_s:
-            report.rows += ablation(case, folder, args.ablation_s)
 
 
 def main() -> int:
     """Runs every case."""
     flags = parser(__doc__.split("\n")[0])
     flags.add_argument("--cases", nargs="+", choices=RANKS, default=[*RANKS])
-    flags.add_argument("--ablation-s", type=float, metavar="S", help="also search without accelerations, each so long")
     args = flags.parse_args()
     report = Report(name="optimize" if {*args.cases} == {*RANKS} else "_".join(["optimize", *args.cases]))
     for case in args.cases:

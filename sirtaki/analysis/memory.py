@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import fill
-from typing import cast
 
 from sirtaki.autotune.knobs import format_bytes
 from sirtaki.autotune.model.replayer import Activity, Phase
@@ -16,7 +15,6 @@ from sirtaki.errors import RecordingError
 
 from .global_graph import ms
 from .job_model import JobModel, Piece, Program
-from .plan_search import others
 from .recording import Allocation, Holds, Module, ModuleCall, ModuleKey, RankRecording, Recording, StepMemory
 from .what_if import Answer, Baseline
 
@@ -260,7 +258,6 @@ def _in_passes(program: Program, passes: int) -> Iterator[Piece]:
     yield from program[last:]
 
 
-ENTRY_POINT_GROUP = "sirtaki.optimizer_memory_passes"
 MOST_PASSES = 64
 MOST_MODULES = 100
 """Of one depth; those that leave most."""
@@ -319,7 +316,7 @@ class MemoryRemedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPass:
-    """One way to hold less; those of other packages are of any class that has the same attributes.
+    """One way to hold less.
 
     Attributes:
         name: of it.
@@ -370,21 +367,11 @@ def _any_fits(found: Sequence[MemoryRemedy], question: MemoryQuestion) -> bool:
     return any(one.peak_bytes <= question.budget_bytes for one in found)
 
 
-OUR_MEMORY_PASSES = (
+PASSES = (
     MemoryPass(name="re-computation", remedies=recomputation),
     MemoryPass(name="accumulation", remedies=accumulation),
     MemoryPass(name="both", remedies=both, last_resort=True),
 )
-
-
-def memory_passes() -> tuple[MemoryPass, ...]:
-    """Return all passes, those of other packages behind ours.
-
-    Raises:
-        ConfigError: one that another package brings is none.
-    """
-    theirs = cast(list[MemoryPass], others(ENTRY_POINT_GROUP, ("name", "last_resort", "remedies")))
-    return (*OUR_MEMORY_PASSES, *theirs)
 
 
 def _both(question: MemoryQuestion, passes: int) -> Iterator[MemoryRemedy]:
@@ -597,14 +584,14 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     return max(known, key=lambda one: one[1].peak().n_bytes)
 
 
-def fit(recording: Recording, before: Baseline, passes: Sequence[MemoryPass], *, budget_bytes: int) -> Fitting:
+def fit(recording: Recording, before: Baseline, *, budget_bytes: int, passes: Sequence[MemoryPass] = PASSES) -> Fitting:
     """Looks for the fastest remedy that fits.
 
     Args:
         recording: memory in it.
         before: the same as it is replayed.
-        passes: to be asked; those of last resort where the others do not fit.
         budget_bytes: of the device that ranks train on.
+        passes: to be asked; those of last resort where the others do not fit.
 
     Raises:
         RecordingError: memory was not recorded.

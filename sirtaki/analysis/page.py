@@ -15,12 +15,12 @@ from typing import Any
 
 from sirtaki.autotune.knobs import MIB, format_bytes
 from sirtaki.autotune.model.replayer import Replay
-from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
+from sirtaki.errors import PlanError, RecordingError, ReplayError
 
 from .alignment import align, headlines
 from .global_graph import StepTimes, ms, path_lines, percent, play, recorded
 from .job_model import Histories, histories, job_model
-from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, memory_passes, peak_words, phase_at
+from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_at
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
 from .svg import Plot, framed, legend, page, paragraph, share_bar, table
 from .timeline_plot import (
@@ -164,7 +164,7 @@ def findings(folder: Path) -> Findings:
         if found.is_far:
             return found
         return replace(found, answers=base.single_remedies(), fittings=_fittings(shown, base))
-    except (ConfigError, PlanError, ReplayError) as err:
+    except (PlanError, ReplayError) as err:
         said = f"what is here cannot be replayed: {err}"
         return replace(found, base=None, replay=None, problems=(*found.problems, said))
 
@@ -174,7 +174,7 @@ def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
         most = highest_rank(recording)[1].peak().n_bytes
     except RecordingError:
         return ()
-    return tuple(fit(recording, base, memory_passes(), budget_bytes=round(share * most)) for share in BUDGETS)
+    return tuple(fit(recording, base, budget_bytes=round(share * most)) for share in BUDGETS)
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory import Fitting, fit, memory_passes
-from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, Proposal, optimize
+from sirtaki.analysis.memory import Fitting, fit
+from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, Outcome, Proposal, optimize
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
 from sirtaki.engine.tuning.plans import PLAN_FILE
@@ -33,14 +33,7 @@ def configure(parser: ArgumentParser) -> None:
     add_recording(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PASS", help="also change what changes numbers, such as bf16"
-    )
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        choices=[one.value for one in Acceleration],
-        help="search without this acceleration",
+        "--allow", action="append", default=[], metavar="PASS", help="also change what changes numbers: bf16"
     )
     parser.add_argument(
         "--limit-s", type=positive, default=SEARCH_LIMIT_S, metavar="S", help=f"search no longer ({SEARCH_LIMIT_S:g})"
@@ -67,14 +60,13 @@ def main(options: Namespace) -> int:
     job, was = job_model(found), recorded(found)
     before, fitting = Baseline.of(job, was), None
     if options.memory_budget is not None:
-        fitting = fit(recording, before, memory_passes(), budget_bytes=options.memory_budget)
+        fitting = fit(recording, before, budget_bytes=options.memory_budget)
         if not fitting.is_met:
             raise ReplayError(_unmet(fitting))
     outcome = optimize(
         before if fitting is None else fitting.after,
         settings=recording.job.settings,
         allowed=options.allow,
-        accelerations=EVERY - {Acceleration(name) for name in options.without},
         limit_s=options.limit_s,
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
@@ -110,11 +102,11 @@ def main(options: Namespace) -> int:
 
 def _describe(outcome: Outcome) -> Iterator[str]:
     """What was found, and why."""
-    found, best, before_s = outcome.found, outcome.best, outcome.before.times.iteration_s
+    best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
-        f"Searched {outcome.search_s:.1f} s: {found.replays} replays of {outcome.n_ranks} "
-        f"{'rank' if outcome.n_ranks == 1 else 'ranks'}, {found.walks} walks along critical paths"
-        + ("." if found.in_time else "; the time was up before it had come to its end.")
+        f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
+        f"{'rank' if outcome.n_ranks == 1 else 'ranks'}"
+        + ("." if outcome.in_time else "; the time was up before it had come to its end.")
     )
     alone = f"without communication it would be {ms(outcome.without_communication_s)}"
     if not outcome.is_faster:
@@ -127,9 +119,8 @@ def _describe(outcome: Outcome) -> Iterator[str]:
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
     yield f"better   {best.knobs.describe()}"
-    kept = [f"{words} ({count}×)" if count > 1 else words for words, count in found.changes.items()]
-    if kept:
-        yield f"found by a grid, and on critical paths: {', '.join(kept)}"
+    if best.by:
+        yield f"proposed by the planner {best.by}"
     yield from (f"and if   {extra.words}: {extra.line}" for extra in best.extras)
     if outcome.plan_alone is not None:
         yield f"(without parts the best plan makes it {ms(outcome.plan_alone.times.iteration_s)})"
@@ -172,7 +163,7 @@ def _plan_json(one: Proposal, path: Path) -> dict[str, Any]:
 
 
 def _json(outcome: Outcome) -> dict[str, Any]:
-    found, best = outcome.found, outcome.best
+    best = outcome.best
     return {
         "faster": outcome.is_faster,
         "knobs": best.knobs.to_json(),
@@ -185,13 +176,12 @@ def _json(outcome: Outcome) -> dict[str, Any]:
         "without_communication_s": outcome.without_communication_s,
         "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts],
         "critical_path_after": [{"words": part.words, "share": part.share} for part in best.parts],
-        "changes": dict(found.changes),
+        "proposed_by": best.by or None,
         "search": {
             "seconds": outcome.search_s,
-            "replays": found.replays,
-            "walks": found.walks,
+            "replays": outcome.replays,
             "ranks": outcome.n_ranks,
-            "in_time": found.in_time,
+            "in_time": outcome.in_time,
         },
     }
 

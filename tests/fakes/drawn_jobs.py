@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 
-from fakes.played_jobs import GLOO, made_job, plan_of
+from fakes.played_jobs import made_job, plan_of
 
 from sirtaki.analysis.job_model import JobModel
-from sirtaki.analysis.plan_search import Choices
 from sirtaki.measures import LinkModel
-
-CHOICES = Choices(routes=(GLOO,), streams=(1, 2, 3, 4), least_bytes=16 * 1024)
 
 
 def drawn_job(seed: int, *, gradients: int | None = None, ranks: int | None = None) -> JobModel:

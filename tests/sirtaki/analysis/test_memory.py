@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from fakes import memories, recordings
 from fakes.memories import FLAT, GRADIENT, LEFT, OUTPUT, PARAMETERS, TEMPORARY, THERE, chain, job
 from torch import nn
 
-from sirtaki.analysis import plan_search as other_passes
 from sirtaki.analysis.global_graph import play, replayed
 from sirtaki.analysis.job_model import JobModel
 from sirtaki.analysis.memory import (
@@ -25,7 +23,6 @@ from sirtaki.analysis.memory import (
     both,
     fit,
     highest_rank,
-    memory_passes,
     peak_words,
     recomputation,
     with_accumulation,
@@ -33,7 +30,7 @@ from sirtaki.analysis.memory import (
 from sirtaki.analysis.recording import Holds
 from sirtaki.analysis.what_if import Baseline
 from sirtaki.autotune.model.replayer import Activity, Phase
-from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.errors import RecordingError
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,35 +189,11 @@ def test_the_lines_have_modules_compute_again() -> None:
     assert all(one.grad is not None for one in model.parameters())
 
 
-class Theirs:
-    name, last_resort = "theirs", False
-
-    def remedies(self, _: MemoryQuestion) -> Iterator[MemoryRemedy]:
-        yield from ()
-
-
-def test_passes_of_other_packages_come_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offered(value: str) -> None:
-        point = EntryPoint("theirs", value, "sirtaki.optimizer_memory_passes")
-        monkeypatch.setattr(other_passes, "entry_points", lambda *, group: [point] if group == point.group else [])
-
-    offered(f"{__name__}:Theirs")
-    assert [one.name for one in memory_passes()] == ["re-computation", "accumulation", "both", "theirs"]
-    offered("builtins:dict")
-    with pytest.raises(ConfigError, match="'theirs' is none: it has no name, last_resort, remedies"):
-        memory_passes()
-    offered("nowhere:Theirs")
-    with pytest.raises(ConfigError, match="'theirs' could not be built"):
-        memory_passes()
-
-
 # ── budget ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def asked(budget_bytes: int, **job: float) -> Fitting:
-    return fit(
-        memories.recording(BLOCKS), Baseline.of(memories.job(BLOCKS, **job)), memory_passes(), budget_bytes=budget_bytes
-    )
+    return fit(memories.recording(BLOCKS), Baseline.of(memories.job(BLOCKS, **job)), budget_bytes=budget_bytes)
 
 
 @pytest.mark.parametrize(("gap_s", "by"), [(0.0, "accumulation"), (0.5, "re-computation")])

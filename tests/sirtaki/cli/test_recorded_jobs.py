@@ -292,17 +292,13 @@ def test_what_is_found_is_said_and_written_for_job_and_replay(drawn: Path, capsy
     assert plan.knobs.to_json() == found["knobs"]
 
 
-def test_a_search_may_do_without_accelerations_take_longer_be_cut_off_and_be_written_elsewhere(
+def test_a_search_may_be_cut_off_and_its_plan_be_written_elsewhere(
     drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = tmp_path / "other.json"
-    without = [word for name in ("coarsening", "partial-replay", "symmetry") for word in ("--without", name)]
-    _, out, _ = optimized(drawn, capsys, "--json", "-o", str(elsewhere), *without)
-    slow = json.loads(out)
-    quick = json.loads(optimized(drawn, capsys, "--json")[1])
+    _, out, _ = optimized(drawn, capsys, "--json", "-o", str(elsewhere))
     assert elsewhere.exists()
-    assert slow["search"]["replays"] > quick["search"]["replays"]
-    assert slow["search"]["ranks"] > 0
+    assert json.loads(out)["search"]["in_time"]
     _, out, _ = optimized(drawn, capsys, "--limit-s", "0.000001")
     assert "the time was up" in out
 
