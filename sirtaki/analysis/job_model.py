@@ -48,11 +48,6 @@ class Piece:
     issues: tuple[OperationKey, ...] = ()
     module: ModuleKey | None = None
 
-    @property
-    def is_joint(self) -> bool:
-        """Something other than its rank's next piece depends on it, or it on something other than the one before."""
-        return bool(self.waits or self.issues)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

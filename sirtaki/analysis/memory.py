@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import fill
@@ -314,21 +314,6 @@ class MemoryRemedy:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPass:
-    """One way to hold less.
-
-    Attributes:
-        name: of it.
-        last_resort: it is only asked where no other pass can do it.
-        remedies: those that fit, of each kind the gentlest; where none of a kind fits, the one that needs least.
-    """
-
-    name: str
-    last_resort: bool = False
-    remedies: Callable[[MemoryQuestion], Iterable[MemoryRemedy]]
-
-
 def recomputation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     """Modules do their forward pass again instead of keeping what it leaves (Chen et al., 2016).
 
@@ -367,11 +352,14 @@ def _any_fits(found: Sequence[MemoryRemedy], question: MemoryQuestion) -> bool:
     return any(one.peak_bytes <= question.budget_bytes for one in found)
 
 
-PASSES = (
-    MemoryPass(name="re-computation", remedies=recomputation),
-    MemoryPass(name="accumulation", remedies=accumulation),
-    MemoryPass(name="both", remedies=both, last_resort=True),
+PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], ...] = (
+    {"re-computation": recomputation, "accumulation": accumulation},
+    {"both": both},
 )
+"""Ways to hold less; the latter are asked where none of the former is enough.
+
+Each yields the remedies that fit, of each kind the gentlest; where none of a kind fits, the one that needs least.
+"""
 
 
 def _both(question: MemoryQuestion, passes: int) -> Iterator[MemoryRemedy]:
@@ -584,14 +572,13 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     return max(known, key=lambda one: one[1].peak().n_bytes)
 
 
-def fit(recording: Recording, before: Baseline, *, budget_bytes: int, passes: Sequence[MemoryPass] = PASSES) -> Fitting:
+def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting:
     """Looks for the fastest remedy that fits.
 
     Args:
         recording: memory in it.
         before: the same as it is replayed.
         budget_bytes: of the device that ranks train on.
-        passes: to be asked; those of last resort where the others do not fit.
 
     Raises:
         RecordingError: memory was not recorded.
@@ -600,11 +587,10 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int, passes: Se
     question = MemoryQuestion(replay=replay, modules=rank.modules, budget_bytes=budget_bytes)
     peak_bytes = replay.peak().n_bytes
     found: list[TimedRemedy] = []
-    for last_resort in (False, True):
+    for passes in PASSES:
         if peak_bytes > budget_bytes and not any(one.remedy.peak_bytes <= budget_bytes for one in found):
-            for one in passes:
-                if one.last_resort is last_resort:
-                    found += _best(one, question, before)
+            for name, remedies in passes.items():
+                found += _best(name, list(remedies(question)), budget_bytes, before)
     fitting = [one for one in found if one.remedy.peak_bytes <= budget_bytes]
     fitting.sort(key=lambda one: one.answer.times.iteration_s)
     return Fitting(
@@ -618,14 +604,12 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int, passes: Se
     )
 
 
-def _best(one: MemoryPass, question: MemoryQuestion, before: Baseline) -> Iterator[TimedRemedy]:
+def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before: Baseline) -> Iterator[TimedRemedy]:
     """The fastest that fits; where none does, the one that needs least."""
-    answers = list(one.remedies(question))
-    fitting = [remedy for remedy in answers if remedy.peak_bytes <= question.budget_bytes]
-    least = sorted(answers, key=lambda remedy: remedy.peak_bytes)[:1]
+    fitting = [remedy for remedy in remedies if remedy.peak_bytes <= budget_bytes]
     timed = [
-        TimedRemedy(by=one.name, remedy=remedy, answer=before.answer(remedy.words, remedy.apply(before.job)))
-        for remedy in fitting or least
+        TimedRemedy(by=name, remedy=remedy, answer=before.answer(remedy.words, remedy.apply(before.job)))
+        for remedy in fitting or sorted(remedies, key=lambda one: one.peak_bytes)[:1]
     ]
     if timed:
         yield min(timed, key=lambda one: one.answer.times.iteration_s)

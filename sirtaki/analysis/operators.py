@@ -258,31 +258,29 @@ def live_storages() -> list[LiveStorage]:
             if issubclass(type(thing), kind):  # not isinstance, which may run code of proxies
                 kept.append(thing)
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
-    wholes = _wholes(tensors)
-    gradients = [one.grad for one in parameters if one.grad is not None]
     states = [state for each in optimizers for state in vars(each).get("state", {}).values()]
-    buffers = [one for module in modules for one in (vars(module).get("_buffers") or {}).values()]
-    kinds: tuple[tuple[Holds, Iterable[object]], ...] = (
-        (Holds.PARAMETERS, parameters),
-        (Holds.FLAT_BUFFERS, (wholes[_extent(one)] for one in gradients if _extent(one) in wholes)),
-        (Holds.FLAT_BUFFERS, (one for one in gradients if _is_part(one))),
-        (Holds.GRADIENTS, gradients),
-        (Holds.MODULE_BUFFERS, buffers),
-        (Holds.OPTIMIZER, (one for state in states if isinstance(state, dict) for one in state.values())),
-        (Holds.OTHER, tensors),
-    )
+    kinds: dict[Holds, Iterable[object]] = {
+        Holds.PARAMETERS: parameters,
+        Holds.GRADIENTS: [one.grad for one in parameters],
+        Holds.MODULE_BUFFERS: [one for each in modules for one in (vars(each).get("_buffers") or {}).values()],
+        Holds.OPTIMIZER: [one for state in states if isinstance(state, dict) for one in state.values()],
+        Holds.OTHER: tensors,
+    }
+    lying = [
+        (holds, one, extent)
+        for holds, some in kinds.items()
+        for one in some
+        if isinstance(one, torch.Tensor) and (extent := _extent(one)) is not None
+    ]
+    wholes = _wholes({extent for _, _, extent in lying})
     found: dict[Address, LiveStorage] = {}
-    for holds, some in kinds:
-        for one in some:
-            address = address_of(one) if isinstance(one, torch.Tensor) else None
-            if not isinstance(one, torch.Tensor) or address is None or address[0] == "meta" or address in found:
-                continue
-            if _extent(one) in wholes:  # which is counted as a whole
-                continue
-            storage = one.untyped_storage()
-            # What is mapped lies in a file, or in memory that other ranks share, whose own it may be.
-            if holds is not Holds.OTHER or getattr(storage, "filename", None) is None:
-                found[address] = LiveStorage(*address, storage.nbytes(), holds)
+    for holds, one, extent in lying:
+        device, address, n_bytes = whole = wholes.get(extent, extent)
+        if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
+            continue  # what is mapped lies in a file, or in memory that other ranks share, whose own it may be
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:
+            holds = Holds.FLAT_BUFFERS
+        found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
         device = f"cuda:{number}"
         left = torch.cuda.memory_allocated(number) - sum(one.n_bytes for one in found.values() if one.device == device)
@@ -297,25 +295,19 @@ Extent = tuple[str, int, int]
 
 def _extent(tensor: torch.Tensor) -> Extent | None:
     address = address_of(tensor)
-    return None if address is None else (*address, tensor.untyped_storage().nbytes())
+    return None if address is None or address[0] == "meta" else (*address, tensor.untyped_storage().nbytes())
 
 
-def _wholes(tensors: Iterable[torch.Tensor]) -> dict[Extent | None, torch.Tensor]:
-    """Return a tensor of the larger storage for each that lies within one, as a gradient does in its flat buffer."""
-    known = {extent: one for one in tensors if (extent := _extent(one)) is not None and extent[0] != "meta"}
-    found: dict[Extent | None, torch.Tensor] = {}
+def _wholes(extents: Iterable[Extent]) -> dict[Extent, Extent]:
+    """Return the larger storage for each that lies within one, as a gradient may in its flat buffer."""
+    found: dict[Extent, Extent] = {}
     whole: Extent = ("", 0, 0)
-    for extent in sorted(known, key=lambda one: (one[0], one[1], -one[2])):
+    for extent in sorted(extents, key=lambda one: (one[0], one[1], -one[2])):
         if extent[0] == whole[0] and extent[1] + extent[2] <= whole[1] + whole[2]:
-            found[extent] = known[whole]
+            found[extent] = whole
         else:
             whole = extent
     return found
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Others lie in its storage, too."""
-    return address_of(tensor) is not None and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def model_is_compiled() -> bool:

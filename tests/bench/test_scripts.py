@@ -24,7 +24,7 @@ from bench.memory import judge_choices, ways_of
 from bench.profile import with_wrong_clock
 from bench.reality import grid_settings, random_settings
 from sirtaki.aggregator import HeatLayout
-from sirtaki.analysis.memory import PASSES, fit
+from sirtaki.analysis.memory import fit
 from sirtaki.analysis.what_if import Baseline
 from sirtaki.comm.plan import GradientLayout
 
@@ -59,7 +59,7 @@ def test_parts_have_to_gain_where_links_are_slow_and_to_cost_next_to_nothing_els
 
 def test_a_choice_for_memory_must_fit_and_be_the_fastest_of_what_fits() -> None:
     budget = THERE + 4 * (LEFT + OUTPUT) - LEFT
-    fittings = [fit(memories.recording(), Baseline.of(memories.job()), passes=PASSES[:2], budget_bytes=budget)]
+    fittings = [fit(memories.recording(), Baseline.of(memories.job()), budget_bytes=budget)]
     chosen, other = list(ways_of(fittings))[1:]
 
     def judged(chosen_s: float, other_s: float, **peaks: int) -> bool:
