@@ -21,6 +21,42 @@ from sirtaki.engine import job
 from .compression import Compression, Compressor
 from .process_sets import ProcessSet, engine_of, global_process_set, members
 
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
 Tensors = Sequence[torch.Tensor]
 Deliver = Callable[[list[torch.Tensor]], Any]
 """Makes of an operation's results what the user gets (Any: a tensor, a list of them, a pair, or nothing)."""

@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 import torch
 from fakes.groups import LoneOpener
-from fakes.meshes import on_planes
 
 from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
 from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
-from sirtaki.comm.transports.gloo import GlooTransport
-from sirtaki.comm.transports.mpi import MpiTransport
-from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
-from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
@@ -223,19 +217,6 @@ def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
     assert len(transport(router, (GLOO, FLAT)).opened) == 3
 
 
-def test_units_go_by_the_route_stream_and_allowance_of_the_plan(make: Make) -> None:
-    router = make()
-    units = (Unit(start=0, stop=2, stream=1, threads=512), Unit(start=2, stop=5, algorithm=TREE))
-    works = router.all_reduce_plan(
-        FlatBuffer(torch.zeros(5)), CommPlan(numel=5, units=units, streams=2, transport=GLOO), scale=0.5
-    )
-    assert len(works) == 2
-    ((start, stop, how),) = transport(router, (GLOO, FLAT)).asked
-    assert (start, stop, how["stream"], how["scale"]) == (0, 2, StreamSpec(1, 512), 0.5)
-    ((start, stop, how),) = transport(router, (GLOO, TREE)).asked
-    assert (start, stop, how["stream"]) == (2, 5, StreamSpec(0, None))
-
-
 class Late:
     """Done at the n-th question."""
 
@@ -314,21 +295,6 @@ def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> 
             router._control.failures.report(CommError("rank 1 has ended"))
         router.close()
         assert log == (["check"] if lost else ["check", "close"])
-
-
-def test_ranks_of_a_node_share_their_buffers() -> None:
-    def act(control: ControlPlane) -> None:
-        router = Router(control, timeout_s=5.0)
-        assert router.routes[0] == (TransportKind.SHARED_MEMORY, FLAT)
-        buffer = router.allocate(3, torch.int64)
-        assert buffer.tensor is buffer.peers[control.rank]
-        buffer.tensor.fill_(control.rank + 1)
-        control.barrier()
-        assert [peer.tolist() for peer in buffer.peers] == [[1] * 3, [2] * 3]
-        control.barrier()
-        router.close()
-
-    on_planes(2, act)
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
@@ -448,41 +414,6 @@ def test_nccl_goes_hierarchically_over_nodes_that_hold_the_same_number_of_severa
 def test_without_nccl_a_device_goes_through_the_host_by_each_algorithm_that_there_is() -> None:
     assert names(job(SHARED, device=Streams())) == ["staged flat"]
     assert names(job(NODES, device=Streams())) == ["staged hierarchical", "staged flat"]
-
-
-def test_staging_goes_over_the_best_route_of_its_algorithm() -> None:
-    for shares_memory, kind in ((True, SharedMemoryTransport), (False, MpiTransport)):
-        there = job(SHARED, shares_memory=shares_memory, device=Streams(), duplicate=lambda: None)
-        made = there._make((TransportKind.STAGED, Algorithm.FLAT))
-        assert isinstance(made, StagedTransport)
-        assert type(made._inner) is kind
-
-
-def test_hierarchical_transports_share_memory_and_cross_by_sockets_of_this_local_rank() -> None:
-    crossing: list[str] = []
-    made = job(NODES, duplicate_cross=lambda: crossing.append("cross"), duplicate=lambda: crossing.append("all"))
-    gloo: Any = made._make((TransportKind.GLOO, Algorithm.HIERARCHICAL))
-    assert isinstance(gloo, SharedMemoryTransport)
-    across = gloo._across()
-    assert isinstance(across, GlooTransport)
-    assert across._prefix() == "sirtaki/7/local0"
-    assert (across._rank, across._size) == (0, 2)
-    mpi: Any = made._make((TransportKind.MPI, Algorithm.HIERARCHICAL))
-    assert isinstance(mpi._across(), MpiTransport)
-    assert crossing == []  # nothing is opened yet
-
-
-def test_flat_sockets_are_among_all_ranks() -> None:
-    made: Any = job(NODES)._make((TransportKind.GLOO, Algorithm.FLAT))
-    assert isinstance(made, GlooTransport)
-    assert made._prefix() == "sirtaki/7/all"
-    assert (made._rank, made._size) == (0, 4)
-
-
-def test_shared_memory_alone_crosses_no_node() -> None:
-    made: Any = job(SHARED)._make((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
-    assert isinstance(made, SharedMemoryTransport)
-    assert made._across is None
 
 
 def test_where_the_store_cannot_be_reached_gloo_is_left_out() -> None:

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from sirtaki.comm.collectives import engine as engine_module
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, tell_of_operations
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.errors import CommError, MismatchError
+from sirtaki.errors import CommError
 
 SIZE = 3
 
@@ -141,18 +140,6 @@ def test_who_waits_is_known_with_the_name_and_since_when() -> None:
     on_engines(act, size=2)
 
 
-def test_joined_ranks_are_told_who_joined_last() -> None:
-    def act(engine: EagerEngine) -> int:
-        work = submit(engine, "a") if engine.rank else None
-        if work is not None:
-            engine.finish(work)
-            assert work.results[0].tolist() == [SIZE - 1.0] * 2
-        assert engine.finish(engine.join((engine.rank,)))
-        return engine.rounds.last_joined
-
-    assert on_engines(act) == [2, 2, 2]
-
-
 def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
     looked = threading.Event()
 
@@ -231,33 +218,9 @@ def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None
     among(1, act)
 
 
-def test_rounds_are_marked_in_a_timeline_that_wants_them(tmp_path: Path) -> None:
-    trace = timeline.Timeline(tmp_path / "trace.json", timeline.Writer(job="1", rank=0), mark_cycles=True)
-    timeline.start(trace)
-    try:
-        on_engines(lambda engine: engine.finish(submit(engine, "a", wake=False)), size=1)
-    finally:
-        timeline.stop()
-    text = (tmp_path / "trace.json").read_text()
-    assert "CYCLE_START" in text
-    assert "NEGOTIATE_ALLREDUCE" in text
-
-
 def work(name: str) -> EagerWork:
     tensors = [torch.zeros(2)]
     return EagerWork(Signature.of(tensors, name=name, kind=Kind.ALLREDUCE, op="sum"), tensors)
-
-
-def test_what_was_refused_elsewhere_fails_when_it_is_submitted_here() -> None:
-    pending = Pending("")
-    pending.refuse("late", "the ranks disagree")
-    late = work("late")
-    pending.add(late, wake=False)
-    assert "late" not in pending
-    with pytest.raises(MismatchError, match="disagree"):
-        late.wait(0.0)
-    pending.add(work("late"), wake=False)  # owed once
-    assert "late" in pending
 
 
 def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
@@ -292,19 +255,6 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Noting:
     noting = Noting()
     monkeypatch.setattr(timeline, "current", noting)
     return noting
-
-
-def test_operations_of_one_message_share_a_span_and_each_has_its_own(trace: Noting) -> None:
-    works = [work("a"), work("b")]
-    begin_s = time.perf_counter()
-    tell_of_operations([each.signature for each in works], works, begin_s)
-    assert [(track, name, arguments) for track, name, _, _, arguments in trace.spans] == [
-        ("eager", "ALLREDUCE", {"names": "a, b"}),
-        ("eager", "a", {}),
-        ("eager", "b", {}),
-    ]
-    assert {(begin, end) for _, _, begin, end, _ in trace.spans} == {(begin_s, trace.spans[0][3])}
-    assert begin_s <= trace.spans[0][3] <= time.perf_counter()
 
 
 def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock(

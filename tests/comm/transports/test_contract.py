@@ -13,25 +13,16 @@ from rank_jobs import ONLY_OVER_MPI, Job, Play, RankCase, on_ranks, slow
 
 from sirtaki.comm.transports import contract
 from sirtaki.comm.transports.contract import (
-    NOTHING_TO_DO,
     UNLIMITED,
     Parcels,
     StreamCost,
     descriptor_limit,
     descriptors_for_streams,
     held,
-    open_together,
     raise_descriptor_limit,
     scale_,
     streams_within,
 )
-from sirtaki.errors import TransportError
-
-
-def test_the_work_of_an_empty_range_is_over_and_has_no_times() -> None:
-    assert NOTHING_TO_DO.wait(0.0)
-    assert NOTHING_TO_DO.is_done()
-    assert NOTHING_TO_DO.times() == (None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -199,30 +190,3 @@ def test_where_nobody_can_count_them_half_are_taken_to_be_in_use(monkeypatch: py
 @on_ranks("opening", Job(3), slow(Job(2)), slow(Job(4)))
 def test_all_ranks_agree_on_what_could_not_be_opened_and_go_on(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
-
-
-def test_what_is_open_here_is_closed_if_another_rank_could_not_open_it() -> None:
-    closed: list[str] = []
-
-    def another_fails(problem: str) -> None:
-        assert not problem
-        raise TransportError("rank 1: no descriptors")
-
-    with pytest.raises(TransportError, match="no descriptors"):
-        open_together("stream 0", lambda: "mine", agree=another_fails, close=closed.append)
-    assert closed == ["mine"]
-
-
-def test_a_rank_that_cannot_open_tells_the_others_what_and_why() -> None:
-    told: list[str] = []
-
-    def agree(problem: str) -> None:
-        told.append(problem)
-        raise TransportError(problem)
-
-    def fail() -> str:
-        raise RuntimeError("out of threads")
-
-    with pytest.raises(TransportError):
-        open_together("stream 3", fail, agree=agree, close=lambda _: pytest.fail("there is nothing to close"))
-    assert told == ["stream 3: out of threads"]

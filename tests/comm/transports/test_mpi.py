@@ -10,8 +10,8 @@ import torch
 
 from sirtaki.comm.control.mpi import load_mpi
 from sirtaki.comm.transports import mpi
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, ThreadWork
-from sirtaki.comm.transports.mpi import MpiTransport, mpi_all_reduce_
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork
+from sirtaki.comm.transports.mpi import MpiTransport
 from sirtaki.errors import CommError, TransportError
 
 
@@ -58,33 +58,6 @@ def test_everybody_who_waits_for_a_failed_work_hears_of_it() -> None:
         errors.append(caught.value)
     assert errors[0] is not errors[1]
     assert work.is_done()
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
-)
-@pytest.mark.parametrize("op", ReduceOp)
-def test_every_dtype_and_operation_is_known_to_mpi(dtype: torch.dtype, op: ReduceOp) -> None:
-    tensor = torch.tensor([2, 4, 6]).to(dtype)
-    mpi_all_reduce_(tensor, comm=load_mpi().COMM_SELF, op=op, scale=0.5)
-    assert tensor.dtype is dtype
-    assert tensor.tolist() == [1, 2, 3]
-
-
-def test_units_are_reduced_in_their_range_in_the_order_of_their_stream() -> None:
-    there = transport()
-    there.open_streams([StreamSpec(1)])
-    tensor = torch.ones(6)
-    works = [reduce(there, tensor, 1, 3, stream=1), reduce(there, tensor, 2, 4, stream=1), reduce(there, tensor, 5, 6)]
-    assert all(work.wait(5.0) for work in works)
-    assert tensor.tolist() == [1.0, 0.5, 0.25, 0.5, 1.0, 0.5]
-    begun, done = works[0].times()
-    assert begun <= done <= works[1].times()[1]
-    assert there.close()
-
-
-def test_an_empty_unit_needs_no_stream() -> None:
-    assert reduce(transport(), torch.ones(3), 2, 2) is NOTHING_TO_DO
 
 
 def test_what_mpi_raises_reaches_who_waits_and_the_next_unit_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from sirtaki.comm.transports.shared_memory import (
 from sirtaki.errors import CommError, PeerLostError, TransportError
 
 SIZE = 3
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -67,85 +66,11 @@ def reduce(
     return transport.all_reduce(buffer, start, stop, stream=StreamSpec(stream), op=op, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ReduceOp)
-def test_a_share_is_reduced_in_pieces_and_written_everywhere(
-    op: ReduceOp, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_memory, "CHUNK_ELEMENTS", 4)
-    buffers = [values(rank, 20, dtype) for rank in range(SIZE)]
-    before = [buffer.clone() for buffer in buffers]
-    reduce_share(buffers, 3, 14, op=op, scale=1.0, outputs=buffers)
-    for buffer, old in zip(buffers, before, strict=True):
-        assert torch.equal(buffer[3:14].double(), wanted(SIZE, 20, op)[3:14])
-        assert torch.equal(buffer[:3], old[:3])
-        assert torch.equal(buffer[14:], old[14:])
-
-
-def test_the_result_goes_only_where_it_is_wanted_and_is_scaled_once() -> None:
-    buffers, output = [torch.tensor([2.0, 4.0]), torch.tensor([1.0, 3.0])], torch.zeros(2)
-    reduce_share(buffers, 0, 2, op=ReduceOp.SUM, scale=0.5, outputs=[output, buffers[1]])
-    assert output.tolist() == [1.5, 3.5]
-    assert [buffer.tolist() for buffer in buffers] == [[2.0, 4.0], [1.5, 3.5]]
-
-
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
 def test_halves_are_accumulated_wide_and_rounded_once(op: ReduceOp) -> None:
     buffers = [torch.tensor([value]).half() for value in (2048.0, 1.0, 1.0)]
     reduce_share(buffers, 0, 1, op=op, scale=2.0, outputs=buffers)
     assert buffers[2].tolist() == [4100.0 if op is ReduceOp.SUM else 4096.0]
-
-
-@pytest.mark.parametrize("numel", [1, 2, 7, 40_000])
-def test_units_smaller_and_larger_than_the_node_are_reduced(numel: int) -> None:
-    def act(control: ControlPlane) -> None:
-        transport = SharedMemoryTransport(control)
-        transport.open_streams([StreamSpec(0)])
-        buffer = shared(control, values(control.rank, numel + 2))
-        control.barrier()
-        work = reduce(transport, buffer, 1, numel + 1, scale=0.5)
-        assert work.wait(10.0)
-        assert work.is_done()
-        begun, done = work.times()
-        assert begun is not None
-        assert done is not None
-        assert begun <= done
-        control.barrier()
-        found = buffer.tensor.double()
-        assert torch.equal(found[1:-1], 0.5 * wanted(SIZE, numel + 2)[1:-1])
-        assert torch.equal(found[[0, -1]], values(control.rank, numel + 2).double()[[0, -1]])
-        control.barrier()
-        assert transport.close()
-
-    on_planes(SIZE, act)
-
-
-def test_an_empty_unit_needs_no_stream() -> None:
-    def act(control: ControlPlane) -> None:
-        assert reduce(SharedMemoryTransport(control), FlatBuffer(torch.ones(3)), 1, 1) is NOTHING_TO_DO
-
-    on_planes(1, act)
-
-
-def test_units_of_several_streams_go_beside_each_other_whatever_the_order_of_the_streams() -> None:
-    def act(control: ControlPlane) -> None:
-        transport = SharedMemoryTransport(control)
-        transport.open_streams([StreamSpec(2), StreamSpec(0)])
-        assert len(transport.streams) == 3
-        buffer = shared(control, values(control.rank, 300))
-        control.barrier()
-        works: list[Work] = []
-        for stream in [(control.rank + turn) % 3 for turn in range(3)]:  # each rank begins with another stream
-            works += [reduce(transport, buffer, low, low + 3, stream=stream) for low in range(stream * 3, 300, 9)]
-        for work in reversed(works):
-            assert work.wait(10.0)
-        control.barrier()
-        covered = torch.cat([torch.arange(low, min(low + 3, 300)) for low in range(0, 300, 3)])
-        assert torch.equal(buffer.tensor.double()[covered], wanted(SIZE, 300)[covered])
-        control.barrier()
-        transport.close()
-
-    on_planes(SIZE, act)
 
 
 def test_a_unit_waits_for_the_last_rank_and_everybody_sleeps_meanwhile() -> None:
@@ -211,35 +136,6 @@ class _Crosses:
 
     def times(self) -> tuple[None, None]:
         return None, None
-
-
-@pytest.mark.parametrize("op", ReduceOp)
-def test_over_several_nodes_each_rank_carries_its_share_across(op: ReduceOp) -> None:
-    def act(control: ControlPlane) -> list[tuple[int, int]]:
-        crossings: list[Crossing] = []
-
-        def across() -> Crossing:
-            crossings.append(Crossing(control.duplicate_cross()))
-            return crossings[-1]
-
-        transport = SharedMemoryTransport(control, across=across)
-        assert transport.max_streams == 7
-        assert transport.stream_cost == StreamCost(descriptors=2 * 2 + 3 + 5, threads=1 + 2 + 1)
-        transport.open_streams([StreamSpec(1)])
-        assert [len(crossing.opened) for crossing in crossings] == [0, 1, 1]  # the first one was an example
-        buffer = shared(control, values(control.rank, 9, torch.float64))
-        control.barrier()
-        works = [reduce(transport, buffer, 0, 4, op=op, scale=2.0, stream=1), reduce(transport, buffer, 4, 9, op=op)]
-        assert all(work.wait(10.0) for work in works)
-        control.barrier()
-        assert torch.equal(buffer.tensor[:4], 2.0 * wanted(4, 9, op)[:4])
-        assert torch.equal(buffer.tensor[4:], wanted(4, 9, op)[4:])
-        control.barrier()
-        assert transport.close()
-        assert [crossing.closed for crossing in crossings] == [False, True, True]
-        return [*crossings[2].ranges, *crossings[1].ranges]
-
-    assert on_planes(4, act, local_size=2) == [[(0, 2), (4, 6)], [(2, 4), (6, 9)]] * 2
 
 
 def test_where_nodes_are_of_different_sizes_some_ranks_carry_nothing_across() -> None:
@@ -402,19 +298,6 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_what_one_rank_writes_all_of_its_node_read() -> None:
-    def act(control: ControlPlane) -> None:
-        regions = share_memory(control, 100)
-        assert [region.shape for region in regions] == [(100,)] * SIZE
-        assert [int(region.max()) for region in regions] == [0] * SIZE
-        control.barrier()
-        regions[control.rank].fill_(control.rank + 1)
-        control.barrier()
-        assert [region.unique().tolist() for region in regions] == [[1], [2], [3]]
-
-    on_planes(SIZE, act)
-
-
 def test_memory_lives_as_long_as_somebody_holds_it_and_no_descriptor_stays_open() -> None:
     kept: dict[int, torch.Tensor] = {}
 
@@ -494,35 +377,6 @@ def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -
         os.close(other)
 
     on_planes(2, act)
-
-
-def test_a_doorbell_wakes_the_others_or_oneself_and_nobody_without_it() -> None:
-    def act(control: ControlPlane) -> None:
-        bell = Doorbell(control)
-        control.barrier()
-        assert heard(bell) == 0
-        control.barrier()
-        if control.rank == 0:
-            bell.ring_others()
-        control.barrier()
-        assert heard(bell) == (control.rank != 0)
-        bell.ring_own()
-        assert heard(bell) == 1
-        for _ in range(3):
-            bell.ring_own()
-        assert bell.listen(1.0) == []  # nobody has ended
-        assert heard(bell) == 0  # one look for all three
-        control.barrier()
-        bell.close()
-
-    on_planes(SIZE, act)
-
-
-def heard(bell: Doorbell) -> int:
-    """Whether somebody has rung."""
-    rung = bool(bell._poll.poll(0))
-    bell.listen(0.0)
-    return rung
 
 
 def test_ringing_never_blocks_and_who_has_closed_the_bell_hurts_nobody() -> None:
