@@ -19,7 +19,6 @@ from sirtaki.errors import CommError, LaunchError, PeerLostError
 from sirtaki.launchers import started_by_mpi
 from sirtaki.settings import Settings
 
-from . import process_end
 from .membership import (
     Change,
     Dismissed,
@@ -51,6 +50,7 @@ class SurvivingMembership:
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
         """`interface`: name of the network interface that joins the hosts; None = any."""
         self._survivors, self._interface = survivors, interface
+        self.leave = survivors.leave
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """Shrink MPI's world to those that are left, and exchange with them where each listens."""
@@ -124,9 +124,7 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
     over_mpi = settings.control is Backend.MPI or settings.transport is TransportKind.MPI
     if over_mpi or not (started_by_mpi(environ) and started_to_survive(environ)):
         return None
-    survivors = Survivors()
-    process_end.leave_by(survivors.leave)
-    return SurvivingMembership(survivors, interface=settings.gloo_interface)
+    return SurvivingMembership(Survivors(), interface=settings.gloo_interface)
 
 
 logger = logging.getLogger(__name__)
@@ -139,11 +137,12 @@ class Generations:
         current: the one that it is in, or was in last; None = it has been in none.
         has_state: this process holds the job's state.
         tuning: what the generations before have found out.
+        leave: ends this process with an exit code, where it leaves others behind or fails.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, leave: Callable[[int], object] = os._exit) -> None:
         """Keeps the membership, which is asked by the main thread only."""
-        self._membership = membership
+        self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
         self.tuning = CarriedTuning()
@@ -214,7 +213,8 @@ def _failing(ranks: Communicator) -> Callable[[str], None]:
     return lambda lost: ranks.failures.report(PeerLostError(lost))
 
 
-_of_process: Generations | None = None
+of_process: Generations | None = None
+"""Where ranks come and go, and `of_this_process` has been asked: that of this process."""
 
 
 def of_this_process(settings: Settings) -> Generations | None:
@@ -226,11 +226,10 @@ def of_this_process(settings: Settings) -> Generations | None:
         ConfigError: an agent has started this process's parent, not this process.
         CommError: there is no usable MPI library, though mpiexec has started this process.
     """
-    global _of_process
-    if _of_process is None:
-        membership = open_membership() or open_agent(interface=settings.gloo_interface) or open_survivors(settings)
-        if membership is None:
-            return None
-        _of_process = Generations(membership)
-        process_end.at_success(_of_process.finished)
-    return _of_process
+    global of_process
+    if of_process is None:
+        if (membership := open_membership() or open_agent(interface=settings.gloo_interface)) is not None:
+            of_process = Generations(membership)
+        elif (survivors := open_survivors(settings)) is not None:
+            of_process = Generations(survivors, survivors.leave)
+    return of_process

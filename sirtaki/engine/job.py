@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -14,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sirtaki import watch
 from sirtaki.comm import recorder, timeline
@@ -22,18 +24,19 @@ from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
-from sirtaki.errors import CommError, ConfigError, NotInitializedError, PeerLostError, SirtakiError
+from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.settings import NEVER_S, Settings
 from sirtaki.watch import watchers
 from sirtaki.watch.presence import Presence
 from sirtaki.watch.watchers import Totals
 
-from . import process_end
+from . import generations
 from .generations import Generations, of_this_process
 from .lanes import open_lanes
 from .membership import Dismissed
@@ -261,7 +264,7 @@ class Job:
                 break
             time.sleep(0.05)
         if _job is self:
-            process_end.end_now(f"ends while its GPU waits: {self.failure}")
+            end_now(f"ends while its GPU waits: {self.failure}")
 
     @property
     def rank(self) -> int:
@@ -282,14 +285,6 @@ class Job:
     def failure(self) -> CommError | None:
         """Why the job is lost, None while all is well."""
         return self.control.failures.error
-
-    def describe(self) -> str:
-        """What this rank does, in words."""
-        return self.watchdog.describe()
-
-    def abort(self, reason: str) -> None:
-        """Ends the job on all ranks, at once, and with MPI this process."""
-        self._ranks.abort(reason)
 
     def interrupt(self) -> list[str]:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
@@ -396,6 +391,8 @@ def start_logging(settings: Settings, rank: int) -> None:
 
 
 _job: Job | None = None
+_ending: Job | None = None
+"""What the end of this process ends; None once the job has been closed on all ranks, or is being ended."""
 
 
 def current() -> Job:
@@ -428,7 +425,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         LaunchError: where ranks come and go: there is no generation for this rank.
         CommError: there is no usable MPI library, or ranks do not come.
     """
-    global _job
+    global _job, _ending, _pid
     if _job is not None:
         return
     settings = Settings.from_environ()
@@ -454,7 +451,10 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
-    process_end.watch(_job)
+    _ending = _job
+    if _pid is None:
+        _pid = os.getpid()
+        _install_hooks()
     _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
 
 
@@ -488,11 +488,10 @@ def leave(*, together: bool, reason: str = "") -> None:
         together: collective; all ranks have agreed to.
         reason: what the others are told otherwise.
     """
-    global _job
+    global _job, _ending
     if _job is None:
         return
-    job, _job = _job, None
-    process_end.forget()
+    job, _job, _ending = _job, None, None
     if together:
         job.wait_for_leave()
     else:
@@ -502,17 +501,183 @@ def leave(*, together: bool, reason: str = "") -> None:
 
 def shutdown() -> None:
     """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
-    global _job
+    global _job, _ending
     if _job is None:
         return
     with contextlib.suppress(SirtakiError):  # whoever needs what did not come hears of it
         _job.participants.settle()
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
-        process_end.forget()
+        _ending = None
     elif job.elastic is not None:
-        process_end.forget()
+        _ending = None
         job.give_up(f"rank {job.rank} has shut down")
         job.abandon()
     else:
         logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
+
+
+# ── the end of the process: a rank that fails ends the job, one that has done its work waits for the others ──────────
+
+VICTIM_S = 2.0
+"""How long a rank whose communication failed waits before it ends the job: the cause should be heard first."""
+
+LOST_S = 15.0
+"""The same over MPI where another rank is about to end, or has: it ends the job, and its exit code is to be kept."""
+
+EXIT_S = 5.0
+"""How long a rank that ends with an exit code waits for the others; they must hear of it soon."""
+
+_AGAIN_S = 60.0  # how long to wait for the others at a time, where there is no hurry
+
+_exit_code: int | None = None
+_raised = False
+_pid: int | None = None
+
+
+def describe() -> str:
+    """What this rank does, in words; "" without a job."""
+    return "" if _ending is None else _ending.watchdog.describe()
+
+
+def end_now(reason: str) -> NoReturn:
+    """Says why this rank ends the job, and ends the process without waiting for anything."""
+    if _ending is not None:
+        _report(_ending, reason, _interrupted(_ending))
+    _leave(1)
+
+
+def finish() -> None:
+    """The script has come to its end without an error, in a process that goes on."""
+    global _ending
+    job, _ending = _ending, None
+    if (elastic := generations.of_process) is not None:
+        elastic.finished()
+    if job is not None and not job.close(EXIT_S):
+        job.give_up(f"rank {job.rank} has ended its script")
+
+
+def _install_hooks() -> None:
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _ending, _raised
+        job = _ending if os.getpid() == _pid else None
+        _raised = True
+        where = _interrupted(job) if job is not None and job.size > 1 else []
+        if where and _started_by_sirtakirun():  # which says itself who raised what
+            error.add_note(f"This rank {'; '.join(where)}.")
+        over_mesh = job is not None and job.backend is Backend.MESH
+        told_elsewhere = job is not None and (
+            (job.rank > 0 and isinstance(error, MismatchError))
+            or (over_mesh and job.size > 1 and isinstance(error, PeerLostError))
+        )
+        if not told_elsewhere or _started_by_sirtakirun():
+            # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+            with contextlib.redirect_stderr(sys.__stderr__):
+                previous_hook(kind, error, trace)
+        if job is None or job.size == 1:
+            if _outlives_others():
+                _leave(1)
+            return
+        _ending = None  # nothing is left to wait for at the exit
+        what = f"raised {kind.__name__}" + (f": {error}" if told_elsewhere else "")  # elsewhere it stands above
+        if over_mesh and isinstance(error, PeerLostError):
+            what = f"ends, since {error}"
+        # The launcher, or another rank to which the same has happened, may end this process while it waits.
+        at_once = over_mesh or (told_elsewhere and not _started_by_sirtakirun())
+        if at_once:
+            _report(job, what, where)
+        if isinstance(error, CommError) and job.elastic is None:
+            time.sleep(LOST_S if isinstance(error, PeerLostError) and not over_mesh else VICTIM_S)
+        if not _started_by_sirtakirun():
+            if not at_once:
+                _report(job, what, where)
+            _flush()
+            job._ranks.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
+            _leave(1)
+
+    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        previous_exit(status)
+
+    sys.excepthook, sys.exit = on_exception, on_exit
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """A rank whose script has ended: waits for the others, and does not hide a failure from mpiexec."""
+    global _ending
+    job, _ending = _ending, None
+    if os.getpid() != _pid:  # a process that the script forked; MPI is not its own
+        if not skip_finalize():
+            _flush()
+            os._exit(_exit_code or 0)
+        return
+    code = _exit_code or 0
+    if code == 0 and not _raised and (elastic := generations.of_process) is not None:
+        elastic.finished()
+    if job is None or job.size == 1 or job.close(EXIT_S):
+        if code != 0 and _outlives_others():
+            _leave(code)
+        return
+    if code == 0 and job.elastic is not None:
+        job.give_up(f"rank {job.rank} has ended its script")
+        if _outlives_others():  # `raise SystemExit(9)` passes by `sys.exit`
+            _leave(0)
+        return
+    while job.failure is None and code == 0:
+        if job.close(_AGAIN_S):
+            return
+    where = _interrupted(job)
+    if code != 0:
+        reason = f"has ended with exit code {code} while others are at work"
+        _report(job, reason, where)
+        if job.backend is Backend.MESH:  # MPI would take its own exit code
+            job._ranks.abort(f"rank {job.rank} {reason}")
+        _leave(code)
+    _report(job, f"ends after {job.failure}", where)
+    # `raise SystemExit(9)` passes by `sys.exit`: Python knows the exit code, and nobody else. Unless it is 0 mpiexec
+    # takes it for the job's; without MPI_Finalize, which would wait for the others, it comes at once.
+    if not skip_finalize():
+        _leave(1)
+
+
+def _interrupted(job: Job) -> list[str]:
+    try:
+        return job.interrupt()
+    except Exception as err:  # whatever goes wrong here must not keep the job from ending
+        return [f"could not keep its state: {err}"]
+
+
+def _report(job: Job, reason: str, where: list[str]) -> None:
+    """Says who ends the job and where that rank was; sirtakirun says the former itself."""
+    if where or not _started_by_sirtakirun():
+        place = "".join(f"; it {text}" for text in where)
+        then = "the job ends" if job.elastic is None else "it leaves the job"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, full or None
+            print(f"sirtaki: rank {job.rank} {reason}{place}; {then}", file=sys.__stderr__, flush=True)
+
+
+def _started_by_sirtakirun() -> bool:
+    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
+    return "sirtaki.run.rank_channel" in sys.modules
+
+
+def _outlives_others() -> bool:
+    """Whether others may go on without this process, which then must end in a way that they hear of."""
+    return generations.of_process is not None and generations.of_process.leave is not os._exit
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks."""
+    _flush()
+    (os._exit if generations.of_process is None else generations.of_process.leave)(exit_code)
+    raise AssertionError("this process has ended")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

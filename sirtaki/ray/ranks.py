@@ -342,7 +342,7 @@ class ElasticRank:
         Returns:
             What it returns, or `Dismissal`.
         """
-        from sirtaki.engine import process_end
+        from sirtaki.engine import job
 
         sock = reach()
         register(lambda: AgentClient(sock, interface=interface))
@@ -358,5 +358,5 @@ class ElasticRank:
         except BaseException as err:
             leave_job(f"a rank raised {type(err).__name__}: {err}")
             raise
-        process_end.finish()
+        job.finish()
         return result

@@ -131,8 +131,8 @@ def answer_termination(tell: Callable[[str], None]) -> None:
 
 def doing() -> str:
     """What this rank does and how far it is, in words; "" if its script has no job of Sirtaki's."""
-    process_end = sys.modules.get("sirtaki.engine.process_end")
-    return "" if process_end is None else str(process_end.describe())
+    job = sys.modules.get("sirtaki.engine.job")
+    return "" if job is None else str(job.describe())
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], None]:

@@ -37,6 +37,8 @@ def the_gradient_of_an_all_reduce_is_reduced_alike(rank: int, size: int) -> None
         y = hvd.allreduce(x, op=op, prescale_factor=0.5, postscale_factor=3.0)
         (y * (rank + 1)).sum().backward()
         same(x.grad, torch.full((4,), 1.5 * factor * sum(range(1, size + 1))))
+        with torch.no_grad():
+            assert not hvd.allreduce(x, op=op).requires_grad
 
 
 @case
@@ -298,6 +300,8 @@ def a_process_set_has_a_life(rank: int, size: int) -> None:
         hvd.allgather(x, process_set=evens).sum().backward()
         same(x.grad, torch.ones(2))
         hvd.barrier(process_set=evens)
+        fails(ValueError, "is not one of the ranks", lambda: hvd.broadcast(torch.ones(1), 1, process_set=evens))
+        fails(NotImplementedError, "not on a process set", lambda: hvd.allreduce(x, op=hvd.Adasum, process_set=evens))
     else:
         for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
             fails(ValueError, "is not in the process set", lambda call=call: call(torch.ones(4), process_set=evens))

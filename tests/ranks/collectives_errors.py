@@ -63,7 +63,11 @@ for kind, words, good, bad in (
     (ValueError, "Sum of splits", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(ones, [4] * size)),
     (ValueError, "one for each rank", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(ones, [0] * 9)),
     (ValueError, "whole numbers", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(ones, "ab")),
+    (ValueError, "one for each", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(ones, [-1] * size)),
+    (ValueError, "without dimensions", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(torch.tensor(1.0))),
     (ValueError, "cannot be reduced", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones.bool())),
+    (ValueError, "cannot be reduced", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones * 1j, op=hvd.Min)),
+    (ValueError, "cannot be reduced", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones.int(), op=hvd.Adasum)),
     (ValueError, "op=", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones, op=17)),
     (
         ValueError,
@@ -129,6 +133,8 @@ if size > 2:
 # All ranks make the same mistake.
 fails(ValueError, "whole numbers", lambda: hvd.alltoall(torch.ones(size, 2), torch.ones(size)))
 fails(ValueError, "whole numbers", lambda: hvd.alltoall(torch.ones(size, 2), [0.5] * size))
+if size > 1:
+    fails(ValueError, "cannot be dealt out evenly", lambda: hvd.alltoall(torch.ones(size + 1)))
 if size & (size - 1):
     fails(NotImplementedError, "power of two", lambda: hvd.allreduce(ones, op=hvd.Adasum))
 fails(ValueError, "Please provide only one", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum))

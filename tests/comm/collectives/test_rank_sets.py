@@ -11,7 +11,7 @@ from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.errors import CommError, ConfigError, MismatchError
+from sirtaki.errors import CommError, MismatchError
 
 SIZE = 3
 
@@ -48,39 +48,6 @@ def total(engine: EagerEngine, value: float, name: str = "x") -> float:
     return float(work.results[0])
 
 
-def test_set_0_is_all_ranks() -> None:
-    def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
-        there = sets[GLOBAL]
-        assert (there.number, there.ranks, there.control) == (0, (0, 1, 2), control)
-        assert GLOBAL in sets
-        assert 1 not in sets
-        assert sets.engines() == [(0, there.engine)]
-        assert sets.members(GLOBAL).control is control
-        assert there.engine is not None
-        assert total(there.engine, control.rank) == 3.0
-        assert len(watchdog.watched) == 1
-
-    on_sets(act)
-
-
-def test_a_set_has_an_engine_on_its_members_and_a_number_on_all() -> None:
-    def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
-        assert [sets.add([2, 0]), sets.add([1])] == [1, 2]
-        pair, alone = sets[1], sets[2]
-        assert (pair.ranks, alone.ranks) == ((0, 2), (1,))
-        for there in (pair, alone):
-            assert (there.engine is not None) == (there.comm is not None) == (control.rank in there.ranks)
-        assert [number for number, _ in sets.engines()] == ([0, 2] if control.rank == 1 else [0, 1])
-        if pair.engine is not None:
-            assert (pair.engine.rank, pair.engine.size) == (control.rank // 2, 2)
-            assert total(pair.engine, 1.0 + control.rank) == 4.0
-            waits = pair.engine.pending.where
-            assert waits == " of process set 1 (ranks 0, 2)"
-        assert len(watchdog.watched) == 2
-
-    on_sets(act)
-
-
 def test_members_get_a_control_plane_once_and_only_they() -> None:
     def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
         sets.add([1, 2])
@@ -92,34 +59,6 @@ def test_members_get_a_control_plane_once_and_only_they() -> None:
             assert inner.all_gather(control.rank) == [1, 2]
         control.barrier()
         assert sets.remove(1)
-
-    on_sets(act)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([], r"some of the ranks 0 … 2, each once, not \[\]"),
-        ([0, 3], r"each once, not \[0, 3\]"),
-        ([-1], r"not \[-1\]"),
-        ([1, 1], r"not \[1, 1\]"),
-        ([2, 1, 0], r"A process set with ranks \[0, 1, 2\] has been added already \(id 0\)"),
-    ],
-)
-def test_a_set_that_cannot_be_is_refused_on_all_ranks_though_only_one_names_it(ranks: list[int], words: str) -> None:
-    def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
-        with pytest.raises(ConfigError, match=words):
-            sets.add(ranks if control.rank == 1 else [0])
-        assert sets.add([0]) == 1  # as if nothing had been
-
-    on_sets(act)
-
-
-def test_ranks_that_name_different_sets_all_hear_of_it() -> None:
-    def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0 names \[0\], rank 2 names \[1, 2\]"):
-            sets.add([1, 2] if control.rank == 2 else [0])
-        assert 1 not in sets
 
     on_sets(act)
 

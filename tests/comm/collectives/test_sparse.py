@@ -29,14 +29,6 @@ def summed(tensors: list[torch.Tensor], name: str | None = "x") -> list[torch.Te
     return among(len(tensors), act)
 
 
-@pytest.mark.parametrize("name", ["gradient", None])
-def test_entries_of_all_ranks_add_up(name: str | None) -> None:
-    tensors = [entries((0, 1.0), (3, 2.0)), entries(), entries((3, 0.5), (4, 8.0), (3, 0.25))]
-    for found in summed(tensors, name):
-        assert found.is_sparse
-        assert found.to_dense().tolist() == [1.0, 0.0, 0.0, 2.75, 8.0]
-
-
 def test_rows_of_several_dimensions_keep_their_form() -> None:
     tensors = [entries((rank, 1.0 + rank), size=(4, 2, 3)) for rank in range(SIZE)]
     wanted = sum(tensor.to_dense() for tensor in tensors)

@@ -113,14 +113,12 @@ def test_who_is_dismissed_has_not_finished_the_job() -> None:
 
 
 def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generations, "_of_process", None)
-    monkeypatch.setattr(generations.process_end, "_at_success", [])
+    monkeypatch.setattr(generations, "of_process", None)
     try:
         register(lambda: None)
         assert generations.of_this_process(Settings()) is None
         register(lambda: Membership(True))
         assert generations.of_this_process(Settings()) is generations.of_this_process(Settings()) is not None
-        assert len(generations.process_end._at_success) == 1
     finally:
         register(None)
 
@@ -461,12 +459,8 @@ def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
 
 def test_mpi_is_asked_only_where_mpiexec_lets_ranks_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surviving_membership, "Survivors", lambda: World(1).ranks[0])
-    told = list[object]()
-    monkeypatch.setattr(surviving_membership.process_end, "leave_by", told.append)
     assert open_survivors(Settings(), {}) is None
     assert open_survivors(Settings(), {"OMPI_COMM_WORLD_SIZE": "2"}) is None
     assert open_survivors(Settings(control=Backend.MPI), UNDER_ULFM) is None
     assert open_survivors(Settings(transport=TransportKind.MPI), UNDER_ULFM) is None
-    assert told == []
     assert open_survivors(Settings(), UNDER_ULFM) is not None
-    assert len(told) == 1

@@ -236,7 +236,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os, signal, sys, time, types
 from sirtaki.run.rank_channel import answer_termination
-sys.modules["sirtaki.engine.process_end"] = types.SimpleNamespace(describe=lambda: "waits for rank 1")
+sys.modules["sirtaki.engine.job"] = types.SimpleNamespace(describe=lambda: "waits for rank 1")
 answer_termination(lambda doing: print("it", doing, flush=True))
 if sys.argv[1] == "itself":
     os.kill(os.getpid(), signal.SIGTERM)

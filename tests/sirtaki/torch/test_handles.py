@@ -11,13 +11,14 @@ from sirtaki.torch.collectives import (
     allreduce,
     allreduce_async,
     allreduce_async_,
+    broadcast,
     broadcast_async,
     grouped_allreduce_async_,
     poll,
     synchronize,
     synchronize_all,
 )
-from sirtaki.torch.process_sets import engine_of, global_process_set
+from sirtaki.torch.process_sets import add_process_set, engine_of, global_process_set
 
 SIZE = 2
 
@@ -107,3 +108,32 @@ def test_a_rank_that_refuses_tells_the_others_why(wrong: str) -> None:
                 synchronize(broadcast_async(torch.ones(1), 0, name="x"))
 
     on_jobs(SIZE, act)
+
+
+def test_an_operation_in_place_leaves_the_tensor_alone_until_it_is_synchronised() -> None:
+    def act(rank: int) -> None:
+        tensor = torch.full((2,), rank + 1.0)
+        handle = allreduce_async_(tensor, op=collectives.Sum, name="x")
+        assert tensor.tolist() == [rank + 1.0] * 2
+        synchronize(handle)
+        assert tensor.tolist() == [3.0, 3.0]
+
+    on_jobs(SIZE, act)
+
+
+def test_ranks_that_name_different_roots_all_hear_of_it() -> None:
+    def act(rank: int) -> None:
+        with pytest.raises(MismatchError, match=r"root ranks .*: rank 0 has 0, ranks 1, 2 have 1"):
+            broadcast(torch.zeros(1), min(rank, 1), name="x")
+
+    on_jobs(3, act)
+
+
+def test_ranks_of_a_process_set_are_named_by_their_rank_among_all() -> None:
+    def act(rank: int) -> None:
+        some = add_process_set([1, 2])
+        if rank:
+            with pytest.raises(MismatchError, match=r"data types .*: rank 1 has float32, rank 2 has int64"):
+                broadcast(torch.zeros(1, dtype=torch.int64 if rank == 2 else torch.float32), 1, process_set=some)
+
+    on_jobs(3, act)

@@ -10,7 +10,6 @@ from fakes.jobs import on_jobs
 from sirtaki.engine import job
 from sirtaki.errors import NotInitializedError
 from sirtaki.torch.collectives import barrier, join
-from sirtaki.torch.process_sets import ProcessSet, add_process_set
 
 SIZE = 3
 
@@ -26,18 +25,6 @@ def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
                 came.append(turn)
             assert barrier() is None
             assert came.count(turn) == SIZE
-
-    on_jobs(SIZE, act)
-
-
-def test_a_barrier_of_a_set_is_for_its_ranks() -> None:
-    def act(rank: int) -> None:
-        there = add_process_set(ProcessSet([0, 2]))
-        if rank == 1:
-            with pytest.raises(ValueError, match="rank 1 is not in the process set"):
-                barrier(there)
-        else:
-            barrier(there)
 
     on_jobs(SIZE, act)
 

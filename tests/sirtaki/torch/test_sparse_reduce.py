@@ -16,17 +16,6 @@ def entries(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.sparse_coo_tensor(places, torch.ones(rank + 1, dtype=dtype), (4,), check_invariants=True)
 
 
-@pytest.mark.parametrize(("op", "wanted"), [(Sum, [3.0, 2.0, 1.0, 0.0]), (Average, [1.0, 2 / 3, 1 / 3, 0.0])])
-@pytest.mark.parametrize("name", ["x", None])
-def test_entries_are_added_up_or_averaged(op: int, wanted: list[float], name: str | None) -> None:
-    def act(rank: int) -> None:
-        found = sparse_allreduce_async(entries(rank), name, op)()
-        assert found.is_sparse
-        assert found.to_dense().tolist() == pytest.approx(wanted)
-
-    on_jobs(SIZE, act)
-
-
 def test_averages_of_integers_are_truncated_entry_by_entry() -> None:
     def act(rank: int) -> None:
         found = sparse_allreduce_async(-7 * entries(rank, torch.int64), "x", Average)()
