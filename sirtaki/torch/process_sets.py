@@ -14,6 +14,8 @@ from sirtaki.errors import ConfigError, NotInitializedError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 
 class ProcessSet:
     """Some of the ranks; usable once `init(process_sets=…)` or `add_process_set` has opened it.
