@@ -338,7 +338,7 @@ class GradientBuffers:
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
-        targets = [self.places[position] for position in positions]
+        targets = list(map(self.places.__getitem__, positions))
         try:
             # Gradients made with create_graph=True have a graph, the reduced ones have none.
             with torch.no_grad():

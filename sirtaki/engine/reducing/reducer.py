@@ -985,14 +985,19 @@ class OptimizerGradients:
         Returns:
             False if gradients are being reduced, since some did not come in the backward pass.
         """
-        pending = {reducer.phase is Phase.REDUCED for reducer in self._seen if reducer.pending}
-        if any(reducer.phase is Phase.FAILED for reducer in self._seen):
+        failed = reduced = unreduced = False
+        for reducer in self._seen:
+            failed |= reducer.phase is Phase.FAILED
+            if reducer.pending:
+                reduced |= reducer.phase is Phase.REDUCED
+                unreduced |= reducer.phase is not Phase.REDUCED
+        if failed:
             for reducer in self._seen:
                 reducer.drop_failed()
                 self._seen[reducer] = reducer.n_reduced
-        elif False in pending:
+        elif unreduced:
             return False
-        elif pending:
+        elif reduced:
             self.finish()
         for reducer in self._seen:
             reducer.drop_accumulated()
