@@ -33,8 +33,8 @@ from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.errors import CommError, ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.agent import AgentRules, reach_driver
-from sirtaki.run.elastic.agent_crew import DriverEndpoint, Switchboard, new_endpoint
+from sirtaki.run.elastic.agent import AgentRules, DriverEndpoint, reach_driver
+from sirtaki.run.elastic.agent_crew import Switchboard, new_endpoint
 from sirtaki.run.elastic.driver import run_job
 from sirtaki.run.elastic.job_members import (
     Beat,

@@ -87,47 +87,6 @@ def open_standard_streams() -> None:
                 os.open(os.devnull, os.O_RDWR)
 
 
-class ErrorTexts:
-    """Holds back what a rank writes from `begin` to `end`."""
-
-    def __init__(self, label: Callable[[int], str] = str) -> None:
-        """`label` says what the user calls a rank."""
-        self._label = label
-        self._held: dict[int, bytes] = {}
-        self._brief: dict[int, str] = {}
-        self._shown: dict[bytes, int] = {}  # by which rank first
-
-    @property
-    def ranks(self) -> list[int]:
-        """Those that have begun and not ended."""
-        return list(self._held)
-
-    def begin(self, rank: int, brief: str = "") -> None:
-        """What this rank writes from now on is about its error.
-
-        Args:
-            rank: of the job.
-            brief: says enough where another rank's error has been shown; empty if only the whole does.
-        """
-        self._held.setdefault(rank, b"")
-        self._brief[rank] = brief
-
-    def take(self, rank: int, text: bytes) -> bool:
-        """Whether `text` is held back."""
-        if rank not in self._held:
-            return False
-        self._held[rank] += text
-        return True
-
-    def end(self, rank: int) -> bytes:
-        """What is to be shown of this rank's text; empty if nothing was held back."""
-        text, brief = self._held.pop(rank, b""), self._brief.pop(rank, "")
-        if brief and self._shown:
-            return f"{brief}\n".encode()
-        first = self._shown.setdefault(text, rank) if text else rank
-        return text if first == rank else f"the same error as on rank {self._label(first)}\n".encode()
-
-
 _RULE = re.compile(r"(-{40,}|={40,})")
 _LONGEST_BOX = 60  # lines; more is no box
 
@@ -278,7 +237,8 @@ class RankOutput:
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
-        self._errors = ErrorTexts(options.label)
+        self._errors: dict[int, tuple[bytes, str]] = {}  # what ranks have written of their errors, and in short
+        self._shown: dict[bytes, int] = {}  # errors, by which rank first
         self._lock = threading.Lock()
         self._open: int | None = None  # the rank that wrote last
         self._returned = False  # and that line ended with a carriage return
@@ -294,7 +254,7 @@ class RankOutput:
             self._finish()
 
     def _finish(self) -> None:
-        for rank in self._errors.ranks:
+        for rank in list(self._errors):
             self._show_error(rank)
         if self._notices is not None:
             self._show_own(self._notices.rest())
@@ -317,7 +277,7 @@ class RankOutput:
         for found in PATTERN.finditer(text):
             message = Message.decode(found)
             if message.event is Event.RAISES:
-                self._errors.begin(message.rank, message.reason)
+                self._errors.setdefault(message.rank, (b"", message.reason))
             else:
                 self._show_error(message.rank)
             self._on_message(message)
@@ -328,12 +288,22 @@ class RankOutput:
             self._show_own(text if self._notices is None else self._notices.take(text))
         else:
             text = text.removesuffix(UNFINISHED)
-            self._keep(int(tag[1]), text)
-            if not self._errors.take(int(tag[1]), text):
-                self._show(int(tag[1]), text)
+            rank = int(tag[1])
+            self._keep(rank, text)
+            if rank in self._errors:  # held back until it is whole
+                written, brief = self._errors[rank]
+                self._errors[rank] = written + text, brief
+            else:
+                self._show(rank, text)
 
     def _show_error(self, rank: int) -> None:
-        for line in BytesIO(self._errors.end(rank)):
+        """Shows what a rank has written of its error; in short where another one's says the same, or is the cause."""
+        text, brief = self._errors.pop(rank, (b"", ""))
+        if brief and self._shown:
+            text = f"{brief}\n".encode()
+        elif text and (first := self._shown.setdefault(text, rank)) != rank:
+            text = f"the same error as on rank {self.options.label(first)}\n".encode()
+        for line in BytesIO(text):
             self._show(rank, line)
 
     def _show(self, rank: int, text: bytes) -> None:

@@ -119,8 +119,8 @@ def less_often() -> None:
                 state.step += 1
                 if there.number == 1 and state.step == 10:
                     os.kill(os.getpid(), signal.SIGKILL)
-                state.commit()
                 log("step", step=state.step, size=hvd.size())
+                state.commit()
                 while state.step == 16 and hvd.size() < 3:  # until the next one has come
                     time.sleep(0.01)
                     state.commit()

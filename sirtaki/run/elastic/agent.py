@@ -310,24 +310,35 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriverEndpoint:
+    """Where agents reach a driver, and how they prove themselves: made by the first driver, passed on to the next.
+
+    Attributes:
+        proof: name and secret of the job.
+        listeners: descriptors of the sockets at which agents look for it.
+        agents: numbers of those that should come.
+        numbers: of agents, that have been given.
+    """
+
+    proof: Proof
+    listeners: tuple[int, ...]
+    agents: tuple[int, ...] = ()
+    numbers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
     """What a driver is told, as JSON on its standard input, that an agent starts in the place of a lost one.
 
     Attributes:
         job: of the lost one.
         environ: what is added to the agent's environment for ranks.
-        proof: with which the job's processes prove themselves.
-        listeners: descriptors of sockets at which agents look for it.
-        agents: numbers of those that should come.
-        numbers: of agents, that have been given.
+        endpoint: its own.
     """
 
     job: ElasticJob
     environ: Mapping[str, str]
-    proof: Proof
-    listeners: tuple[int, ...]
-    agents: tuple[int, ...]
-    numbers: int
+    endpoint: DriverEndpoint
 
 
 def agents_key(proof: Proof) -> bytes:
@@ -418,14 +429,13 @@ class Succession:
             return  # it goes on, and has done without this agent, which was stopped meanwhile
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
-        inheritance = Inheritance(
-            job=config.job,
-            environ=config.environ,
+        endpoint = DriverEndpoint(
             proof=config.proof,
             listeners=descriptors,
             agents=expected_by_successor(agents, config.number),
             numbers=max(number for number, _ in agents),
         )
+        inheritance = Inheritance(job=config.job, environ=config.environ, endpoint=endpoint)
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "sirtaki.run.elastic.launch"],
             stdin=subprocess.PIPE,

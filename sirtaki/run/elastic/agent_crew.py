@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, Generic, TypeVar
 
 import msgspec
@@ -27,7 +26,7 @@ from sirtaki.json_channel import JsonChannel, encoded
 
 from ..host_check import PROBLEM, Need, versions_here
 from ..hosts import OPTIONS, Host, remedy
-from .agent import DRIVER, AgentConfig, ElasticJob, agents_key, end_grace_s
+from .agent import DRIVER, AgentConfig, DriverEndpoint, ElasticJob, agents_key, end_grace_s
 from .job_members import Beat, EndAll, FromAgent, Heard, KnownAgents, Lost, Place, ToAgent, Up
 
 AGENT_SILENT_S = 10.0
@@ -227,23 +226,6 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
     return ["ssh", *OPTIONS, *job.ssh, host, f"exec {shlex.join(agent)}"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverEndpoint:
-    """Where agents reach a driver, and how they prove themselves: made by the first driver, passed on to the next.
-
-    Attributes:
-        proof: name and secret of the job.
-        listeners: at which agents look for it.
-        agents: numbers of those that should come.
-        numbers: of agents, that have been given.
-    """
-
-    proof: Proof
-    listeners: tuple[socket.socket, ...]
-    agents: tuple[int, ...] = ()
-    numbers: int = 0
-
-
 def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
     """Opens the ports of a job's first driver at these addresses, and gives the job a name and a secret.
 
@@ -251,7 +233,7 @@ def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
         LaunchError: it cannot listen.
     """
     try:
-        listeners = tuple(listen(addresses))
+        listeners = tuple(listener.detach() for listener in listen(addresses))
     except OSError as err:
         raise LaunchError(f"the launcher cannot listen at {', '.join(addresses)}: {err}") from err
     return DriverEndpoint(proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)), listeners=listeners)
@@ -267,7 +249,8 @@ class Switchboard(Generic[Speaker]):
     def __init__(self, endpoint: DriverEndpoint) -> None:
         """Listens at the ports that it inherits, which become its own."""
         self._events = selectors.DefaultSelector()
-        self._door = Door(endpoint.listeners, key=agents_key(endpoint.proof), own=DRIVER, events=self._events)
+        listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
+        self._door = Door(listeners, key=agents_key(endpoint.proof), own=DRIVER, events=self._events)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)

@@ -113,11 +113,10 @@ class Discovery:
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._thread.start()
 
-    def take(self) -> Hosts | LaunchError | None:
-        """The oldest answer that has not been taken, or why there was none; None = nothing new."""
-        with contextlib.suppress(queue.Empty):
-            return self._answers.get_nowait()
-        return None
+    def take(self) -> Iterator[Hosts | LaunchError]:
+        """What has been answered, or why there was no answer, since the last time."""
+        while not self._answers.empty():
+            yield self._answers.get()
 
     def close(self) -> None:
         """Asks no more; a question that is being asked is not waited for."""
@@ -194,7 +193,7 @@ def run_job(
             members.found(hosts, time.monotonic())
             while members.end is None and not signals:
                 members.answer(list(crew.look(_TICK_S)), time.monotonic())
-                while discovery is not None and (answer := discovery.take()) is not None:
+                for answer in () if discovery is None else discovery.take():
                     if isinstance(answer, LaunchError):
                         say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
                     else:

@@ -10,7 +10,6 @@ import functools
 import os
 import random
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -26,8 +25,8 @@ from sirtaki.settings import Settings
 from ..hosts import Host, given_hosts, ssh_arguments
 from ..output import Console, OutputOptions, RankOutput, output_folder, say
 from ..rank_command import begin_environ, carried_variables, complete_environ, rank_command
-from .agent import ElasticJob, Inheritance
-from .agent_crew import AgentCrew, DriverEndpoint, agent_words, is_child, new_endpoint
+from .agent import DriverEndpoint, ElasticJob, Inheritance
+from .agent_crew import AgentCrew, agent_words, is_child, new_endpoint
 from .driver import Hosts, ask_script, run_job, take_over
 from .job_members import COOLDOWN_S, JobMembers, OnFailure, Policy
 
@@ -194,13 +193,7 @@ def inherit() -> int:
         The exit code of the job.
     """
     told = msgspec.json.decode(sys.stdin.buffer.read(), type=Inheritance)
-    endpoint = DriverEndpoint(
-        proof=told.proof,
-        listeners=tuple(socket.socket(fileno=descriptor) for descriptor in told.listeners),
-        agents=told.agents,
-        numbers=told.numbers,
-    )
-    return drive(told.job, endpoint, {**os.environ, **told.environ}, None)
+    return drive(told.job, told.endpoint, {**os.environ, **told.environ}, None)
 
 
 if __name__ == "__main__":

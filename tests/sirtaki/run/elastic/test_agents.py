@@ -276,7 +276,7 @@ def test_each_job_has_a_secret_of_its_own_which_is_not_shown() -> None:
     assert first.proof.job != second.proof.job
     assert first.proof.secret not in repr(first)
     for listener in (*first.listeners, *second.listeners):
-        listener.close()
+        os.close(listener)
 
 
 def test_a_driver_that_is_not_there_is_looked_for_for_so_long_only() -> None:
