@@ -1,0 +1,143 @@
+"""Updates are made when somebody needs their parameters, with all that came along, and never twice."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sirtaki.engine.reducing.reducer import Phase
+from sirtaki.torch import overlap as awaited
+from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
+
+
+class Late:
+    """Gradients that come in units of two parameters; what a rank waits for is there at once, and doubled."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self._params = params
+        self.hooked = [(str(number), param) for number, param in enumerate(params)]
+        self.log: list[Any] = []
+        self.can_put_off, self.needed_elsewhere, self.phase = True, False, Phase.COMING
+
+    def put_off(self) -> None:
+        self.log.append("step")
+        self.phase = Phase.STEPPED
+
+    def wait_for(self, number: int) -> list[int]:
+        self.log.append(number)
+        first = number - number % 2
+        if self.needed_elsewhere:
+            self.phase = Phase.COMING
+        return [] if self.needed_elsewhere else [first, first + 1]
+
+    def reduce(self) -> None:
+        self.phase = Phase.REDUCED
+        self.log.append("reduce")
+
+    def hand_out(self, numbers: list[int]) -> None:
+        for number in numbers:
+            param = self._params[number]
+            param.grad = torch.zeros(1) if param.grad is None else 2 * param.grad
+
+
+class Made:
+    def __init__(self) -> None:
+        self.params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+        self.optimizer = torch.optim.SGD(self.params, lr=1.0)
+        self.late, self.finished, self.seen, self.allowed = Late(self.params), 0, 0, True
+        gradients: Any = SimpleNamespace(reducers=[self.late], finish=self._finish)
+        self.updates = PutOffUpdates(
+            gradients,
+            PartialStep(self.optimizer, torch.optim.SGD),
+            allowed=lambda: self.allowed,
+            seen=self._see,
+            closed=lambda: None,
+        )
+        self.updates.use()
+        for param in self.params:
+            param.grad = torch.ones(1)
+
+    def _finish(self) -> None:
+        self.finished += 1
+        self.late.phase = Phase.COMING
+
+    def _see(self) -> None:
+        self.seen += 1
+
+    @property
+    def held(self) -> list[bool]:
+        return [awaited.is_held(param) for param in self.params]
+
+    def keep(self) -> bool:
+        kept = self.updates.keep()
+        self.late.phase = Phase.GATED if kept else Phase.COMING
+        return kept
+
+    def backward_and_step(self) -> None:
+        assert self.keep()
+        assert self.updates.step()
+
+
+@pytest.fixture
+def made() -> Any:
+    made = Made()
+    yield made
+    made.updates.drop()
+
+
+def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made) -> None:
+    made.late.needed_elsewhere = True
+    assert made.keep()
+    gradient = made.params[0].grad
+    assert gradient is not None
+    assert gradient.item() == 1.0
+    assert made.late.log == [0]
+    assert made.held == [False] * 4
+    assert made.updates.phase is Phase.COMING
+
+
+def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None:
+    made.backward_and_step()
+    made.params[2].detach()
+    assert made.updates.zero(made.params[0], Zeroing.NONE)
+    assert made.updates.zero(made.params[1], Zeroing.ZEROS)
+    assert not made.updates.zero(made.params[2], Zeroing.NONE)
+    made.updates.settle()
+    assert made.params[0].grad is None
+    assert made.params[1].grad is not None
+    assert made.params[1].grad.item() == 0.0
+    assert [param.item() for param in made.params] == [-2.0] * 4
+
+
+def test_a_gradient_of_another_pass_is_added_to_the_reduced_one(made: Made) -> None:
+    made.backward_and_step()
+    with torch._C.DisableTorchFunctionSubclass():  # as autograd does it
+        assert made.params[0].grad is None
+        made.params[0].grad = torch.full((1,), 5.0)
+    made.updates.settle()
+    assert made.params[0].item() == -2.0
+    assert made.params[0].grad is not None
+    assert made.params[0].grad.item() == 7.0
+
+
+def test_what_is_read_past_python_is_updated_by_step(made: Made) -> None:
+    made.updates.uncovered = frozenset([id(made.params[1])])
+    made.backward_and_step()
+    assert made.held == [False, False, True, True]
+
+
+def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> None:
+    assert made.updates.step()
+    assert made.held == [True] * 4
+    made.allowed = False
+    made.updates.settle()
+    assert not made.updates.step()
+    assert not made.keep()
+
+
+def test_where_the_ranks_are_gone_parameters_stay_what_they_are(made: Made) -> None:
+    made.backward_and_step()
+    made.updates.drop()
+    assert made.held == [False] * 4
+    assert [param.item() for param in made.params] == [0.0] * 4
