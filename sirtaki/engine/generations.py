@@ -228,8 +228,8 @@ def of_this_process(settings: Settings) -> Generations | None:
     """
     global of_process
     if of_process is None:
-        if (membership := open_membership() or open_agent(interface=settings.gloo_interface)) is not None:
-            of_process = Generations(membership)
-        elif (survivors := open_survivors(settings)) is not None:
-            of_process = Generations(survivors, survivors.leave)
+        membership = open_membership() or open_agent(interface=settings.gloo_interface) or open_survivors(settings)
+        if membership is not None:
+            leave = membership.leave if isinstance(membership, SurvivingMembership) else os._exit
+            of_process = Generations(membership, leave)
     return of_process
