@@ -71,6 +71,13 @@ class Feature(Enum):
     SYNCHRONIZED_TWICE = "step() after synchronize() without skip_synchronize()"
     SMALL = "parameters without elements"
     SINGLE = "several dtypes"
+    ASIDE = "gradients computed by torch.autograd.grad, and forward passes without a backward pass"
+    SLOPES = "a penalty on the parameters' gradients in the loss"
+    KEPT = "gradients that the script keeps over zero_grad()"
+    OUTSIDE = "parameters read by others than their modules"
+    ACROSS = "an optimizer that looks across its parameters"
+    FLAT = "parameters that are views of one buffer"
+    TIED = "one parameter of two modules"
 
 
 ALL = frozenset(Feature)
@@ -94,6 +101,7 @@ class BlockKind(Enum):
     SINGLE = "single"  # float32 among float64
     EMBEDDING = "embedding"
     SPARSE = "sparse"  # an embedding with sparse gradients
+    TIED = "tied"  # two modules with one weight
 
 
 PARAMETERS = {
@@ -106,6 +114,7 @@ PARAMETERS = {
     BlockKind.SINGLE: ("weight", "bias"),
     BlockKind.EMBEDDING: ("table.weight",),
     BlockKind.SPARSE: ("table.weight",),
+    BlockKind.TIED: ("first.weight",),
 }
 
 
@@ -150,6 +159,7 @@ class Backward(Action):
         checkpoint: activations are computed again: "", "reentrant" or "plain".
         compiled: blocks are compiled.
         penalty: the loss holds a gradient, so that there is a double backward.
+        slopes: the same of the parameters that the pass is for, where they are dense.
         retain: `retain_graph=True`.
         again: a second backward pass of the loss that was retained.
         fails_at: the backward pass raises when it comes to this block, and the script catches it.
@@ -162,6 +172,7 @@ class Backward(Action):
     checkpoint: str = ""
     compiled: bool = False
     penalty: bool = False
+    slopes: bool = False
     retain: bool = False
     again: bool = False
     fails_at: int | None = None
@@ -223,6 +234,43 @@ class Read(Action):
     """Gradients are looked at."""
 
     parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aside(Action):
+    """A pass that is none for training: a loss, or its gradients by `torch.autograd.grad`, only looked at.
+
+    Attributes:
+        on: ranks that do it.
+        forward: there is no backward pass.
+    """
+
+    on: tuple[int, ...] = ()
+    forward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep(Action):
+    """The script keeps an optimizer's dense gradients, and lets go of `.grad` by `zero_grad()`.
+
+    Attributes:
+        how: a key of `replica.KEEPS`.
+    """
+
+    optimizer: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall(Action):
+    """Gradients that were kept are looked at: nobody else may have written to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside(Action):
+    """Parameters are read, but not by their modules. `how` is a key of `replica.READERS`."""
+
+    how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +376,10 @@ ACTIONS: dict[str, type[Action]] = {
         Edit,
         TooEarly,
         Read,
+        Aside,
+        Keep,
+        Recall,
+        Outside,
         RequireGrad,
         AddGroup,
         Rewrap,

@@ -193,6 +193,20 @@ class Script:
     def _read(self, action: actions.Read) -> None:
         self._look("read", self._replica.gradients(action.parameters))
 
+    def _aside(self, action: actions.Aside) -> None:
+        if self._rank in action.on or not action.on:
+            self._look("aside", self._replica.look_aside(action, self._number * 100 + 50))
+
+    def _keep(self, action: actions.Keep) -> None:
+        self._replica.kept += self._replica.keeps(self._specs[action.optimizer].parameters, action.how)
+        self.optimizers[action.optimizer].zero_grad()
+
+    def _recall(self, action: actions.Recall) -> None:
+        self._look("kept", self._replica.recall())
+
+    def _outside(self, action: actions.Outside) -> None:
+        self._look(f"read by {action.how}", self._replica.read(action.how))
+
     def _requiregrad(self, action: actions.RequireGrad) -> None:
         self._replica.require_grad(action)
 

@@ -421,14 +421,14 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
     Raises:
         IllegalError: a gradient would come too often, or has nowhere to go.
     """
-    reentrant = action.checkpoint == "reentrant"
-    legal(not (reentrant and (action.inputs or action.penalty or action.retain)), "not with reentrant checkpoints")
+    reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
+    legal(not (reentrant and (action.inputs or penalised or action.retain)), "not with reentrant checkpoints")
     legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
-    legal(not (action.compiled and (action.penalty or action.checkpoint == "reentrant")), "not compiled")
-    legal(not (action.again and (action.penalty or action.fails_at is not None)), "a loss has been made")
+    legal(not (action.compiled and (penalised or action.checkpoint == "reentrant")), "not compiled")
+    legal(not (action.again and (penalised or action.fails_at is not None)), "a loss has been made")
     unreduced = max(2, lockstep.n_ranks)  # on some rank gradients stay as PyTorch has computed them
     apart = any(w.spec.rule.startswith("fused") and len(w.members) < unreduced for w in lockstep.optimizers)
-    legal(not (action.penalty and apart), "PyTorch's own fused updates misread gradients of other strides")
+    legal(not (penalised and apart), "PyTorch's own fused updates misread gradients of other strides")
     gradients: Gradients = [{} for _ in lockstep.replicas]
     for rank in range(lockstep.n_ranks) if ranks is None else ranks:
         replica = lockstep.replicas[rank]
@@ -472,7 +472,7 @@ def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int)
     gradients = compute(world, closure, number)
     others = {name for other in world.optimizers if other is not wrapped for name in other.spec.parameters}
     legal(not (lbfgs and others & gradients[0].keys()), "LBFGS calls the closure several times")
-    legal(not (lbfgs and closure.penalty), "the loss is wanted, too")
+    legal(not (lbfgs and (closure.penalty or closure.slopes)), "the loss is wanted, too")
     if wrapped.spec.rule == "lbfgs_search":
         params = world.replicas[0].parameters.values()
         legal(all(param.dtype == torch.float64 for param in params), "a line search would be decided by rounding")
@@ -745,6 +745,27 @@ class Reference:
         for rank, replica in enumerate(self._world.replicas):
             self._look(rank, "read", replica.gradients(action.parameters))
 
+    def _aside(self, action: actions.Aside) -> None:
+        for rank in action.on or range(self._world.n_ranks):
+            self._look(rank, "aside", self._world.replicas[rank].look_aside(action, self._number * 100 + 50))
+
+    def _keep(self, action: actions.Keep) -> None:
+        names = self._world.at(action.optimizer).spec.parameters
+        legal(all(self._world.is_defined(name) for name in names), "it is on its way")
+        legal(not self._world.optimizers[action.optimizer].broken, "what came before the failure is unknown")
+        grads = [replica.keeps(names, action.how) for replica in self._world.replicas]
+        zero(self._world, ZeroGrad(optimizer=action.optimizer))
+        for replica, kept in zip(self._world.replicas, grads, strict=True):
+            replica.kept += kept
+
+    def _recall(self, action: actions.Recall) -> None:
+        for rank, replica in enumerate(self._world.replicas):
+            self._look(rank, "kept", replica.recall())
+
+    def _outside(self, action: actions.Outside) -> None:
+        for rank, replica in enumerate(self._world.replicas):
+            self._look(rank, f"read by {action.how}", replica.read(action.how))
+
     # ── between steps ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _requiregrad(self, action: actions.RequireGrad) -> None:
@@ -808,7 +829,7 @@ class Reference:
         self._world.require_idle()
         # PyTorch's own fused optimizers go wrong where moments have not their parameter's strides.
         fused = any("fused" in wrapped.spec.rule and wrapped.plain[0].state for wrapped in self._world.optimizers)
-        legal(not (fused and action.to in ("channels_last", "contiguous", "strides")), "fused")
+        legal(not (fused and action.to in ("channels_last", "contiguous", "strides", "flat")), "fused")
         for replica in self._world.replicas:
             replica.convert(action)
             replica.retained = None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .program import Backward, BlockKind, Convert, Edit, OptimizerSpec, Program, RequireGrad
+from .program import Aside, Backward, BlockKind, Convert, Edit, OptimizerSpec, Program, RequireGrad
 
 # ── The eager operations that a program makes in between: what a rank gives, how it is done, and what mu ─────────────
 
@@ -89,6 +89,36 @@ SCALE = 4.0
 WIDE = 560  # two weights of 560 * 8 * 8 bytes are larger together than the smallest unit
 
 Optimizer = torch.optim.Optimizer
+
+
+class Across(Optimizer):
+    """Momentum whose gradients are divided by their norm over all parameters, with a trust ratio and a step count of a
+    whole group, as large batches' optimizers have them: a part of the parameters alone is stepped otherwise."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.05, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's overloads
+        """One step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = float(sum(float(grad.double().square().sum()) for grad in grads)) ** 0.5
+        for group in self.param_groups:
+            group["steps"] += 1
+            size = float(sum(float(param.double().square().sum()) for param in group["params"])) ** 0.5
+            rate = group["lr"] * (1.0 + size) / (2.0 + size) / group["steps"] ** 0.5
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                    moment.mul_(0.9).add_(param.grad, alpha=1.0 / (0.5 + norm))
+                    param.add_(moment, alpha=-rate)
+        return loss
+
+
 Values = dict[str, np.ndarray | None]
 
 RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
@@ -100,6 +130,7 @@ RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.2, amsgrad=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-2, foreach=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-2),
+    "across": Across,
     "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=0.02, eps=1e-2),
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=2),
     "lbfgs_search": lambda params: torch.optim.LBFGS(params, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
@@ -144,6 +175,10 @@ class _Block(nn.Module):
             case BlockKind.SMALL:
                 self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
                 self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+            case BlockKind.TIED:
+                self.first = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+                self.second = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+                self.second.weight = self.first.weight
             case BlockKind.EMBEDDING | BlockKind.SPARSE:
                 self.table = nn.Embedding(WORDS, WIDTH, sparse=kind is BlockKind.SPARSE, dtype=torch.float64)
 
@@ -161,6 +196,8 @@ class _Block(nn.Module):
                 return x + 0.5 * functional.linear(x, self.weight)
             case BlockKind.SMALL:
                 return x * self.gain + self.nothing.sum()
+            case BlockKind.TIED:
+                return x + torch.tanh(self.second(torch.tanh(self.first(x))))
             case BlockKind.EMBEDDING | BlockKind.SPARSE:
                 return x + self.table(words).sum(1).to(x.dtype)
 
@@ -222,6 +259,52 @@ def _swap_strides(model: nn.Module) -> object:
     return None
 
 
+def _make_flat(model: nn.Module) -> object:
+    """As flattened optimizers do it: one buffer a dtype, of which every parameter is a part."""
+    for dtype in {param.dtype for param in model.parameters()}:
+        params = [param for param in model.parameters() if param.dtype == dtype]
+        flat = torch.cat([param.detach().reshape(-1) for param in params])
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.data = part.view(param.shape)
+    return None
+
+
+KEEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda grad: grad,
+    "detached": torch.Tensor.detach,
+    "data": lambda grad: grad.data,
+    "part": lambda grad: grad[:1] if grad.dim() else grad,
+    "copy": torch.clone,
+}
+"""How a script keeps a gradient."""
+
+
+def _averaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As an average of weights over time is made."""
+    average = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        average[name].lerp_(param.data, 0.5)
+    return average
+
+
+def _written(model: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=False).named_parameters())
+
+
+READERS: dict[str, Callable[[nn.Module], Mapping[str, torch.Tensor]]] = {
+    "state_dict": lambda model: dict(model.state_dict()),
+    "deepcopy": lambda model: dict(copy.deepcopy(model).named_parameters()),
+    "vector": lambda model: {"vector": nn.utils.parameters_to_vector(model.parameters())},
+    "average": _averaged,
+    "norm": lambda model: {"norm": nn.utils.get_total_norm(list(model.parameters()))},
+    "written": _written,
+}
+"""Who reads parameters outside of modules' forward passes."""
+
+
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "double": nn.Module.double,
     "float": nn.Module.float,
@@ -231,6 +314,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "contiguous": lambda model: model.to(memory_format=torch.contiguous_format),
     "data": _swap_data,
     "strides": _swap_strides,
+    "flat": _make_flat,
 }
 
 
@@ -248,6 +332,7 @@ class Replica:
         for name in program.frozen:
             self.parameters[name].requires_grad_(False)
         self.retained: torch.Tensor | None = None
+        self.kept: list[tuple[str, torch.Tensor]] = []
         self._saved: bytes | None = None
         self._compiled: dict[int, Callable[..., torch.Tensor]] = {}
 
@@ -287,6 +372,10 @@ class Replica:
         if action.penalty:
             (slope,) = torch.autograd.grad(loss, first, create_graph=True)
             loss = loss + slope.square().sum()
+        if action.slopes:
+            params = [param for name, param in self._dense(action.inputs) if param.requires_grad]
+            slopes = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True) if params else ()
+            loss = loss + sum(slope.square().sum().to(loss.dtype) for slope in slopes if slope is not None)
         loss = loss * action.scale
         self.retained = loss if action.retain else None
         return loss
@@ -298,12 +387,43 @@ class Replica:
             self._compiled[place] = torch.compile(self.blocks[place], backend="aot_eager")
         return self._compiled[place]
 
+    def _dense(self, names: Sequence[str] = ()) -> list[tuple[str, nn.Parameter]]:
+        """Those of these parameters, or of all, whose gradients are dense."""
+        return [
+            (name, self.parameters[name])
+            for name in names or self.parameters
+            if self.program.kind_of(name) is not BlockKind.SPARSE
+        ]
+
+    def look_aside(self, action: Aside, number: int) -> Values:
+        """A loss on batch `number`, and by `torch.autograd.grad` its gradients; nothing is accumulated."""
+        retained = self.retained
+        loss = self.loss(Backward(), number)
+        self.retained = retained
+        if action.forward:
+            return {"loss": _array(loss)}
+        wanted = [(name, param) for name, param in self._dense() if param.requires_grad]
+        grads = torch.autograd.grad(loss, [param for _, param in wanted], allow_unused=True) if wanted else ()
+        return {name: None if grad is None else _array(grad) for (name, _), grad in zip(wanted, grads, strict=True)}
+
     # ── what is done between passes ──────────────────────────────────────────────────────────────────────────────
 
     def edit(self, action: Edit) -> None:
         """Changes gradients of those parameters that have one, if this rank is meant."""
         if self.rank in action.on or not action.on:
             EDITS[action.how]([param for param in self.select(action.parameters) if param.grad is not None])
+
+    def keeps(self, names: Sequence[str], how: str) -> list[tuple[str, torch.Tensor]]:
+        """The dense gradients of these parameters, as a script keeps them."""
+        return [(name, KEEPS[how](param.grad)) for name, param in self._dense(names) if param.grad is not None]
+
+    def recall(self) -> Values:
+        """What was kept, which nobody but the script may write to."""
+        return {f"{number}: {name}": _array(kept) for number, (name, kept) in enumerate(self.kept)}
+
+    def read(self, how: str) -> Values:
+        """Parameters, as others than their modules read them."""
+        return {name: _array(value) for name, value in READERS[how](self.blocks).items()}
 
     def require_grad(self, action: RequireGrad) -> None:
         """Freezes or thaws."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from . import program as actions
 from .program import ALL, Action, Backward, BlockKind, Feature, OptimizerSpec, Program
-from .replica import EDITS, IN_PLACE, OPERATIONS, SCALE
+from .replica import EDITS, IN_PLACE, KEEPS, OPERATIONS, READERS, SCALE
 
 # ── The choices that drawn programs are made of. What `maybe` refuses is what Hypothesis shrinks to ──────────────────
 
@@ -71,7 +71,9 @@ class Iterations(Choices):
             chosen = list(self.draw(st.permutations(self.some(chosen))))
         specs = [self.optimizers[number] for number in chosen]
         made: list[Action] = []
-        if not self.maybe(12):
+        if self.maybe(6, Feature.KEPT):
+            made += [self._keep(number) for number in chosen]
+        elif not self.maybe(12):
             set_to_none = not self.maybe(30)
             made += [actions.ZeroGrad(optimizer=number, set_to_none=set_to_none) for number in chosen]
         elif self.maybe(50):
@@ -105,6 +107,8 @@ class Iterations(Choices):
             made += self._step(number)
         if self.maybe(10, Feature.READ):
             made.append(actions.Read(parameters=self.some(self.names)))
+        if self.maybe(8, Feature.OUTSIDE):
+            made.append(self._outside())
         return made
 
     def _unscale(self, chosen: list[int]) -> list[Action]:
@@ -164,6 +168,7 @@ class Iterations(Choices):
             skipped=skipped,
             on=on,
             penalty=self.maybe(5, Feature.PENALTY),
+            slopes=self.maybe(5, Feature.SLOPES),
             compiled=self.maybe(1, Feature.COMPILED) and self.maybe(30),  # takes seconds
         )
 
@@ -174,11 +179,22 @@ class Iterations(Choices):
             made.append(self.eager())
         if self.maybe(15, Feature.READ):
             made.append(actions.Read(parameters=self.some(self.names)))
+        if self.maybe(6, Feature.ASIDE):
+            made.append(self._aside())
         if self.maybe(25):
             made.append(self._edit())
         if self.maybe(5):
             made.append(self._edit())
         return made
+
+    def _aside(self) -> actions.Aside:
+        return actions.Aside(on=self.ranks() if self.maybe(40) else (), forward=self.maybe(30))
+
+    def _keep(self, number: int) -> actions.Keep:
+        return actions.Keep(optimizer=number, how=self.one(tuple(KEEPS)))
+
+    def _outside(self) -> actions.Outside:
+        return actions.Outside(how=self.one(tuple(READERS)))
 
     def _edit(self) -> actions.Edit:
         names = self.names if self.maybe(40) else self.some(self.names)
@@ -243,6 +259,7 @@ class _Draw(Iterations):
             BlockKind.SMALL: Feature.SMALL,
             BlockKind.SINGLE: Feature.SINGLE,
             BlockKind.SPARSE: Feature.SPARSE,
+            BlockKind.TIED: Feature.TIED,
         }
         kinds = [kind for kind in BlockKind if kind not in gates or gates[kind] in self.features]
         blocks = tuple(self.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
@@ -265,7 +282,7 @@ class _Draw(Iterations):
             ranks=self.n_ranks,
             blocks=blocks,
             optimizers=optimizers,
-            actions=(*made, actions.Wait()),
+            actions=(*made, actions.Recall(), actions.Wait()),
             frozen=frozen,
             hooked=hooked,
             environment=tuple(sorted({**environment, **tuned}.items())),
@@ -318,7 +335,7 @@ class _Draw(Iterations):
         elif self.maybe(5, Feature.LBFGS, Feature.CLOSURES) and "op" not in options:
             rule = self.one(("lbfgs", "lbfgs_search"))
         else:
-            rule = self.one(DENSE_RULES)
+            rule = "across" if self.maybe(10, Feature.ACROSS) else self.one(DENSE_RULES)
         groups = self.one((1, 2, 5)) if self.maybe(8, Feature.GROUPED) else 0
         return OptimizerSpec(rule=rule, parameters=tuple(names), plan_seed=seed, groups=groups, **options)  # type: ignore[arg-type]
 
@@ -350,7 +367,11 @@ class _Draw(Iterations):
             ),
             (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))]),
             (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)), optimizer=number)]),
+            (Feature.FLAT, lambda: [actions.Convert(to="flat")]),
             (Feature.EAGER, lambda: [self.eager()]),
+            (Feature.ASIDE, lambda: [self._aside()]),
+            (Feature.KEPT, lambda: [self._keep(number), *self.iteration(), actions.Recall()]),
+            (Feature.OUTSIDE, lambda: [self._outside()]),
             (Feature.TOO_EARLY, lambda: [self._too_early(number)]),
             (Feature.JOIN, lambda: [self._epoch()]),
             (None, lambda: [actions.ZeroGrad(optimizer=number), actions.Step(optimizer=number)]),
