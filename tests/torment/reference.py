@@ -321,7 +321,8 @@ class Lockstep:
             self.computed[wrapped.members[0]].pop(name, None)
             return
         params = {rank: self.replicas[rank].parameters[name] for rank in wrapped.members}
-        unused = self._unused_as_none and not any(name in self.computed[rank] for rank in params)
+        there = wrapped.came(name) or any(name in self.computed[rank] for rank in params)
+        unused = self._unused_as_none and not there
         if unused and (name in wrapped.hooked or all(param.grad is None for param in params.values())):
             params = {rank: param for rank, param in params.items() if param.grad is not None}
             if not params:
