@@ -438,6 +438,7 @@ class Arrivals:
         self.lost_replaced: list[int] = []
         self.lost_written: list[int] = []
         self._handed_out: set[int] = set()
+        self._all_handed_out = False
 
     @property
     def present(self) -> list[int]:
@@ -595,7 +596,7 @@ class Arrivals:
         Args:
             unused: parameters that keep None because no rank computed their gradients.
         """
-        buffers = self._buffers
+        buffers, self._all_handed_out = self._buffers, True
         if (  # as usual every `.grad` is the flat buffer's view, and was not written
             self.own == len(buffers.params)
             and not self._handed_out
@@ -609,7 +610,12 @@ class Arrivals:
         self._hand_out(rest, frozenset(unused))
 
     def hand_out_some(self, positions: Sequence[int]) -> None:
-        """As `hand_out`, of these parameters, which are reduced already; once each."""
+        """As `hand_out`, of these parameters, which are reduced already; once each.
+
+        Nothing is done after `hand_out`: places may hold other gradients again, and what is done to `.grad` holds.
+        """
+        if self._all_handed_out:
+            return
         wanted = set(positions) - self._handed_out
         self._handed_out |= wanted
         self._hand_out([number for number, position in enumerate(self.positions) if position in wanted], frozenset())

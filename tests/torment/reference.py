@@ -214,13 +214,15 @@ class Lockstep:
         return all(replica.parameters[name].grad is not None for replica in self.replicas for name in wrapped.hooked)
 
     def replicas_equal(self) -> bool:
-        """All ranks have the same parameters."""
+        """All ranks have the same parameters and optimizers' states."""
         first = self.replicas[0]
-        return all(
+        same = all(
             torch.equal(param, replica.parameters[name])
             for replica in self.replicas
             for name, param in first.parameters.items()
         )
+        states = [[_values(plain.state_dict()) for plain in wrapped.plain] for wrapped in self.optimizers]
+        return same and all(state == every[0] for every in states for state in every)
 
     def update(self, wrapped: Wrapped, ranks: Iterable[int]) -> None:
         """These ranks update the parameters; SparseAdam gets sparse gradients, however they travelled."""
@@ -340,6 +342,15 @@ class Lockstep:
             computed = self.computed[rank].pop(name, None)
             if computed is None or param.grad is not None:  # else it was set to None after it came
                 param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
+
+
+def _values(state: object) -> object:
+    """An optimizer's state, as plain values."""
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _values(value) for key, value in state.items()}
+    return [_values(value) for value in state] if isinstance(state, list | tuple) else state
 
 
 def _largest(gradient: torch.Tensor) -> float:
