@@ -351,6 +351,13 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
             sock.sendall(proof)
             assert hang_up(sock)
     assert acceptor.missing == [2]
+    elsewhere = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1])
+    with socket.create_connection(elsewhere.door.places[0]) as sock:  # where rank 1 is waited for still
+        sock.sendall(hello)
+        sock.recv(64)
+        sock.sendall(proof)
+        assert hang_up(sock)
+    assert elsewhere.close() == {}
 
 
 @pytest.mark.parametrize(

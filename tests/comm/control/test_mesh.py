@@ -18,6 +18,7 @@ from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Op
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh import (
+    BEATS,
     COPIED_BYTES,
     MAX_PAYLOAD_BYTES,
     Connection,
@@ -216,6 +217,21 @@ def test_frames_of_all_lengths_arrive_in_order(ends: tuple[Connection, Connectio
     assert not sender.backlogged
 
 
+def test_a_header_may_come_in_two_pieces_wherever_it_lies_in_what_was_read(
+    ends: tuple[Connection, Connection],
+) -> None:
+    sender, reader = ends
+    stream = b"".join(bytes(part) for number in range(700) for part in frame(number, bytes([number % 256]) * 41))
+    received, cut = Collected(), 600 * len(stream) // 700 + 10
+    sender.send([memoryview(stream[:cut])])
+    while len(received.frames) < 600:
+        reader.read(received)
+    sender.send([memoryview(stream[cut:])])
+    while len(received.frames) < 700:
+        reader.read(received)
+    assert received.frames == [(number, bytes([number % 256]) * 41) for number in range(700)]
+
+
 def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     while not sender.backlogged:
@@ -329,6 +345,18 @@ def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
         assert not any(each.failures.error for each in links)
         until(lambda: all(links[rank].failures.error for rank in (0, 2)), timeout_s=5.0)
     assert all("rank 1 has sent nothing for 1 s" in str(links[rank].failures.error) for rank in (0, 2))
+    close(links)
+
+
+def test_silences_that_are_forgiven_do_not_add_up() -> None:
+    links = connected(2, heartbeat_s=30.0)
+    for _ in range(3):
+        links[0]._connections[1].heard_s -= 100.0
+        for _ in range(BEATS - 1):
+            links[0]._beat()
+        links[0]._connections[1].heard_s = time.monotonic()
+        links[0]._beat()
+    assert links[0].failures.error is None
     close(links)
 
 

@@ -180,6 +180,7 @@ def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None
     arrivals.hand_out_some([1])
     assert params[1].grad is not None
     params[1].grad.zero_()  # what is done to it now holds
+    arrivals.hand_out_some([0, 1])
     params[2].grad = torch.ones(1)  # and this comes too early
     buffers.groups[0].buffer.tensor[0] = 7
     arrivals.hand_out()

@@ -47,10 +47,10 @@ def test_the_unit_with_the_flags_leaves_last_and_waits_for_parameters_without_el
 
 
 def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> None:
-    params = [parameters((4,), dtype=dtype)[0] for dtype in (torch.float32, torch.float64, torch.float32)]
-    buffers = make_buffers(params, [0, 1, 2])
-    plans = [plan_of(group.layout.numel, *([4] if group.layout.numel > 4 else [])) for group in buffers.groups]
-    assert [unit.members for unit in schedule(buffers.groups, plans, buffers.position)] == [(0,), (1,), (2,)]
+    dtypes = torch.float32, torch.float32, torch.float64, torch.float32
+    buffers = make_buffers([parameters((4,), dtype=dtype)[0] for dtype in dtypes])
+    plans = [plan_of(group.layout.numel, 4, 8) for group in buffers.groups]
+    assert [unit.members for unit in schedule(buffers.groups, plans, buffers.position)] == [(0,), (1,), (2,), (3,)]
 
 
 def test_parameters_are_together_that_share_all_their_units() -> None:

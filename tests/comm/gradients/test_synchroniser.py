@@ -126,6 +126,18 @@ def test_units_leave_once_their_gradients_and_all_units_before_them_are_complete
     assert not made.sync.pending
 
 
+def test_what_comes_in_order_is_told_where_a_unit_may_leave_and_is_not_forgotten_by_what_does_not() -> None:
+    made = Made(2, 3, 1, cuts=(2, 5)).profiled()
+    for param in made.params:
+        param.grad = torch.ones_like(param)
+    assert made.sync.begin_pass() == {1, 2, 3}
+    assert made.sync.come(made.params[:1])
+    assert made.left == [(0, 2)]
+    assert not made.sync.come(made.params[2:])
+    made.come(2, 1)
+    assert made.left == [(0, 2), (2, 5), (5, 6 + FLAG_COUNT)]
+
+
 def test_gradients_are_copied_in_together_when_their_unit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     made, copied = Made(1, 1, 1, 1, cuts=(1, 3)).profiled(), list[int]()
     copy = torch._foreach_copy_
@@ -204,6 +216,13 @@ def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_while_unit
 def test_gradients_are_waited_for_and_handed_out_one_by_one() -> None:
     made = Made(4, 4, 2, cuts=(6,)).profiled()
     assert made.sync.can_put_off
+    awaited, wait = list[int](), made.router.wait_for
+
+    def wait_for(works: Sequence[Any], **how: Any) -> bool:
+        awaited.append(len(works))
+        return wait(works, **how)
+
+    made.router.wait_for = wait_for  # type: ignore[method-assign]
     made.come(0, 1, 2)
     made.sync.flush()
     assert made.sync.wait_for(1, lambda: True) == []
@@ -213,6 +232,7 @@ def test_gradients_are_waited_for_and_handed_out_one_by_one() -> None:
     assert grad is not None
     grad.zero_()  # which holds
     assert made.sync.wait_for(1, None) == [0, 1, 2]  # it lies in both units
+    assert awaited == [2, 1, 2]
     assert made.sync.reduce(None)
     assert made.grads[:2] == [[0] * 4, [0, 3, 6, 9]]
     assert not made.sync.problem

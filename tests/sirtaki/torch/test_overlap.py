@@ -261,6 +261,17 @@ def test_parameters_one_by_one_become_what_they_do_together(
     assert len(apart.param_groups[0]["params"]) == 2
 
 
+def test_an_update_has_the_options_of_its_step() -> None:
+    param, rate = nn.Parameter(torch.zeros(1)), torch.tensor(1.0)
+    optimizer = torch.optim.SGD([param], lr=rate, foreach=False)
+    partial = PartialStep(optimizer, torch.optim.SGD)
+    partial.begin()
+    rate.fill_(5.0)  # as a scheduler does
+    param.grad = torch.ones(1)
+    partial.update([param])
+    assert param.item() == -1.0
+
+
 def test_groups_are_whole_again_where_the_step_raises() -> None:
     class Raises(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

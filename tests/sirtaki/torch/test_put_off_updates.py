@@ -104,6 +104,7 @@ def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None
     assert made.updates.zero(made.params[1], Zeroing.ZEROS)
     assert not made.updates.zero(made.params[2], Zeroing.NONE)
     made.updates.settle()
+    assert made.finished == 1
     assert made.params[0].grad is None
     assert made.params[1].grad is not None
     assert made.params[1].grad.item() == 0.0
@@ -125,6 +126,20 @@ def test_what_is_read_past_python_is_updated_by_step(made: Made) -> None:
     made.updates.uncovered = frozenset([id(made.params[1])])
     made.backward_and_step()
     assert made.held == [False, False, True, True]
+
+
+def test_what_has_its_memory_elsewhere_is_updated_by_step(made: Made) -> None:
+    alias = made.params[1].data
+    made.backward_and_step()
+    assert made.held == [False, False, True, True]
+    assert alias.item() == -2.0
+
+
+def test_a_graph_from_before_the_step_does_not_take_a_parameter_for_what_it_was(made: Made) -> None:
+    loss = (made.params[0] * made.params[0]).sum()
+    made.backward_and_step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> None:

@@ -162,6 +162,35 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
+def test_all_of_a_commit_is_on_disk_before_it_appears_and_its_name_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def sync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def appear(path: Path, target: Path) -> Path:
+        done.append("appears")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", appear)
+    folder_with(tmp_path, 1)
+    assert set(done[:-2]) == {STATE, MANIFEST, f"writing-{os.getpid()}"}
+    assert done[-2:] == ["appears", tmp_path.name]
+
+
+def test_a_commit_may_be_written_again(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1, 2)
+    folder.write(2, {"step": "again"})
+    found = folder.newest()
+    assert found is not None
+    assert found.load() == {"step": "again"}
+    assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
 def test_what_a_killed_writer_has_left_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "writing-123").mkdir()
     (tmp_path / "writing-123" / STATE).write_bytes(b"half")
@@ -299,6 +328,9 @@ def test_one_is_due_after_a_while_and_not_while_another_is_written(
     may_end.set()
     kept.wait()
     assert kept.due
+    kept.write(2, {})
+    kept.wait()
+    assert not kept.due
 
 
 @pytest.mark.parametrize("what", ["no folder can be made", "it cannot be pickled"])
