@@ -41,10 +41,9 @@ quick: $(STAMP)
 		[ -z "$$changed" ] || { $(BIN)/ruff format --check $$changed && $(BIN)/ruff check $$changed; }
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --hypothesis-profile=quick -m "$(USUAL) and not ranks" $(ARGS)
 
-# What starts no ranks two at a time, then what starts ranks; either may have nothing to do with ARGS.
+# Three files at a time, also on two cores: tests of ranks wait for each other much of their time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL) and not ranks" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m "$(USUAL) and ranks" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "$(USUAL)" $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
