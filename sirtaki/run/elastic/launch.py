@@ -103,7 +103,6 @@ def launch_elastic(options: argparse.Namespace) -> int:
     job = ElasticJob(
         command=(),
         policy=policy,
-        interface=Settings.from_environ(environ).gloo_interface,
         agent_command=options.agent_command,
         slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
         ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
@@ -126,6 +125,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         command=command.words,
         script=command.script,
         carried={name: environ[name] for name in dict.fromkeys([*carried_variables(environ), *exported])},
+        interface=Settings.from_environ(environ).gloo_interface,
         one_host=here and len(hosts) == 1,
     )
     if options.verbose:
