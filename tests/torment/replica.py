@@ -299,7 +299,7 @@ READERS: dict[str, Callable[[nn.Module], Mapping[str, torch.Tensor]]] = {
     "deepcopy": lambda model: dict(copy.deepcopy(model).named_parameters()),
     "vector": lambda model: {"vector": nn.utils.parameters_to_vector(model.parameters())},
     "average": _averaged,
-    "norm": lambda model: {"norm": nn.utils.get_total_norm(list(model.parameters()))},
+    "norm": lambda model: {"norms": torch.stack([param.double().norm() for param in model.parameters()])},
     "written": _written,
 }
 """Who reads parameters outside of modules' forward passes."""
