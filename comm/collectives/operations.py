@@ -507,8 +507,9 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], sent: Sequen
             _bytes(result)[:] = arrays[signature.root]
         else:
             total, combine = arrays[0].copy(), _UFUNCS[signature.op]
-            for array in arrays[1:]:  # in the order of ranks, so that all get the same bits
-                combine(total, array, out=total)
+            with np.errstate(all="ignore"):  # what overflows is infinite, and no warning of PyTorch's
+                for array in arrays[1:]:  # in the order of ranks, so that all get the same bits
+                    combine(total, array, out=total)
             result = torch.from_numpy(total.reshape(shape))
             if tensor.dtype is torch.bool:
                 result = result.view(torch.bool)

@@ -129,6 +129,17 @@ def integers_are_averaged_as_horovod_does(rank: int, size: int) -> None:
 
 
 @case
+def what_overflows_is_infinite_without_a_warning(rank: int, size: int) -> None:
+    largest = torch.full((3,), torch.finfo(torch.float32).max)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # in the thread that computes them, too
+        total = hvd.allreduce(largest, op=hvd.Sum)
+        nothing = hvd.allreduce(torch.full((3,), torch.inf if rank else -torch.inf), op=hvd.Sum)
+    assert bool(total.isinf().all()) is (size > 1)
+    assert bool(nothing.isnan().all()) is (size > 1)
+
+
+@case
 def in_place_forms_write_into_strided_tensors_and_parameters(rank: int, size: int) -> None:
     matrix = torch.ones(4, 4)
     hvd.allreduce_(matrix[:, 1], op=hvd.Sum)
