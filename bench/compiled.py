@@ -152,7 +152,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
     if comm.rank == 0:
         give_result({"samples": samples, "advice": advice, "setups": {n: c.describe() for n, c in contenders.items()}})
     comm.Barrier()
-    torch.distributed.destroy_process_group()
     hvd.shutdown()
 
 

@@ -121,9 +121,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
         knobs = "25 MB buckets" if tuned is None else tuned.knobs.describe()
         give_result({"step_s": slowest_s, "loss": losses[-1], "settled": settled, "setting": knobs})
     comm.Barrier()
-    if options["ddp"]:
-        torch.distributed.destroy_process_group()
-    else:
+    if not options["ddp"]:
         hvd.shutdown()
 
 

@@ -139,7 +139,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
     if comm.rank == 0:
         give_result({"samples": samples, "setups": {name: each.describe() for name, each in contenders.items()}})
     comm.Barrier()
-    torch.distributed.destroy_process_group()
     hvd.shutdown()
 
 

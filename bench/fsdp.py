@@ -192,7 +192,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
             }
         )
     comm.Barrier()
-    dist.destroy_process_group()
 
 
 def measure(report: Report, case: str, options: dict[str, Any]) -> None:

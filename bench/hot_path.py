@@ -185,7 +185,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
         if options["part"] == "gradient":
             join_gloo(comm)
             result = cost_per_gradient(options)
-            torch.distributed.destroy_process_group()
         else:
             contender = Sirtaki(tiny_model, tune=False)
             for _ in range(5):

@@ -148,7 +148,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
             }
         )
     comm.Barrier()
-    torch.distributed.destroy_process_group()
     hvd.shutdown()
 
 

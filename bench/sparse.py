@@ -244,7 +244,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
         ways = {name: each.describe() for name, each in contenders.items() if isinstance(each, Sirtaki)}
         give_result({"samples": samples, "ways": ways})
     comm.Barrier()
-    torch.distributed.destroy_process_group()
     hvd.shutdown()
 
 

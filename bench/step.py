@@ -126,7 +126,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
             }
         )
     comm.Barrier()
-    torch.distributed.destroy_process_group()
     hvd.shutdown()
 
 

@@ -6,7 +6,9 @@ rank builds the same contenders in the same order.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -304,7 +306,12 @@ class Sirtaki(Contender):
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
-    """Collective: PyTorch's default process group over Gloo for the ranks of `comm`, whose rank 0 is at `address`."""
+    """Collective: PyTorch's default process group over Gloo for the ranks of `comm`, whose rank 0 is at `address`.
+
+    It ends with the process. A reducer of DDP that outlives it destroys it with the interpreter's lock held and waits
+    for its threads, of which one may wait for that lock to free what a backward pass has left: for ever, in one of six
+    runs whose last step is just over (PyTorch 2.13).
+    """
     timeout = datetime.timedelta(seconds=300)
     store = None
     if comm.rank == 0:
@@ -313,3 +320,9 @@ def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
     if store is None:
         store = TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timeout)
+    atexit.register(_leave_gloo)
+
+
+def _leave_gloo() -> None:
+    gc.collect()
+    dist.destroy_process_group()
