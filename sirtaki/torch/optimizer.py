@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
@@ -448,8 +449,8 @@ class OverlappedOptimizer(AveragingOptimizer):
         return None if tuned is None else tuned.overlap
 
     def _may_put_off(self) -> bool:
-        if not self._knows_reads or self._refusal != "":
-            return False
+        if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
+            return False  # SparseAdam takes sparse gradients, and reduced ones are dense until `synchronize`
         if _something_is_compiled():
             self._tell_once(COMPILED)
             return False
@@ -696,6 +697,8 @@ def DistributedOptimizer(
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
     current = job.current()
+    if any(True for _ in current.participants):
+        gc.collect()  # one that the script has dropped may lie in a reference cycle, and would go on reducing
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:
         raise ConfigError("overlap_forward does not go with op=Adasum, which combines updates, not gradients")
