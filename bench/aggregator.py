@@ -18,18 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    ratios,
-    run_ranks,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 from sirtaki.aggregator import AggregatorClient, HeatLayout
 from sirtaki.aggregator.server import Aggregator, table_sum, tables
 from sirtaki.aggregator.wire import Bytes, Wire

@@ -30,23 +30,9 @@ from torch import nn
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Contender, Ddp, ModelMaker, Sirtaki, join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    ratios,
-    run_ranks,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import gpt
-from bench.step import slowest, timed_block
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result, timed_block
 from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import optimize
@@ -123,7 +109,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     whole = CompiledSirtaki(model, backend=inner, tune=True)  # the first one: its steps are those of a recording
     contenders: dict[str, Contender] = {WHOLE: whole}
     whole.warm_up()
-    sync: Any = whole._sync
+    sync: Any = whole.sync
     sync._apply(sync._default)
     whole.step()
     whole.record(options["folder"], iterations=RECORDED)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.lib.harness import Bar, Report, finish, give_result, main_or_rank, parser, run_ranks
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 
 LIMITS = {
     "int8": 1.02,

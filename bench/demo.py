@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
-from bench.lib.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.harness import REPOSITORY
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.cli.report import write_report
 from sirtaki.measures import faster
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.lib.harness import Bar, Report, Spread, finish, give_result, main_or_rank, parser, run_ranks
+from bench.lib.harness import Bar, Report, Spread, finish, parser
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 
 NUMEL = 64
 FIRST_CALLS = 20  # not counted

@@ -32,7 +32,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from bench.lib.harness import RANK_ENV, REPOSITORY, Bar, Report, Spread, finish, parser
+from bench.lib.harness import REPOSITORY, Bar, Report, Spread, finish, parser
+from bench.lib.ranks import RANK_ENV
 
 # ── What the processes of a job have written down: what each death has cost, and whether anything was lo ─────────────
 

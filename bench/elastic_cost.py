@@ -21,7 +21,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.lib.harness import RANK_ENV, REPOSITORY, Bar, Report, Spread, finish, parser, ratios
+from bench.lib.harness import REPOSITORY, Bar, Report, Spread, finish, parser, ratios
+from bench.lib.ranks import RANK_ENV
 
 STATE_BYTES = 100_000_000
 COMMIT_EVERY = 40

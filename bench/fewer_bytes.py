@@ -21,25 +21,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from bench.lib.cluster import NETWORKS as CASES
 from bench.lib.cluster import NetLab, why_unavailable
 from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    ratios,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import mlp
-from bench.netlab import CASES
-from bench.step import slowest
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, slowest, take_result
 
 RANK, EVERY, PAUSE_S = 4, 32, 0.02
 DDP, DDP_INT8, DDP_POWERSGD = "ddp", "ddp, quantization_pertensor_hook", f"ddp, powerSGD_hook({RANK})"

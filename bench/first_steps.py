@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, run_ranks
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 
 FIRST, MORE = 5, 45
 KINDS = ("untuned", "remembered", "fresh")

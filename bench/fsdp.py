@@ -26,26 +26,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from bench.lib.cluster import NETWORKS as SHAPES
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.ranks import (
     give_result,
     main_or_rank,
-    parser,
+    payload_bytes_per_s,
     rank_argv,
     rank_env,
-    ratios,
     run_ranks,
+    slowest,
     take_result,
 )
-from bench.netlab import CASES as SHAPES
-from bench.netlab import payload_bytes_per_s
-from bench.step import slowest
 from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64

@@ -28,23 +28,10 @@ import torch
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    run_ranks,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
 from bench.lib.models import EmulatedModel
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result
 from bench.lib.workloads import workload
-from bench.step import slowest
 from sirtaki.comm.control.communicator import Communicator
 
 ROUND_BITS = 161

@@ -34,18 +34,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    run_ranks,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
 from bench.lib.models import lstm, small_resnet, token_transformer
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 from sirtaki.analysis.global_graph import play, recorded, replayed
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory import Fitting, fit

@@ -31,21 +31,9 @@ from scipy.stats import spearmanr
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    run_ranks,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
 from bench.lib.models import emulated_resnet50, transformer
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import Outcome, optimize
@@ -95,7 +83,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     }
     contender = Sirtaki(made[options["case"]], tune=True)
     contender.warm_up()
-    sync: Any = contender._sync
+    sync: Any = contender.sync
     tuned, default = sync.knobs, sync._default
     sync._apply(default)
     contender.step()

@@ -14,32 +14,18 @@ The bound is `max(all computation, 2(P-1)/P * gradient bytes / payload rate)`. B
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from bench.lib.cluster import NetLab, why_unavailable
-from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    ratios,
-    take_result,
-)
+from bench.lib.cluster import NETWORKS as CASES
+from bench.lib.cluster import need_cluster
+from bench.lib.contenders import Contender, Ddp, Sirtaki
+from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.models import LayeredModel
+from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from bench.lib.workloads import workload
-from bench.netlab import CASES, payload_bytes_per_s
-from bench.step import slowest
 from sirtaki.engine.tuning.overlap import PREPARING
 
 COMPUTE_S = 0.15
@@ -50,34 +36,9 @@ NETWORKS = ("resnet50", "vgg16", "bert_base")
 JOB_TIMEOUT_S = 560.0
 
 
-def timed_block(contender: Contender, steps: int, *, barrier: Callable[[], None]) -> Callable[[], float]:
-    """Collective: a function that runs a block of steps, after two that do not count, and gives seconds a step."""
-
-    def block() -> float:
-        for _ in range(2):
-            contender.step()
-        barrier()
-        begin_s = time.perf_counter()
-        for _ in range(steps):
-            contender.step()
-        if isinstance(contender, Sirtaki):
-            contender.optimizer.finish()  # type: ignore[attr-defined]  # a DistributedOptimizer's
-        return (time.perf_counter() - begin_s) / steps
-
-    return block
-
-
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: measures the link, builds the contenders, lets them alternate, gives the result."""
-    from mpi4py import MPI
-
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
     payload = payload_bytes_per_s(comm)
-    hvd.init()
-    join_gloo(comm, address=options["master"])
     whole = workload(options["network"])
     scale = 1e6 * options["megabytes"] / whole.layout.total_bytes
     work, bucket_mb = whole.scaled(scale), 25 * scale
@@ -86,82 +47,67 @@ def on_rank(options: Mapping[str, Any]) -> None:
         made = LayeredModel(work, compute_s=options["compute_s"], gradient_value=comm.rank + 1.0)
         return made, torch.zeros(1, requires_grad=True)
 
-    off, on = Sirtaki(model, tune=True), Sirtaki(model, tune=True, overlap_forward=True)
+    ours = {OFF: Sirtaki(model, tune=True), ON: Sirtaki(model, tune=True, overlap_forward=True)}
     contenders: dict[str, Contender] = {
         DDP: Ddp(model, bucket_mb=bucket_mb),
         BY_HAND: Ddp(model, bucket_mb=bucket_mb / 3, interfaces=",".join(["eth0"] * options["connections"])),
-        OFF: off,
-        ON: on,
+        **ours,
     }
     for contender in contenders.values():
         for _ in range(2):
             contender.step()
-    for tuned in (off, on):
+    for tuned in ours.values():
         tuned.warm_up()
-        assert tuned._sync is not None
-        overlap = tuned._sync.overlap
         for _ in range(PREPARING + 1):
             tuned.step()
-        while overlap.trying:
+        while tuned.sync.overlap.trying:
             tuned.step()
-    turns = {
-        name: timed_block(contender, options["steps"], barrier=comm.Barrier) for name, contender in contenders.items()
-    }
-    samples = slowest(alternate(turns, options["rounds"], seed=options["seed"]), comm)
+    samples = in_turns(
+        {name: contender.step for name, contender in contenders.items()},
+        comm,
+        rounds=options["rounds"],
+        block=options["steps"],
+        before=2,
+        ends={name: tuned.finish for name, tuned in ours.items()},
+        seed=options["seed"],
+    )
     for contender in contenders.values():
         contender.check_average((comm.size + 1) / 2)
-    if comm.rank == 0:
-        give_result(
-            {
-                "samples": samples,
-                "payload_bytes_per_s": payload,
-                "gradient_bytes": 4 * sum(parameter.numel() for parameter in on.model.parameters()),
-                "setups": {name: contender.describe() for name, contender in contenders.items()},
-            }
-        )
-    comm.Barrier()
-    hvd.shutdown()
+    return {
+        "samples": samples,
+        "payload_bytes_per_s": payload,
+        "gradient_bytes": 4 * sum(parameter.numel() for parameter in ours[ON].model.parameters()),
+        "setups": {name: contender.describe() for name, contender in contenders.items()},
+    }
 
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
-    """Builds the cluster of that case, and adds its rows and bars."""
+    """Adds the rows and bars of one case and network."""
     shape, network = CASES[case], options["network"]
-    env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations), "SIRTAKI_REGISTRY": "off", **rank_env()}
-    with NetLab(shape) as lab:
-        connections = 1 if shape.flow_bits_per_s == shape.link_bits_per_s else 4
-        options = {**options, "master": lab.address(0), "connections": connections}
-        result = take_result(
-            lab.run_ranks(rank_argv("bench.overlap", options), env=env, timeout_s=JOB_TIMEOUT_S),
-        )
+    env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations)}
+    options = {**options, "connections": 4 if shape.caps_flows else 1}
+    result = run_ranks("bench.overlap", shape, options, env=env, timeout_s=JOB_TIMEOUT_S)
     samples = result["samples"]
     traffic = 2 * (shape.nodes - 1) / shape.nodes * result["gradient_bytes"]
     communication_s = traffic / result["payload_bytes_per_s"]
     bound_s = max(options["compute_s"], communication_s)
-    for name, times_s in samples.items():
-        report.rows.append(
-            {
-                "case": case,
-                "network": network,
-                "contender": name,
-                "step_s": Spread.of(times_s),
-                "ratio_to_ddp": ratios(times_s, samples[DDP]),
-                "of_bound": Spread.of([sample / bound_s for sample in times_s]),
-                "setup": result["setups"][name],
-                "samples_s": times_s,
-            }
-        )
+    report.compare(
+        samples,
+        DDP,
+        where={"case": case, "network": network},
+        of_bound={name: Spread.of([sample / bound_s for sample in times_s]) for name, times_s in samples.items()},
+        setup=result["setups"],
+    )
     report.notes.append(
-        f"{case}, {network}: {result['gradient_bytes'] / 1e6:.1f} MB of gradients; link "
-        f"{shape.link_bits_per_s / 1e6:g} Mbit/s, flow {shape.flow_bits_per_s / 1e6:g} Mbit/s; computation "
+        f"{case}, {network}: {result['gradient_bytes'] / 1e6:.1f} MB of gradients; {shape.describe()}; computation "
         f"{options['compute_s'] * 1e3:.0f} ms, communication {communication_s * 1e3:.0f} ms at the link's payload rate"
     )
-    against_off = ratios(samples[ON], samples[OFF]).median
-    report.bars.append(Bar(claim=f"{case}, {network}: on / off", value=against_off, limit=1.01))
+    report.bar(f"{case}, {network}: on / off", ratio(samples, ON, OFF), 1.01)
 
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     flags.add_argument("--megabytes", type=float, help="of gradients; default: communication as long as computation")
@@ -169,9 +115,7 @@ def main() -> int:
     flags.add_argument("--steps", type=int, default=20, help="steps a block")
     flags.add_argument("--warmup-iterations", type=int, default=40, help="the tuner's budget; its own default is 100")
     args = flags.parse_args()
-    if (reason := why_unavailable()) is not None:
-        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
-        return 2
+    need_cluster()
     args.rounds = args.rounds or (3 if args.quick else 7)
     report = Report(name="overlap")
     for case in args.cases:
@@ -189,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, gloo=True))

@@ -33,19 +33,9 @@ import torch
 from torch import nn
 
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    ratios,
-    run_ranks,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import small_conv, transformer
+from bench.lib.ranks import give_result, main_or_rank, run_ranks
 from sirtaki.analysis.alignment import Alignment, ClockLine, Known, trace_entries
 from sirtaki.analysis.recording import Recording
 

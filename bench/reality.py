@@ -32,20 +32,9 @@ import torch
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Bare, Sirtaki
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
 from bench.lib.models import emulated_resnet50
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, take_result
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind

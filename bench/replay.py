@@ -43,19 +43,9 @@ from scipy.optimize import linprog
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import (
-    Bar,
-    Report,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    run_ranks,
-    take_result,
-)
+from bench.lib.harness import Bar, Report, finish, parser
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read

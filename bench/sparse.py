@@ -28,22 +28,8 @@ from torch import nn
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    ratios,
-    run_ranks,
-    take_result,
-)
-from bench.step import slowest, timed_block
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result, timed_block
 from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job

@@ -12,26 +12,13 @@ no more overhead than DDP at one rank.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from bench.lib.contenders import Attached, Contender, Ddp, ModelMaker, Sirtaki, join_gloo
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    ratios,
-    run_ranks,
-)
+from bench.lib.contenders import Attached, Contender, Ddp, ModelMaker, Sirtaki
+from bench.lib.harness import Report, finish, parser, ratio
 from bench.lib.models import emulated_resnet50, small_conv, transformer
+from bench.lib.ranks import in_turns, run_ranks, start
 
 EMULATED = "resnet50"
 MODELS = (EMULATED, "transformer", "conv")
@@ -50,112 +37,48 @@ def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: in
     }[name]
 
 
-def timed_block(contender: Contender, steps: int, *, barrier: Callable[[], None]) -> Callable[[], float]:
-    """Collective: a function that runs a block of steps and returns this rank's seconds a step.
-
-    One step goes before, unmeasured: while the others ran, caches were lost and idle connections fell back to a small
-    congestion window.
-    """
-
-    def block() -> float:
-        contender.step()
-        barrier()
-        begin_s = time.perf_counter()
-        for _ in range(steps):
-            contender.step()
-        return (time.perf_counter() - begin_s) / steps
-
-    return block
-
-
-def slowest(samples: Mapping[str, list[float]], comm: Any) -> dict[str, list[float]]:
-    """Collective: each sample on the rank where it took longest."""
-    gathered = comm.allgather(dict(samples))
-    return {name: [max(ranks) for ranks in zip(*(one[name] for one in gathered), strict=True)] for name in samples}
-
-
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: builds the contenders, lets them alternate, gives the result."""
-    from mpi4py import MPI
-
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    hvd.init()
-    join_gloo(comm)
-    model = make_model(
-        options["model"],
-        rank=comm.rank,
-        compute_s=options["compute_s"],
-        scale=options["scale"],
-        seed=options["seed"],
-    )
-    tuned = Sirtaki(model, tune=True)
-    attached = Attached(model)
-    alone: dict[str, Contender] = {"alone": Contender(model)} if comm.size == 1 else {}
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: builds the contenders, and lets them alternate."""
+    given = {key: options[key] for key in ("compute_s", "scale", "seed")}
+    model = make_model(options["model"], rank=comm.rank, **given)
     contenders: dict[str, Contender] = {
-        **alone,
+        **({"alone": Contender(model)} if comm.size == 1 else {}),
         "ddp": Ddp(model),
-        ATTACHED: attached,
+        ATTACHED: Attached(model),
         BACKEND: Ddp(model, backend="sirtaki"),
         "untuned": Sirtaki(model, tune=False),
-        "tuned": tuned,
+        "tuned": Sirtaki(model, tune=True),
     }
     for contender in contenders.values():
         for _ in range(3):  # DDP rebuilds its buckets after the first step, Sirtaki learns the order in two
             contender.step()
-    begin_s = time.perf_counter()
-    tuned.warm_up()
-    warmup_s = time.perf_counter() - begin_s
-    attached.warm_up()
-    blocks = {
-        name: timed_block(contender, options["steps"], barrier=comm.Barrier) for name, contender in contenders.items()
-    }
-    samples = slowest(alternate(blocks, options["rounds"], seed=options["seed"]), comm)
+    for name in ("tuned", ATTACHED):
+        contenders[name].warm_up()
+    steps = {name: contender.step for name, contender in contenders.items()}
+    samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
     if options["model"] == EMULATED:
         for contender in contenders.values():
             contender.check_average((comm.size + 1) / 2)
-    if comm.rank == 0:
-        give_result(
-            {
-                "samples": samples,
-                "warmup_steps": {"tuned": tuned.warmup_steps, ATTACHED: attached.warmup_steps},
-                "warmup_s": warmup_s,
-                "setups": {name: contender.describe() for name, contender in contenders.items()},
-            }
-        )
-    comm.Barrier()
-    hvd.shutdown()
+    return {
+        "samples": samples,
+        "warmup_steps": {name: contenders[name].warmup_steps for name in ("tuned", ATTACHED)},
+        "setups": {name: contender.describe() for name, contender in contenders.items()},
+    }
 
 
 def measure(report: Report, model: str, ranks: int, options: Mapping[str, Any]) -> None:
     """Adds the rows and bars of one model on so many ranks."""
     result = run_ranks("bench.step", ranks, {**options, "model": model})
-    samples = result["samples"]
-    for name, times_s in samples.items():
-        report.rows.append(
-            {
-                "model": model,
-                "ranks": ranks,
-                "contender": name,
-                "step_s": Spread.of(times_s),
-                "ratio_to_ddp": ratios(times_s, samples["ddp"]),
-                "setup": result["setups"][name],
-                "warmup_steps": result["warmup_steps"].get(name),
-                "samples_s": times_s,
-            }
-        )
-    limits = {"untuned": 1.0, "tuned": 0.8 if ranks == 4 and model == EMULATED else 1.0}
-    limits[ATTACHED] = 1.02 if ranks == 1 else 0.95
-    for name, limit in limits.items():
-        ratio = ratios(samples[name], samples["ddp"]).median
-        report.bars.append(Bar(claim=f"{model}, {ranks} ranks: {name} step / DDP's", value=ratio, limit=limit))
+    samples, where = result["samples"], {"model": model, "ranks": ranks}
+    report.compare(samples, "ddp", where=where, setup=result["setups"], warmup_steps=result["warmup_steps"])
+    tuned_limit = 0.8 if ranks == 4 and model == EMULATED else 1.0
+    for name, limit in (("untuned", 1.0), ("tuned", tuned_limit), (ATTACHED, 1.02 if ranks == 1 else 0.95)):
+        report.bar(f"{model}, {ranks} ranks: {name} step / DDP's", ratio(samples, name, "ddp"), limit)
 
 
 def main() -> int:
     """Runs every model on every number of ranks."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     flags.add_argument("--rounds", type=int, help="blocks a contender")
@@ -178,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, gloo=True))

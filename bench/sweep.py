@@ -30,20 +30,10 @@ from torch import nn
 
 from bench.lib.cluster import LabError, LabShape, NetLab
 from bench.lib.contenders import Bare
-from bench.lib.harness import (
-    alternate,
-    give_result,
-    machine,
-    main_or_rank,
-    parser,
-    rank_argv,
-    rank_env,
-    run_ranks,
-    take_result,
-    versions,
-)
+from bench.lib.harness import alternate, machine, parser, versions
 from bench.lib.landscapes.recorded import RECORDED
 from bench.lib.models import emulated_resnet50, small_conv, transformer
+from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.comm.plan import Algorithm, Route, TransportKind

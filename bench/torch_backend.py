@@ -17,19 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.lib.harness import (
-    Bar,
-    Report,
-    Spread,
-    alternate,
-    finish,
-    give_result,
-    main_or_rank,
-    parser,
-    ratios,
-    run_ranks,
-)
-from bench.step import slowest
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.ranks import give_result, main_or_rank, run_ranks, slowest
 from sirtaki.autotune.knobs import KIB
 
 SIRTAKI, GLOO = "sirtaki", "gloo"

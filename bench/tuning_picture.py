@@ -20,8 +20,8 @@ from typing import Any
 
 from bench.lib.cluster import LabShape, NetLab
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import main_or_rank, rank_argv, rank_env
 from bench.lib.models import emulated_resnet50
+from bench.lib.ranks import main_or_rank, rank_argv, rank_env
 from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.engine.tuning.trial_log import TrialLog, read_log

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+MBIT = 1_000_000
 SETUP_TIMEOUT_S = 30.0
 FLOW_CLASS_BITS = 12  # 4096 classes: created in a moment, and eight flows rarely share one (0.7 %)
 FIRST_FLOW_CLASS = 0x100
@@ -53,9 +54,25 @@ class LabShape:
     """
 
     nodes: int = 4
-    link_bits_per_s: int = 400_000_000
-    flow_bits_per_s: int = 100_000_000
+    link_bits_per_s: int = 400 * MBIT
+    flow_bits_per_s: int = 100 * MBIT
     delay_s: float = 0.0
+
+    @property
+    def caps_flows(self) -> bool:
+        """A single connection gets less than the link."""
+        return self.flow_bits_per_s < self.link_bits_per_s
+
+    def describe(self) -> str:
+        """Both rates, in words."""
+        return f"link {self.link_bits_per_s / MBIT:g} Mbit/s, flow {self.flow_bits_per_s / MBIT:g} Mbit/s"
+
+
+NETWORKS = {
+    "capped": LabShape(link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
+    "equal": LabShape(link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
+}
+"""Four nodes on which most benchmarks run."""
 
 
 def why_unavailable() -> str | None:
@@ -66,6 +83,13 @@ def why_unavailable() -> str | None:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     return f"not installed: {', '.join(missing)} (packages iproute2 and util-linux)" if missing else None
+
+
+def need_cluster() -> None:
+    """Ends the program with status 2, saying why, where no cluster can be emulated."""
+    if (reason := why_unavailable()) is not None:
+        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 class NetLab:

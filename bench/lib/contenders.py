@@ -135,7 +135,8 @@ class Contender:
         self.model, self.batch = make_model()
         self.forward: nn.Module = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
-        self.steps = 0
+        self.steps = self.warmup_steps = 0
+        self.sync: Any = None  # what is tuned; None = nothing
 
     def step(self) -> None:
         """Collective: one training step: forward, backward with synchronisation, update, zeroing."""
@@ -143,6 +144,12 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
+
+    def warm_up(self, limit: int = 1000) -> None:
+        """Collective: steps until a tuner is content, at most `limit`."""
+        while self.warmup_steps < limit and self.sync is not None and self.sync.tuning:
+            self.step()
+            self.warmup_steps += 1
 
     def describe(self) -> str:
         """How it is set up now."""
@@ -165,7 +172,7 @@ class Contender:
 
 
 @contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
+def environment(name: str, value: str | None) -> Iterator[None]:
     """One variable changed (None: unset) for a while."""
     before = os.environ.pop(name, None)
     if value is not None:
@@ -199,7 +206,7 @@ class Ddp(Contender):
         """
         super().__init__(make_model)
         register()
-        with _environment("GLOO_SOCKET_IFNAME", interfaces):
+        with environment("GLOO_SOCKET_IFNAME", interfaces):
             group = dist.new_group(backend=backend)
         self.forward = nn.parallel.DistributedDataParallel(
             self.model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
@@ -225,18 +232,11 @@ class Attached(Ddp):
 
         assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
         sirtaki.torch.ddp.attach(self.forward)
-        self._sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
-        self.warmup_steps = 0
-
-    def warm_up(self, limit: int = 1000) -> None:
-        """Collective: steps until the tuner is content, at most `limit`."""
-        while self.warmup_steps < limit and self._sync is not None and self._sync.tuning:
-            self.step()
-            self.warmup_steps += 1
+        self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
 
     def describe(self) -> str:
         """See `Contender`."""
-        return f"{super().describe()}; {self._sync.knobs.describe() if self._sync is not None else 'one rank'}"
+        return f"{super().describe()}; {self.sync.knobs.describe() if self.sync is not None else 'one rank'}"
 
 
 class Sirtaki(Contender):
@@ -278,14 +278,11 @@ class Sirtaki(Contender):
         finally:
             current.settings = settings
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # None with one rank
-        self._sync = None if gradients is None else gradients.reducers[0].tuned
-        self.warmup_steps = 0
+        self.sync = None if gradients is None else gradients.reducers[0].tuned
 
-    def warm_up(self, limit: int = 1000) -> None:
-        """Collective: steps until the tuner is content, at most `limit`."""
-        while self.warmup_steps < limit and self._sync is not None and self._sync.tuning:
-            self.step()
-            self.warmup_steps += 1
+    def finish(self) -> None:
+        """Waits for updates that the last step has put off."""
+        self.optimizer.finish()  # type: ignore[attr-defined]  # a DistributedOptimizer's
 
     def record(self, folder: str | Path, *, iterations: int, operators: bool = True) -> None:
         """Collective: steps until `sirtaki.profiler.profile` has recorded what it wants."""
@@ -298,11 +295,11 @@ class Sirtaki(Contender):
 
     def describe(self) -> str:
         """See `Contender`."""
-        if self._sync is None:
+        if self.sync is None:
             return "one rank"
-        overlap = self._sync.overlap
+        overlap = self.sync.overlap
         put_off = (", put off" if overlap.ready else ", not put off") if overlap.wanted else ""
-        return f"{self._sync.knobs.describe()}{put_off}"
+        return f"{self.sync.knobs.describe()}{put_off}"
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:

@@ -154,6 +154,11 @@ def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
     return Spread.of([ours / theirs for ours, theirs in zip(samples, peer_samples, strict=True)])
 
 
+def ratio(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> float:
+    """The median of `ratios` of one contender to another."""
+    return ratios(samples[name], samples[peer]).median
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     """A figure that was promised, and what was measured.
@@ -192,6 +197,38 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def compare(
+        self,
+        samples: Mapping[str, list[float]],
+        peer: str | Callable[[str], str],
+        *,
+        time: str = "step_s",
+        ratio: str = "ratio_to_ddp",
+        who: str = "contender",
+        where: Mapping[str, Any] | None = None,
+        **columns: Mapping[str, Any] | None,
+    ) -> None:
+        """Adds a row a contender: its times, and their ratios to the peer's in the same round.
+
+        Args:
+            samples: seconds by contender, one a round.
+            peer: one of them, or the one that each is held against.
+            time: column of the times.
+            ratio: column of the ratios.
+            who: column of the names.
+            where: columns that all rows have in front.
+            columns: further ones, each by contender, who has an empty cell if it is not in it; None = no such column.
+        """
+        for name, times_s in samples.items():
+            against = samples[peer if isinstance(peer, str) else peer(name)]
+            row = {**(where or {}), who: name, time: Spread.of(times_s), ratio: ratios(times_s, against)}
+            more = {key: of.get(name) for key, of in columns.items() if of is not None}
+            self.rows.append({**row, **more, "samples_s": times_s})
+
+    def bar(self, claim: str, value: float, limit: float, unit: str = "") -> None:
+        """Adds a bar."""
+        self.bars.append(Bar(claim=claim, value=value, limit=limit, unit=unit))
 
     def to_json(self) -> dict[str, Any]:
         """The report with the machine and the versions that it speaks of."""
@@ -268,105 +305,12 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
     return samples
 
 
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-RESULT_MARK = "BENCH-RESULT "
-RANK_ENV = {
-    "OMP_NUM_THREADS": "1",
-    # Freed memory stays with the process, as under a GPU's caching allocator: else a step of any contender may pay for
-    # a fresh page of each gradient or not, as the heap happens to lie.
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_MMAP_THRESHOLD_": "33554432",
-    "SIRTAKI_REGISTRY": "off",
-    "SIRTAKI_LOG_LEVEL": "warning",
-}
-
-
-def rank_env() -> dict[str, str]:
-    """What the ranks of a benchmark get besides the environment: nothing remembered, unless the user says so."""
-    given = {name: value for name, value in os.environ.items() if name.startswith("SIRTAKI_")}
-    return {**RANK_ENV, **given}
-
-
-def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
-    """The command line with which a rank runs `module` as one of many; `rank_options` reads it back."""
-    return [sys.executable, "-m", module, "--as-rank", json.dumps(options)]
-
-
-def rank_options() -> dict[str, Any] | None:
-    """The options of `rank_argv` if this process is such a rank, else None."""
-    if len(sys.argv) == 3 and sys.argv[1] == "--as-rank":
-        return dict(json.loads(sys.argv[2]))
-    return None
-
-
-def main_or_rank(main: Callable[[], int], on_rank: Callable[[dict[str, Any]], None]) -> int:
-    """The exit status of `main`; in a process that `rank_argv` started, that rank's part runs instead."""
-    given = rank_options()
-    if given is None:
-        return main()
-    on_rank(given)
-    return 0
-
-
-def give_result(result: Any) -> None:
-    """On one rank only: hands a JSON-ready result to the process that started the ranks."""
-    print(RESULT_MARK + json.dumps(result), flush=True)
-
-
-def take_result(output: str) -> Any:
-    """What `give_result` printed.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    for line in output.splitlines():
-        if line.startswith(RESULT_MARK):
-            return json.loads(line.removeprefix(RESULT_MARK))
-    raise RuntimeError(f"the ranks ended without a result: {output[-2000:]}")
-
-
-def run_ranks(
-    module: str,
-    ranks: int,
-    options: Mapping[str, Any],
-    *,
-    timeout_s: float = 900.0,
-    env: Mapping[str, str] | None = None,
-) -> Any:
-    """Runs `module` on `ranks` ranks of this host and returns the result that its rank 0 gave.
-
-    Args:
-        module: handles `--as-rank`.
-        ranks: how many.
-        options: for `module`'s function of a rank.
-        timeout_s: after this the job is killed.
-        env: added to the ranks' environment.
-
-    Raises:
-        RuntimeError: a rank failed or the time was up.
-    """
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
-    command = [*launcher, "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), *rank_argv(module, options)]
-    environment = {**os.environ, **rank_env(), **(env or {})}
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired as err:
-        raise RuntimeError(f"{module} on {ranks} ranks took longer than {timeout_s:g} s") from err
-    if done.returncode != 0:
-        raise RuntimeError(f"{module} on {ranks} ranks ended with status {done.returncode}: {done.stdout[-2000:]}")
-    return take_result(done.stdout)
-
-
 # ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark takes."""
-    flags = argparse.ArgumentParser(description=description)
+    """The flags that every benchmark takes; its help begins with the first line of the description."""
+    flags = argparse.ArgumentParser(description=description.split("\n")[0])
     flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, every sample too")
     flags.add_argument(
         "--save", action="store_true", help="keep the summary in bench/results, the samples in bench/raw"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.lib import harness
+from bench.lib import harness, ranks
 from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Contender
-from bench.lib.harness import RESULTS, Bar, Report, Spread, alternate, finish, parser, ratios, take_result
+from bench.lib.harness import RESULTS, Bar, Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import EmulatedModel, gpt
+from bench.lib.ranks import in_turns, take_result
 from bench.lib.workloads import NETWORKS, cluster, workload
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=f"no emulated cluster: {why_unavailable()}")
@@ -119,6 +120,31 @@ def test_contenders_alternate_and_take_turns_at_being_first():
     assert samples == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
 
 
+class OneRank:
+    """The communicator of a rank that is alone."""
+
+    def Barrier(self) -> None:
+        pass
+
+    def allgather(self, mine):
+        return [mine]
+
+
+def test_turns_have_calls_before_that_do_not_count_and_rows_have_ratios_to_the_peer_of_the_same_round():
+    calls: list[str] = []
+    contenders = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    samples = in_turns(contenders, OneRank(), rounds=2, block=2, ends={"b": lambda: calls.append("!")})
+    assert "".join(calls) == "aaabbb!bbb!aaa"
+    assert {name: len(own) for name, own in samples.items()} == {"a": 2, "b": 2}
+    report = Report(name="trial")
+    report.compare({"a": [1.0, 2.0], "b": [3.0, 8.0]}, "a", where={"case": "x"}, setup={"b": "of b"}, absent=None)
+    assert [list(row) for row in report.rows] == [
+        ["case", "contender", "step_s", "ratio_to_ddp", "setup", "samples_s"]
+    ] * 2
+    assert [row["setup"] for row in report.rows] == [None, "of b"]
+    assert report.rows[1]["ratio_to_ddp"] == Spread.of([3.0, 4.0])
+
+
 @pytest.mark.parametrize(("value", "verdict"), [(0.99, "met"), (1.01, "missed"), (float("nan"), "missed")])
 def test_figures_are_kept_with_all_that_they_depend_on(value, verdict, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
@@ -144,17 +170,17 @@ def test_figures_are_kept_with_all_that_they_depend_on(value, verdict, tmp_path,
 
 
 def test_a_rank_gets_its_options_and_hands_its_result_to_the_process_that_started_it(capsys, monkeypatch):
-    harness.give_result({"samples": [1.5]})
+    ranks.give_result({"samples": [1.5]})
     assert take_result("noise\n" + capsys.readouterr().out + "more noise\n") == {"samples": [1.5]}
     with pytest.raises(RuntimeError, match="without a result: noise"):
         take_result("noise")
-    monkeypatch.setattr("sys.argv", ["step.py", *harness.rank_argv("bench.step", {"rounds": 3})[3:]])
-    assert harness.rank_options() == {"rounds": 3}
+    monkeypatch.setattr("sys.argv", ["step.py", *ranks.rank_argv("bench.step", {"rounds": 3})[3:]])
+    assert ranks.rank_options() == {"rounds": 3}
     monkeypatch.setattr("sys.argv", ["step.py", "--quick", "--check"])
-    assert harness.rank_options() is None
-    assert harness.rank_env()["SIRTAKI_REGISTRY"] == "off"
+    assert ranks.rank_options() is None
+    assert ranks.rank_env()["SIRTAKI_REGISTRY"] == "off"
     monkeypatch.setenv("SIRTAKI_REGISTRY", "/somewhere.db")
-    assert harness.rank_env()["SIRTAKI_REGISTRY"] == "/somewhere.db"
+    assert ranks.rank_env()["SIRTAKI_REGISTRY"] == "/somewhere.db"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.name)

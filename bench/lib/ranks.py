@@ -1,0 +1,262 @@
+"""The ranks of a benchmark: started on this host or in the emulated cluster, they do their part and give a result.
+
+A script ends in `start(main, on_rank)`: `main` starts ranks of the same script by `run_ranks`, and each of these runs
+`on_rank`. Contenders take turns there by `in_turns`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.lib.cluster import LabShape, NetLab
+from bench.lib.harness import REPOSITORY, alternate
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# ── from outside ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+RESULT_MARK = "BENCH-RESULT "
+RANK_ENV = {
+    "OMP_NUM_THREADS": "1",
+    # Freed memory stays with the process, as under a GPU's caching allocator: else a step of any contender may pay for
+    # a fresh page of each gradient or not, as the heap happens to lie.
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "SIRTAKI_REGISTRY": "off",
+    "SIRTAKI_LOG_LEVEL": "warning",
+}
+
+
+def rank_env() -> dict[str, str]:
+    """What the ranks of a benchmark get besides the environment: nothing remembered, unless the user says so."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("SIRTAKI_")}
+    return {**RANK_ENV, **given}
+
+
+def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
+    """The command line with which a rank runs `module` as one of many; `rank_options` reads it back."""
+    return [sys.executable, "-m", module, "--as-rank", json.dumps(options)]
+
+
+def rank_options() -> dict[str, Any] | None:
+    """The options of `rank_argv` if this process is such a rank, else None."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--as-rank":
+        return dict(json.loads(sys.argv[2]))
+    return None
+
+
+def give_result(result: Any) -> None:
+    """On one rank only: hands a JSON-ready result to the process that started the ranks."""
+    print(RESULT_MARK + json.dumps(result), flush=True)
+
+
+def take_result(output: str) -> Any:
+    """What `give_result` printed.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for line in output.splitlines():
+        if line.startswith(RESULT_MARK):
+            return json.loads(line.removeprefix(RESULT_MARK))
+    raise RuntimeError(f"the ranks ended without a result: {output[-2000:]}")
+
+
+def run_ranks(
+    module: str,
+    where: int | LabShape | NetLab,
+    options: Mapping[str, Any],
+    *,
+    ranks_per_node: int = 1,
+    timeout_s: float = 900.0,
+    env: Mapping[str, str] | None = None,
+) -> Any:
+    """Runs `module` on several ranks and returns the result of rank 0's part.
+
+    Args:
+        module: ends in `start`.
+        where: as many ranks of this host, or emulated nodes, which are made for this job or are there already.
+        options: for the ranks' part; "master", where rank 0 is, is added.
+        ranks_per_node: on emulated nodes.
+        timeout_s: after this the job is killed.
+        env: added to the ranks' environment.
+
+    Raises:
+        RuntimeError: a rank failed or the time was up, or the cluster could not be built.
+    """
+    if isinstance(where, LabShape):
+        with NetLab(where) as lab:
+            return run_ranks(module, lab, options, ranks_per_node=ranks_per_node, timeout_s=timeout_s, env=env)
+    given = {**rank_env(), **(env or {})}
+    if isinstance(where, NetLab):
+        argv = rank_argv(module, {**options, "master": where.address(0)})
+        return take_result(where.run_ranks(argv, ranks_per_node=ranks_per_node, env=given, timeout_s=timeout_s))
+    argv = rank_argv(module, {**options, "master": "127.0.0.1"})
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
+    command = [*launcher, "--map-by", ":OVERSUBSCRIBE", "-np", str(where), *argv]
+    environment = {**os.environ, **given}
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as err:
+        raise RuntimeError(f"{module} on {where} ranks took longer than {timeout_s:g} s") from err
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} on {where} ranks ended with status {done.returncode}: {done.stdout[-2000:]}")
+    return take_result(done.stdout)
+
+
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(
+    main: Callable[[], int],
+    on_rank: Callable[[MPI.Comm, dict[str, Any]], Any],
+    *,
+    init: bool = True,
+    gloo: bool = False,
+) -> int:
+    """The exit status of `main`; in a process that `run_ranks` started, that rank's part runs instead.
+
+    Args:
+        main: starts the ranks.
+        on_rank: of all ranks and the options; what it returns on rank 0 is what `run_ranks` returns. It runs with one
+            thread.
+        init: `hvd.init()` has been called before.
+        gloo: PyTorch's process group is there, over Gloo.
+    """
+    options = rank_options()
+    if options is None:
+        return main()
+    import torch
+    from mpi4py import MPI
+
+    import sirtaki.torch as hvd
+    from bench.lib.contenders import join_gloo
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    if init:
+        hvd.init()
+    if gloo:
+        join_gloo(comm, address=options["master"])
+    result = on_rank(comm, options)
+    if comm.rank == 0:
+        give_result(result)
+    comm.Barrier()
+    if hvd.is_initialized():
+        hvd.shutdown()
+    return 0
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    comm: MPI.Comm,
+    *,
+    rounds: int,
+    block: int = 1,
+    before: int = 1,
+    ends: Mapping[str, Callable[[], object]] | None = None,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Collective: seconds of a call on the slowest rank, one sample a round, by contender.
+
+    Args:
+        calls: they take turns, see `alternate`.
+        comm: all ranks.
+        rounds: how often.
+        block: calls in a row whose mean is a sample.
+        before: calls that go before, unmeasured: while the others ran, caches were lost and idle connections fell back
+            to a small congestion window.
+        ends: what else belongs to a block, after its last call.
+        seed: of the order.
+    """
+
+    def timed(name: str, call: Callable[[], object]) -> Callable[[], float]:
+        def measure() -> float:
+            for _ in range(before):
+                call()
+            comm.Barrier()
+            begin_s = time.perf_counter()
+            for _ in range(block):
+                call()
+            if ends is not None and name in ends:
+                ends[name]()
+            return (time.perf_counter() - begin_s) / block
+
+        return measure
+
+    return slowest(alternate({name: timed(name, call) for name, call in calls.items()}, rounds, seed=seed), comm)
+
+
+def slowest(samples: Mapping[str, list[float]], comm: MPI.Comm) -> dict[str, list[float]]:
+    """Collective: each sample on the rank where it took longest."""
+    gathered = comm.allgather(dict(samples))
+    return {name: [max(ranks) for ranks in zip(*(one[name] for one in gathered), strict=True)] for name in samples}
+
+
+def payload_bytes_per_s(comm: MPI.Comm, *, flows: int = 16, duration_s: float = 2.0) -> float:
+    """Collective: what a link carries besides headers, on the slowest rank.
+
+    Every rank sends to the next one over many connections, as a ring all-reduce does, and counts what it receives
+    after a quarter of the time.
+    """
+    listener = socket.create_server(("0.0.0.0", 0), backlog=flows)
+    addresses = comm.allgather((socket.gethostbyname(socket.gethostname()), listener.getsockname()[1]))
+    senders = [socket.create_connection(addresses[(comm.rank + 1) % comm.size]) for _ in range(flows)]
+    receivers = [listener.accept()[0] for _ in range(flows)]
+    for one in (*senders, *receivers):
+        one.setblocking(False)
+    chunk, received = bytes(1 << 16), 0
+    comm.Barrier()
+    begin_s = time.perf_counter()
+    counting_from_s, counting_from = begin_s, 0
+    while (now_s := time.perf_counter()) < begin_s + duration_s:
+        if counting_from_s == begin_s and now_s > begin_s + duration_s / 4:
+            counting_from_s, counting_from = now_s, received
+        readable, writable, _ = select.select(receivers, senders, [], 0.1)
+        for one in readable:
+            received += len(one.recv(1 << 18))
+        for one in writable:
+            with contextlib.suppress(BlockingIOError):
+                one.send(chunk)
+    rate = (received - counting_from) / (now_s - counting_from_s)
+    comm.Barrier()
+    for one in (listener, *senders, *receivers):
+        one.close()
+    return float(min(comm.allgather(rate)))
+
+
+def main_or_rank(main: Callable[[], int], on_rank: Callable[[dict[str, Any]], None]) -> int:
+    """The exit status of `main`; in a process that `rank_argv` started, that rank's part runs instead."""
+    given = rank_options()
+    if given is None:
+        return main()
+    on_rank(given)
+    return 0
+
+
+def timed_block(contender: Any, steps: int, *, barrier: Callable[[], None]) -> Callable[[], float]:
+    """Collective: a function that runs a block of steps and returns this rank's seconds a step."""
+
+    def block() -> float:
+        contender.step()
+        barrier()
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            contender.step()
+        return (time.perf_counter() - begin_s) / steps
+
+    return block
