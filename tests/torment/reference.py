@@ -81,8 +81,8 @@ class Wrapped:
         return bool(self.hooked) and any(came) and not self.complete
 
     def came(self, name: str) -> bool:
-        """On some rank, at least once."""
-        return any(left.get(name, self.spec.passes) < self.spec.passes for left in self.left)
+        """On some rank that takes part, at least once."""
+        return any(self.left[rank].get(name, self.spec.passes) < self.spec.passes for rank in self.members)
 
     @property
     def pending(self) -> bool:
@@ -324,11 +324,8 @@ class Lockstep:
             return
         params = {rank: self.replicas[rank].parameters[name] for rank in wrapped.members}
         there = wrapped.came(name) or any(name in self.computed[rank] for rank in params)
-        unused = self._unused_as_none and not there
-        if unused and (name in wrapped.hooked or all(param.grad is None for param in params.values())):
-            params = {rank: param for rank, param in params.items() if param.grad is not None}
-            if not params:
-                return
+        if self._unused_as_none and not there and all(param.grad is None for param in params.values()):
+            return
         given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
         if wrapped.spec.fp16 and any(gradient is not None and _largest(gradient) > LARGE for gradient in given):
             raise ValueError("the sum of such gradients is not known in float16")  # the program ends before
