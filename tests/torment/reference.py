@@ -56,6 +56,7 @@ class Wrapped:
         synchronized: `synchronize()` was called, and the step has not been made.
         broken: a backward pass has failed since the last `zero_grad()`.
         replaced: some `.grad` was replaced before it was reduced.
+        forgotten: what a failed pass has left was dropped, and no pass has begun since.
     """
 
     spec: OptimizerSpec
@@ -68,6 +69,7 @@ class Wrapped:
     synchronized: bool = False
     broken: bool = False
     replaced: bool = False
+    forgotten: bool = False
 
     def begin(self) -> None:
         """Nothing has come yet."""
@@ -258,7 +260,7 @@ class Lockstep:
         self.began |= came
         for wrapped in self.optimizers:
             if any(wrapped.hooked & mine.keys() for mine in gradients):
-                wrapped.synchronized = False
+                wrapped.synchronized = wrapped.forgotten = False
             for rank, mine in enumerate(gradients):
                 for name in wrapped.hooked & mine.keys():
                     wrapped.left[rank][name] -= 1
@@ -290,7 +292,7 @@ class Lockstep:
 
     def finish(self, wrapped: Wrapped) -> None:
         """Ends an iteration: what is not reduced is reduced now, unless another optimizer has done so."""
-        names = wrapped.spec.parameters
+        names, wrapped.forgotten = wrapped.spec.parameters, False
         shared = {name for other in self.optimizers if other is not wrapped for name in other.spec.parameters}
         there = {
             name
@@ -417,6 +419,7 @@ def drop(world: Lockstep, wrapped: Wrapped) -> None:
             for name in names & computed.keys():
                 del computed[name]
     world.local -= names
+    wrapped.forgotten |= wrapped.broken
     wrapped.broken = wrapped.synchronized = False
     wrapped.begin()
 
@@ -456,6 +459,8 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
     for wrapped in lockstep.optimizers:
         touched = any(wrapped.hooked & mine.keys() for mine in gradients)
         legal(not (touched and wrapped.broken), "a backward pass has failed")
+        if touched and wrapped.forgotten:  # a rank without gradients cannot see that the others begin anew
+            legal(all(lockstep.watched & gradients[rank].keys() for rank in wrapped.members), "a pass on all ranks")
         legal(not (touched and wrapped.replaced), "where all has come then, it would have been too early")
         for rank in wrapped.members:
             for name in wrapped.hooked & gradients[rank].keys():
