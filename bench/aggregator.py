@@ -11,15 +11,15 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
-from bench.lib.ranks import give_result, main_or_rank, run_ranks
+from bench.lib.harness import Report, Spread, finish, parser, ratios
+from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.aggregator import AggregatorClient, HeatLayout
 from sirtaki.aggregator.server import Aggregator, table_sum, tables
 from sirtaki.aggregator.wire import Bytes, Wire
@@ -32,24 +32,16 @@ from sirtaki.host_port import Address, parse_address
 class LossyWire(Wire):
     """Loses packets after the kernel has delivered them, one by one, also of those that come many at a time."""
 
-    def __init__(self, sock: socket.socket, *, loss: float, seed: int) -> None:
+    def __init__(self, *, loss: float, seed: int, peer: Address | None = None) -> None:
+        """Speaks with one peer, or listens on a free port of this host."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        if peer is not None:
+            sock.connect(peer)
+        else:
+            sock.bind(("127.0.0.1", 0))
         super().__init__(sock)
         self._loss, self._random = loss, np.random.default_rng(seed)
         self.lost = 0
-
-    @classmethod
-    def towards(cls, address: Address, *, loss: float, seed: int) -> LossyWire:
-        """Speaks with one address."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        sock.connect(address)
-        return cls(sock, loss=loss, seed=seed)
-
-    @classmethod
-    def listening(cls, address: Address, *, loss: float, seed: int) -> LossyWire:
-        """Listens at an address."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        sock.bind(address)
-        return cls(sock, loss=loss, seed=seed)
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
         """As of any wire, without what is lost."""
@@ -184,18 +176,12 @@ LOSSES = (0.0, 0.001, 0.01)
 RANKS = 4
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """Collective: seconds of a sum on the slowest rank, by contender, a sample a round."""
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: sums by each contender in turns, and compares with the exact sum."""
     import torch
     import torch.distributed as dist
 
-    from sirtaki.comm.control.mpi import load_mpi
-
-    comm = load_mpi().COMM_WORLD
     rank, ranks = comm.rank, comm.size
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", options["store_port"], ranks, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     layout = HeatLayout(rows=options["rows"], width=options["width"])
     values = np.random.default_rng(rank).standard_normal((layout.rows, layout.width)).astype(np.float32)
     expected = sum(comm.allgather(values.astype(np.float64)))
@@ -208,7 +194,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
             rank=rank,
             ranks=ranks,
             layout=layout,
-            connect=lambda address: LossyWire.towards(address, loss=loss, seed=seed),
+            connect=lambda address: LossyWire(loss=loss, seed=seed, peer=address),
         )
 
     def over_gloo() -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -219,43 +205,17 @@ def on_rank(options: Mapping[str, Any]) -> None:
     clients = {loss: client(loss, port, 100 + rank) for loss, port in zip(LOSSES, options["ports"], strict=True)}
     calls: dict[str, Callable[[], Any]] = {
         "all-reduce over Gloo": over_gloo,
-        "parameter server over TCP": lambda: plain.sum(values),
-        **{f"aggregator, loss {100 * loss:g} %": _bound(each, values) for loss, each in clients.items()},
+        "parameter server over TCP": partial(plain.sum, values),
+        **{f"aggregator, loss {100 * loss:g} %": partial(each.sum, values) for loss, each in clients.items()},
     }
 
-    def block(call: Callable[[], Any]) -> Callable[[], float]:
-        def measured() -> float:
-            call()
-            comm.Barrier()
-            begin_s = time.perf_counter()
-            for _ in range(options["sums"]):
-                call()
-            return float(comm.allreduce(time.perf_counter() - begin_s, op=load_mpi().MAX)) / options["sums"]
-
-        return measured
-
-    worst = 0.0
-    for call in calls.values():
-        worst = max(worst, float(np.abs(call() - expected).max()))
-    samples = alternate({name: block(call) for name, call in calls.items()}, options["rounds"])
+    worst = max(float(np.abs(call() - expected).max()) for call in calls.values())
+    samples = in_turns(calls, comm, rounds=options["rounds"], block=options["sums"])
     resent = {f"{100 * loss:g}": comm.allreduce(each.resent) for loss, each in clients.items()}
     comm.Barrier()
-    for each in clients.values():
+    for each in (*clients.values(), plain):
         each.close()
-    plain.close()
-    dist.destroy_process_group()
-    if rank == 0:
-        give_result({"samples": samples, "resent": resent, "worst_error": worst})
-
-
-def _bound(client: AggregatorClient, values: Any) -> Callable[[], Any]:
-    return lambda: client.sum(values)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return {"samples": samples, "resent": resent, "worst_error": worst}
 
 
 def measure_sums(report: Report, args: Any, *, rows: int, width: int) -> None:
@@ -269,7 +229,7 @@ def measure_sums(report: Report, args: Any, *, rows: int, width: int) -> None:
         ports = [parse_address((server.stdout or sys.stdin).readline())[1] for server in servers]
         options = {
             "rows": rows, "width": width, "ports": ports, "plain_port": listener.getsockname()[1],
-            "store_port": _free_port(), "rounds": args.rounds, "sums": 5 if args.quick else 20,
+            "rounds": args.rounds, "sums": 5 if args.quick else 20,
         }  # fmt: skip
         found = run_ranks("bench.aggregator", RANKS, options)
     finally:
@@ -321,8 +281,7 @@ def measure_packing(report: Report, seed: int) -> None:
                 }
             )
             if name == "by heat":
-                claim = f"conflicts a packet, heat layout and packing, Zipf {exponent}"
-                report.bars.append(Bar(claim=claim, value=found / packets, limit=1.0))
+                report.bar(f"conflicts a packet, heat layout and packing, Zipf {exponent}", found / packets, 1.0)
 
 
 def measure_tables(report: Report, seed: int) -> None:
@@ -350,7 +309,7 @@ def measure_tables(report: Report, seed: int) -> None:
 
 def serve_with_loss(loss: float) -> int:
     """An aggregator that loses packets which it receives; says where it listens."""
-    wire = LossyWire.listening(("127.0.0.1", 0), loss=loss, seed=int(1e6 * loss))
+    wire = LossyWire(loss=loss, seed=int(1e6 * loss))
     print(f"127.0.0.1:{wire.address[1]}", flush=True)
     Aggregator(wire).serve()
     return 0
@@ -358,7 +317,7 @@ def serve_with_loss(loss: float) -> int:
 
 def main() -> int:
     """All three parts."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     flags.add_argument("--serve", type=float, help="(for itself)")
     args = flags.parse_args()
@@ -374,4 +333,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False, gloo=True))

@@ -28,22 +28,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
-from bench.lib.contenders import Contender, Ddp, ModelMaker, Sirtaki, join_gloo
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.cluster import MBIT, NETWORKS, LabShape, why_unavailable
+from bench.lib.contenders import Contender, Ddp, ModelMaker, Sirtaki
+from bench.lib.harness import Report, finish, parser, ratio
 from bench.lib.models import gpt
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result, timed_block
-from sirtaki.analysis.global_graph import recorded
-from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.plan_search import optimize
-from sirtaki.analysis.recording import read_folder as read
-from sirtaki.analysis.what_if import Baseline
+from bench.lib.ranks import in_turns, run_ranks, start
+from bench.optimize import searched
 
-MBIT = 1_000_000
-CASES = {
-    "capped": LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
+CASES: dict[str, LabShape | int] = {
+    "capped": NETWORKS["capped"],
     "fast": LabShape(nodes=2, link_bits_per_s=20_000 * MBIT, flow_bits_per_s=20_000 * MBIT),
-    "one-host": None,
+    "one-host": 2,
 }
 SEQUENCES = {"capped": 1, "fast": 4, "one-host": 4}
 ELSEWHERE_S = {"capped": 0.06, "fast": 0.0, "one-host": 0.0}
@@ -88,17 +83,11 @@ def compiled_once(make_model: ModelMaker, backend: Any, comm: Any) -> None:
             time.sleep(0.02)
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does; the first one gives the result."""
-    from mpi4py import MPI
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: is recorded, builds the contenders, and lets them alternate."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    hvd.init()
-    join_gloo(comm, address=options["master"])
 
     def model() -> tuple[nn.Module, torch.Tensor]:
         return gpt(rank=comm.rank, sequences=options["sequences"], elsewhere_s=options["elsewhere_s"])
@@ -109,8 +98,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     whole = CompiledSirtaki(model, backend=inner, tune=True)  # the first one: its steps are those of a recording
     contenders: dict[str, Contender] = {WHOLE: whole}
     whole.warm_up()
-    sync: Any = whole.sync
-    sync._apply(sync._default)
+    whole.sync._apply(whole.sync._default)
     whole.step()
     whole.record(options["folder"], iterations=RECORDED)
     comm.Barrier()
@@ -133,19 +121,9 @@ def on_rank(options: Mapping[str, Any]) -> None:
     for contender in contenders.values():
         for _ in range(3):  # DDP rebuilds its buckets after the first step, Sirtaki learns the order in two
             contender.step()
-    turns = {name: timed_block(one, options["steps"], barrier=comm.Barrier) for name, one in contenders.items()}
-    samples = slowest(alternate(turns, options["rounds"], seed=options["seed"]), comm)
-    if comm.rank == 0:
-        give_result({"samples": samples, "advice": advice, "setups": {n: c.describe() for n, c in contenders.items()}})
-    comm.Barrier()
-    hvd.shutdown()
-
-
-def searched(folder: Path) -> Any:
-    """What `sirtaki optimize` makes of a recording."""
-    recording = read(folder)
-    found = histories(recording)
-    return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
+    steps = {name: one.step for name, one in contenders.items()}
+    samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
+    return {"samples": samples, "advice": advice, "setups": {n: c.describe() for n, c in contenders.items()}}
 
 
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,22 +133,10 @@ def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
     """Adds rows and bars of what the ranks have measured."""
     samples = dict(result["samples"])
     samples.setdefault(ADVISED, samples[WHOLE])  # it was advised to leave it whole
-    for name, times_s in samples.items():
-        report.rows.append(
-            {
-                "case": case,
-                "contender": name,
-                "step_s": Spread.of(times_s),
-                "ratio_to_whole": ratios(times_s, samples[WHOLE]),
-                "setup": result["setups"].get(name, "the same as whole"),
-                "samples_s": times_s,
-            }
-        )
-    limit = 0.90 if case == "capped" else 1.02
-    report.bars += [
-        Bar(claim=f"{case}: {name} ÷ whole", value=ratios(samples[name], samples[WHOLE]).median, limit=limit)
-        for name in (EARLY, ADVISED)
-    ]
+    setups = {ADVISED: "the same as whole", **result["setups"]}
+    report.compare(samples, WHOLE, ratio="ratio_to_whole", where={"case": case}, setup=setups)
+    for name in (EARLY, ADVISED):
+        report.bar(f"{case}: {name} ÷ whole", ratio(samples, name, WHOLE), 0.90 if case == "capped" else 1.02)
     advice = result["advice"]
     report.notes.append(
         f"{case}: " + (f"advised to cut at {advice / 1e6:.2f} MB" if advice else "advised to leave it whole")
@@ -179,7 +145,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
 
 def run(report: Report, case: str, args: Any) -> None:
     """One job."""
-    shape = CASES[case]
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "10", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with tempfile.TemporaryDirectory() as directory:
         options = {
             "folder": str(Path(directory) / "recorded"),
@@ -191,26 +157,17 @@ def run(report: Report, case: str, args: Any) -> None:
             "backend": "aot_eager" if args.quick else "inductor",
             "ddp": DDP_BUCKET_MB[: 1 if args.quick else 2] if case == "capped" else [],
         }
-        env = {"SIRTAKI_WARMUP_ITERATIONS": "10", "TORCHINDUCTOR_COMPILE_THREADS": "1", **rank_env()}
-        if shape is None:
-            result = run_ranks(
-                "bench.compiled", 2, {**options, "master": "127.0.0.1"}, env=env, timeout_s=JOB_TIMEOUT_S
-            )
-        else:
-            with NetLab(shape) as lab:
-                argv = rank_argv("bench.compiled", {**options, "master": lab.address(0)})
-                result = take_result(lab.run_ranks(argv, env=env, timeout_s=JOB_TIMEOUT_S))
-        judge(report, case, result)
+        judge(report, case, run_ranks("bench.compiled", CASES[case], options, env=env, timeout_s=JOB_TIMEOUT_S))
 
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     args = flags.parse_args()
     report = Report(name="compiled" if {*args.cases} == {*CASES} else "_".join(["compiled", *args.cases]))
     for case in args.cases:
-        if CASES[case] is not None and (reason := why_unavailable()) is not None:
+        if isinstance(CASES[case], LabShape) and (reason := why_unavailable()) is not None:
             report.notes.append(f"{case}: no emulated cluster here, {reason}")
             continue
         run(report, case, args)
@@ -218,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, gloo=True))

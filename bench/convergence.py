@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.lib.harness import Bar, Report, finish, parser
-from bench.lib.ranks import give_result, main_or_rank, run_ranks
+from bench.lib.harness import Report, finish, parser
+from bench.lib.ranks import run_ranks, start
 
 LIMITS = {
     "int8": 1.02,
@@ -137,27 +137,20 @@ def trained(make: Callable[[], Task], way: str, seed: int, shorter: int) -> floa
     return total / len(held_targets)
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: all tasks, ways and seeds; gives the losses."""
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    hvd.init()
-    losses = {
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: trains all tasks by all ways from all seeds; the losses."""
+    return {
         task: {
             way: [trained(make, way, seed, options["shorter"]) for seed in range(options["seeds"])]
             for way in (PLAIN, *LIMITS)
         }
         for task, make in TASKS.items()
     }
-    if hvd.rank() == 0:
-        give_result(losses)
-    hvd.shutdown()
 
 
 def main() -> int:
     """Trains everything, and compares."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     args = flags.parse_args()
     report = Report(name="convergence")
@@ -180,11 +173,11 @@ def main() -> int:
                 }
             )
             if way in LIMITS and not args.quick:
-                report.bars.append(Bar(claim=f"{task}, {way}: loss / plain", value=ratio, limit=LIMITS[way]))
+                report.bar(f"{task}, {way}: loss / plain", ratio, LIMITS[way])
     if args.quick:
         report.notes.append("one seed and an eighth of the steps: too few to judge by")
     return finish(report, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

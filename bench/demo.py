@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from rich.table import Table
 
 from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
 from bench.lib.harness import REPOSITORY
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.ranks import run_ranks, start
 from sirtaki.cli.report import write_report
 from sirtaki.measures import faster
 
@@ -71,22 +71,17 @@ NODES = Scene(
     steps=5,
 )
 
-RunJob = Callable[[Mapping[str, Any], Mapping[str, str]], Any]
-"""Runs the ranks with these options and this environment, and gives what rank 0 has found."""
 
-
-def on_rank(options: Mapping[str, Any]) -> None:
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: trains, by DDP or by Sirtaki, and gives the median time of the last steps."""
     import torch
-    from mpi4py import MPI
     from sklearn.datasets import load_digits
     from torch import nn
 
     import sirtaki.torch as hvd
     from bench.lib.contenders import join_gloo
 
-    torch.set_num_threads(1)
-    comm, width = MPI.COMM_WORLD, options["width"]
+    width = options["width"]
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
@@ -117,17 +112,20 @@ def on_rank(options: Mapping[str, Any]) -> None:
         step(settled)
         settled += 1
     times_s, losses = zip(*(step(settled + number) for number in range(options["steps"])), strict=True)
-    slowest_s = comm.allreduce(median(times_s), op=MPI.MAX)
-    if comm.rank == 0:
-        knobs = "25 MB buckets" if tuned is None else tuned.knobs.describe()
-        give_result({"step_s": slowest_s, "loss": losses[-1], "settled": settled, "setting": knobs})
-    comm.Barrier()
-    if not options["ddp"]:
-        hvd.shutdown()
+    return {
+        "step_s": max(comm.allgather(median(times_s))),
+        "loss": losses[-1],
+        "settled": settled,
+        "setting": "25 MB buckets" if tuned is None else tuned.knobs.describe(),
+    }
 
 
-def play(scene: Scene, run: RunJob, *, master: str) -> dict[str, Any]:
-    """Runs the job four times, writes the report of the tuned one, and gives what was measured by contender."""
+def play(scene: Scene, where: int | NetLab) -> dict[str, Any]:
+    """Runs the job four times, writes the report of the tuned one, and gives what was measured by contender.
+
+    Raises:
+        RuntimeError: a job failed.
+    """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
         registry = {"SIRTAKI_REGISTRY": str(Path(folder) / "registry.db")}
@@ -138,34 +136,14 @@ def play(scene: Scene, run: RunJob, *, master: str) -> dict[str, Any]:
             TUNED: {**registry, "SIRTAKI_TRIAL_LOG": str(log)},
             REMEMBERED: registry,
         }
-        for name, env in environments.items():
-            options = {"ddp": name == DDP, "width": scene.width, "steps": scene.steps, "master": master}
-            budget = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations)}
-            results[name] = result = run(options, {**rank_env(), **budget, **env})
+        for name, given in environments.items():
+            options = {"ddp": name == DDP, "width": scene.width, "steps": scene.steps}
+            env = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations), **given}
+            results[name] = result = run_ranks("bench.demo", where, options, env=env, timeout_s=JOB_TIMEOUT_S)
             say(f"  {name}: {_time(result['step_s'])} a step with {result['setting']}")
         REPORTS.mkdir(parents=True, exist_ok=True)
         write_report(log, REPORTS / f"{scene.name}.html")
     return results
-
-
-def on_this_host(options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
-    """See `RunJob`."""
-    return run_ranks("bench.demo", 2, options, env=env, timeout_s=JOB_TIMEOUT_S)
-
-
-def on_emulated_nodes() -> dict[str, Any]:
-    """The scene in the emulated cluster.
-
-    Raises:
-        LabError: it cannot be built here, or a job in it failed.
-    """
-    with NetLab(SHAPE) as lab:
-
-        def run(options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
-            argv = rank_argv("bench.demo", options)
-            return take_result(lab.run_ranks(argv, env=env, timeout_s=JOB_TIMEOUT_S))
-
-        return play(NODES, run, master=lab.address(0))
 
 
 def _time(seconds: float) -> str:
@@ -216,7 +194,11 @@ def main() -> int:
         outcome: dict[str, Any]
         try:
             reason = why_unavailable()
-            outcome = {"problem": reason} if reason is not None else {"results": on_emulated_nodes()}
+            if reason is not None:
+                outcome = {"problem": reason}
+            else:
+                with NetLab(SHAPE) as lab:
+                    outcome = {"results": play(NODES, lab)}
         except (LabError, OSError, RuntimeError) as err:
             outcome = {"problem": str(err).strip().splitlines()[0]}
         except KeyboardInterrupt:
@@ -225,7 +207,7 @@ def main() -> int:
         return 0
     try:
         say(f"One host: a net of {HOST.width} units a layer learns digits on 2 ranks, four times.")
-        on_host = play(HOST, on_this_host, master="127.0.0.1")
+        on_host = play(HOST, 2)
         say(f"\nFour nodes, emulated by network namespaces: the same with {NODES.width} units a layer.")
         on_nodes, problem = play_nodes()
     except KeyboardInterrupt:
@@ -244,4 +226,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False))

@@ -30,11 +30,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib.cluster import why_unavailable
-from bench.lib.harness import RESULTS, Bar, Report, finish, parser
+from bench.lib.cluster import NETWORKS, why_unavailable
+from bench.lib.harness import RESULTS, Report, finish, parser
 from bench.optimize import searched
 from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
-from bench.replay import NETWORKS, Job, percent, with_other_units
+from bench.replay import Job, percent, with_other_units
 from bench.replay import run as run_job
 from sirtaki.analysis.global_graph import (
     coarse,
@@ -191,10 +191,8 @@ def accuracy(report: Report, jobs: Mapping[Subject, Job]) -> Rows:
     rows = [row for subject, job in jobs.items() for row in times(subject, job)]
     report.rows += rows
     own, rule = ([abs(row["error, %"]) for row in rows if row["who"] == who] for who in ("replayed", RULE))
-    report.bars += [
-        Bar(claim="fig. 7: error of an iteration, mean", value=statistics.fmean(own), limit=5.0, unit="% "),
-        Bar(claim="fig. 7: error of an iteration, worst", value=max(own), limit=10.0, unit="% "),
-    ]
+    report.bar("fig. 7: error of an iteration, mean", statistics.fmean(own), 5.0, "% ")
+    report.bar("fig. 7: error of an iteration, worst", max(own), 10.0, "% ")
     how = f"jobs: {len(jobs)}, against iterations that were not recorded"
     yield line("iteration", _mean_and_worst(own), how)
     yield line("rule", _mean_and_worst(rule), how)
@@ -241,7 +239,7 @@ def alignment(report: Report, job: Job) -> Rows:
     own_us, hta_us = (
         next(us for what, us in left_us.items() if what.startswith(f"error left {by}")) for by in ("of", "by")
     )
-    report.bars.append(Bar(claim="fig. 8: error of an iteration, aligned", value=on, limit=5.0, unit="% "))
+    report.bar("fig. 8: error of an iteration, aligned", on, 5.0, "% ")
     how = "±50 ms and ±20 ppm put into one of two ranks; against the replay with right clocks"
     yield line("apart", f"up to {off:.1f} %", how)
     yield line("aligned", f"up to {on:.1f} %", how)
@@ -265,7 +263,7 @@ def search(report: Report, job: Job) -> Rows:
         for own in recording.ranks.values():
             write_rank(Path(directory), own)
         found = searched(Path(directory))
-    report.bars.append(Bar(claim="table 5: the search", value=found.search_s, limit=60.0, unit="s "))
+    report.bar("table 5: the search", found.search_s, 60.0, "s ")
     step_ms = 1e3 * found.best.answer.times.iteration_s
     said = f"{found.search_s:.2f} s, {found.replays} replays; finds {step_ms:.4g} ms a step"
     yield line("search", said, f"{' '.join(map(str, MAIN))} ranks, {_gradients(job)} gradients")
@@ -314,9 +312,7 @@ def speed(report: Report, job: Job) -> Rows:
     while (passed_s := time.perf_counter() - begin_s) < 2.0:
         replay(global_graph(coarse(with_other_units(small))))
         count += 1
-    report.bars.append(
-        Bar(claim=f"one question to {MANY_RANKS} ranks", value=taken_s["symmetry, too"], limit=2.0, unit="s ")
-    )
+    report.bar(f"one question to {MANY_RANKS} ranks", taken_s["symmetry, too"], 2.0, "s ")
     yield line("question", "; ".join(f"{name} {seconds:.2f} s" for name, seconds in taken_s.items()), what)
     yield line("questions", f"{count / passed_s:.1f} a second", f"{what}, {len(small.ranks)} ranks for all")
 
@@ -347,7 +343,7 @@ def measure(report: Report, args: Namespace) -> None:
 
 def main() -> int:
     """Runs them."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     flags.add_argument("--limit-s", type=float, default=480.0, metavar="S", help="no job begins after that")
     args = flags.parse_args()

@@ -32,7 +32,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from bench.lib.harness import REPOSITORY, Bar, Report, Spread, finish, parser
+from bench.lib.harness import REPOSITORY, Report, Spread, finish, parser
 from bench.lib.ranks import RANK_ENV
 
 # ── What the processes of a job have written down: what each death has cost, and whether anything was lo ─────────────
@@ -303,7 +303,7 @@ def tail(folder: Path) -> str:
 
 def main() -> int:
     """Runs the jobs."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[3, 4, 8])
     flags.add_argument("--kills", type=int, help="in each job")
     flags.add_argument("--only", choices=CONTENDERS, help="one contender")
@@ -322,9 +322,9 @@ def main() -> int:
                     "contender": contender,
                     "ranks": ranks,
                     "kills": len(found.recoveries_s),
-                    "recovery_s": Spread.of(found.recoveries_s or [float("nan")]),
-                    "worst_s": max(found.recoveries_s, default=float("nan")),
-                    "join_s": Spread.of(found.joins_s or [float("nan")]),
+                    "recovery_s": spread(found.recoveries_s),
+                    "worst_s": spread(found.recoveries_s).maximum,
+                    "join_s": spread(found.joins_s),
                     "faults": len(found.faults),
                 }
             )
@@ -332,20 +332,22 @@ def main() -> int:
             print(f"{contender}, {ranks} ranks: recovered in {told} s", file=sys.stderr, flush=True)
             report.notes += [f"{contender}, {ranks} ranks: {fault}" for fault in found.faults[:5]]
             if contender == "sirtaki":
-                report.bars += bars(found, ranks)
+                judge(report, found, ranks)
     return finish(report, args)
 
 
-def bars(found: Killed, ranks: int) -> list[Bar]:
-    """What was promised of a job."""
-    nan = [float("nan")]
-    recovery, join = Spread.of(found.recoveries_s or nan), Spread.of(found.joins_s or nan)
-    return [
-        Bar(claim=f"median recovery, {ranks} ranks", value=recovery.median, limit=MEDIAN_LIMIT_S, unit="s "),
-        Bar(claim=f"worst recovery, {ranks} ranks", value=recovery.maximum, limit=WORST_LIMIT_S, unit="s "),
-        Bar(claim=f"worst join, {ranks} ranks", value=join.maximum, limit=JOIN_LIMIT_S, unit="s "),
-        Bar(claim=f"lost or unequal commits, {ranks} ranks", value=len(found.faults), limit=0),
-    ]
+def judge(report: Report, found: Killed, ranks: int) -> None:
+    """Adds what was promised of a job."""
+    recovery, join = spread(found.recoveries_s), spread(found.joins_s)
+    report.bar(f"median recovery, {ranks} ranks", recovery.median, MEDIAN_LIMIT_S, "s ")
+    report.bar(f"worst recovery, {ranks} ranks", recovery.maximum, WORST_LIMIT_S, "s ")
+    report.bar(f"worst join, {ranks} ranks", join.maximum, JOIN_LIMIT_S, "s ")
+    report.bar(f"lost or unequal commits, {ranks} ranks", len(found.faults), 0)
+
+
+def spread(times_s: list[float]) -> Spread:
+    """Not a number where nothing was measured."""
+    return Spread.of(times_s or [float("nan")])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.lib.harness import REPOSITORY, Bar, Report, Spread, finish, parser, ratios
-from bench.lib.ranks import RANK_ENV
+from bench.elastic import environment
+from bench.lib.harness import Report, Spread, finish, parser, ratios
 
 STATE_BYTES = 100_000_000
 COMMIT_EVERY = 40
@@ -38,9 +38,8 @@ def train(
     Raises:
         RuntimeError: the job has failed.
     """
-    places = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as folder:
-        env = os.environ | RANK_ENV | UNTUNED | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+        env = environment() | UNTUNED
         if commit_every:
             env |= {"SIRTAKI_CHECKPOINT_DIR": f"{folder}/checkpoints", "SIRTAKI_CHECKPOINT_S": "4"}
         launcher = [sys.executable, "-m", "sirtaki.run", "-np", str(ranks)]
@@ -72,13 +71,7 @@ def steps(report: Report, ranks: int, *, rounds: int, seconds: float) -> None:
         {"what": "step, ranks stay", "ranks": ranks, "time_s": Spread.of(stay), "ratio": None},
         {"what": "step, ranks may go", "ranks": ranks, "time_s": Spread.of(go), "ratio": ratio},
     ]
-    report.bars.append(
-        Bar(
-            claim=f"a step where ranks may go, of one where they stay, {ranks} ranks",
-            value=ratio.median,
-            limit=STEP_LIMIT,
-        )
-    )
+    report.bar(f"a step where ranks may go, of one where they stay, {ranks} ranks", ratio.median, STEP_LIMIT)
 
 
 def checkpoints(report: Report, ranks: int, *, seconds: float, core_is_free: bool) -> None:
@@ -92,18 +85,16 @@ def checkpoints(report: Report, ranks: int, *, seconds: float, core_is_free: boo
         {"what": "step beside a write", "ranks": ranks, "time_s": Spread.of(times["beside"]), "ratio": beside},
     ]
     commit_s = Spread.of(times["commit"])
-    report.bars.append(
-        Bar(claim=f"commit of 100 MB, {ranks} ranks, median", value=commit_s.median, limit=COMMIT_LIMIT_S, unit="s ")
-    )
+    report.bar(f"commit of 100 MB, {ranks} ranks, median", commit_s.median, COMMIT_LIMIT_S, "s ")
     if core_is_free:
-        report.bars.append(Bar(claim=f"a step beside a write, {ranks} ranks", value=beside, limit=BESIDE_LIMIT))
+        report.bar(f"a step beside a write, {ranks} ranks", beside, BESIDE_LIMIT)
     else:
         report.notes.append(f"{ranks} ranks keep all cores busy, so a write takes time from them: no bar for these")
 
 
 def main() -> int:
     """Runs the jobs."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     args = flags.parse_args()
     report = Report(name="elastic_cost", settings={"ranks": args.ranks})

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
-from bench.lib.ranks import give_result, main_or_rank, run_ranks
+from bench.lib.harness import Report, Spread, alternate, finish, parser
+from bench.lib.ranks import give_result, rank_options, run_ranks
 
 FIRST, MORE = 5, 45
 KINDS = ("untuned", "remembered", "fresh")
@@ -76,7 +76,7 @@ def run_job(ranks: int, *, registry: Path | None, tune: bool, more: int = MORE) 
 
 def main() -> int:
     """Runs the jobs."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     flags.add_argument("--rounds", type=int, help="jobs of each kind")
     args = flags.parse_args()
@@ -112,12 +112,16 @@ def main() -> int:
     for kind, limit_s in (("remembered", REMEMBERED_LIMIT_S), ("fresh", FRESH_LIMIT_S)):
         more_s = [ours - theirs for ours, theirs in zip(begin_s[kind], begin_s["untuned"], strict=True)]
         claim = f"a {kind} job's beginning takes so much longer than an untuned one's"
-        report.bars.append(Bar(claim=claim, value=Spread.of(more_s).median, limit=limit_s, unit="s "))
+        report.bar(claim, Spread.of(more_s).median, limit_s, "s ")
     alone_s = Spread.of([one["init_s"] for one in measured["alone"]]).median
-    report.bars.append(Bar(claim="init() of one process", value=alone_s, limit=ALONE_LIMIT_S, unit="s "))
+    report.bar("init() of one process", alone_s, ALONE_LIMIT_S, "s ")
     report.notes.append(f"begin = init() + optimizer + the first {FIRST} steps; more steps are the {MORE} after them")
     return finish(report, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    # Not by `start`, which has MPI begin before `init()` is measured.
+    if (options := rank_options()) is not None:
+        on_rank(options)
+    else:
+        sys.exit(main())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -26,29 +26,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from bench.lib.cluster import NETWORKS as SHAPES
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
-from bench.lib.contenders import join_gloo
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
-from bench.lib.ranks import (
-    give_result,
-    main_or_rank,
-    payload_bytes_per_s,
-    rank_argv,
-    rank_env,
-    run_ranks,
-    slowest,
-    take_result,
-)
+from bench.lib.cluster import NETWORKS, LabShape, need_cluster
+from bench.lib.contenders import environment
+from bench.lib.harness import Report, Spread, finish, parser, ratio
+from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
 CASES: dict[str, tuple[LabShape | None, float]] = {
-    "capped": (SHAPES["capped"], 0.0),
-    "equal": (SHAPES["equal"], 0.0),
-    "capped-asleep": (SHAPES["capped"], 0.15),
-    "equal-asleep": (SHAPES["equal"], 0.15),
+    "capped": (NETWORKS["capped"], 0.0),
+    "equal": (NETWORKS["equal"], 0.0),
+    "capped-asleep": (NETWORKS["capped"], 0.15),
+    "equal-asleep": (NETWORKS["equal"], 0.15),
     "host": (None, 0.0),
 }
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
@@ -113,29 +103,29 @@ class Trained:
         by_hand = name in (BY_HAND, KEPT)
         torch.manual_seed(1)
         self.model = Transformer(compute_s)
-        before = os.environ.get("GLOO_SOCKET_IFNAME")
-        if by_hand and connections > 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = ",".join(["eth0"] * connections)
+        given = os.environ.get("GLOO_SOCKET_IFNAME")
+        interfaces = ",".join(["eth0"] * connections) if by_hand and connections > 1 else given
+        with environment("GLOO_SOCKET_IFNAME", interfaces):
+            self._shard(prefetch=by_hand, keep=name == KEPT)
+        if name in (UNTUNED, TUNED):
+            os.environ["SIRTAKI_TUNE"] = str(int(name == TUNED))
+            fsdp.attach(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def _shard(self, *, prefetch: bool, keep: bool) -> None:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=name != KEPT)
+        blocks: list[Any] = list(self.model.blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
         fully_shard(self.model, mesh=mesh)
-        if by_hand:
-            blocks: list[Any] = list(self.model.blocks)
+        if prefetch:
             for n, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 3])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - 2) : n][::-1])
             assert isinstance(self.model, FSDPModule)
             with suppress(AttributeError):  # torch < 2.13
                 self.model.set_separate_reduce_scatter_group(True)
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        if before is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
-        if name in (UNTUNED, TUNED):
-            os.environ["SIRTAKI_TUNE"] = str(int(name == TUNED))
-            fsdp.attach(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(self) -> float:
         """One training step; its loss."""
@@ -146,109 +136,64 @@ class Trained:
         return float(loss.detach())
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: measures the link, builds the contenders, lets them alternate, gives the result."""
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
-    comm = MPI.COMM_WORLD
-    payload = payload_bytes_per_s(comm) if options["master"] else None
-    join_gloo(comm, **({"address": options["master"]} if options["master"] else {}))
+    payload = payload_bytes_per_s(comm) if options["emulated"] else None
     contenders: dict[str, Trained] = {}
     for name in options["contenders"]:
         contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
         for _ in range(options["warmup"] + PROOF if name == TUNED else 2):
             contenders[name].step()
-
-    def block(name: str, steps: int) -> Callable[[], float]:
-        def timed() -> float:
-            contenders[name].step()
-            comm.Barrier()
-            begin_s = time.perf_counter()
-            for _ in range(steps):
-                contenders[name].step()
-            return (time.perf_counter() - begin_s) / steps
-
-        return timed
-
-    samples = slowest(alternate({name: block(name, options["steps"]) for name in contenders}, options["rounds"]), comm)
-    losses = {name: each.step() for name, each in contenders.items() if name != TUNED}
-    if comm.rank == 0:
-        parameters = sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters())
-        give_result(
-            {
-                "samples": samples,
-                "payload_bytes_per_s": payload,
-                "parameter_bytes": 4 * parameters,
-                "losses": losses,
-                "setups": {name: fsdp.describe(each.model) for name, each in contenders.items()},
-            }
-        )
-    comm.Barrier()
+    steps = {name: contender.step for name, contender in contenders.items()}
+    samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"])
+    return {
+        "samples": samples,
+        "payload_bytes_per_s": payload,
+        "parameter_bytes": 4 * sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters()),
+        "losses": {name: each.step() for name, each in contenders.items() if name != TUNED},
+        "setups": {name: fsdp.describe(each.model) for name, each in contenders.items()},
+    }
 
 
 def measure(report: Report, case: str, options: dict[str, Any]) -> None:
-    """Builds the cluster of that case, and adds its rows and bars."""
+    """Adds the rows and bars of one case."""
     shape, compute_s = CASES[case]
-    options = {**options, "compute_s": compute_s, "connections": 1, "master": ""}
-    if shape is None:
-        result = run_ranks("bench.fsdp", HOST_RANKS, options)
-        ranks, bound_s = HOST_RANKS, None
-    else:
-        options["connections"] = 1 if shape.flow_bits_per_s == shape.link_bits_per_s else 4
-        with NetLab(shape) as lab:
-            argv = rank_argv("bench.fsdp", {**options, "master": lab.address(0)})
-            result = take_result(lab.run_ranks(argv, env=rank_env(), timeout_s=900.0))
-        ranks = shape.nodes
-        traffic = 3 * (ranks - 1) / ranks * result["parameter_bytes"]
+    connections = 4 if shape is not None and shape.caps_flows else 1
+    given = {**options, "compute_s": compute_s, "connections": connections, "emulated": shape is not None}
+    result = run_ranks("bench.fsdp", shape or HOST_RANKS, given)
+    samples, bound_s = result["samples"], None
+    if shape is not None:
+        traffic = 3 * (shape.nodes - 1) / shape.nodes * result["parameter_bytes"]
         bound_s = max(compute_s, traffic / result["payload_bytes_per_s"])
         report.notes.append(
             f"{case}: {traffic / 1e6:.1f} MB a rank and step, {bound_s:.3f} s at the link's payload rate; computation "
             f"{compute_s * 1e3:.0f} ms asleep"
         )
-    samples = result["samples"]
-    for name, times_s in samples.items():
-        of_bound = {"of_bound": Spread.of([sample / bound_s for sample in times_s])} if bound_s else {}
-        report.rows.append(
-            {
-                "case": case,
-                "contender": name,
-                "step_s": Spread.of(times_s),
-                "ratio_to_gloo": ratios(times_s, samples[GLOO]),
-                **of_bound,
-                "setup": result["setups"][name],
-                "samples_s": times_s,
-            }
-        )
-
-    def bar(claim: str, value: float, limit: float) -> None:
-        report.bars.append(Bar(claim=f"{case}: {claim}", value=value, limit=limit))
-
+    report.compare(samples, GLOO, ratio="ratio_to_gloo", where={"case": case}, bound_s=bound_s, setup=result["setups"])
     if UNTUNED in samples:
-        bar("untuned / Gloo", ratios(samples[UNTUNED], samples[GLOO]).median, 1.02)
+        report.bar(f"{case}: untuned / Gloo", ratio(samples, UNTUNED, GLOO), 1.02)
     if TUNED in samples:
         if case in LIMITS:
-            bar("tuned / Gloo", ratios(samples[TUNED], samples[GLOO]).median, LIMITS[case])
+            report.bar(f"{case}: tuned / Gloo", ratio(samples, TUNED, GLOO), LIMITS[case])
         if bound_s and case in OF_BOUND:
-            bar("tuned / bound", Spread.of(samples[TUNED]).median / bound_s, OF_BOUND[case])
+            report.bar(f"{case}: tuned / bound", Spread.of(samples[TUNED]).median / bound_s, OF_BOUND[case])
         for name in (BY_HAND, KEPT):
             if name in samples:
-                bar(f"tuned / {name}", ratios(samples[TUNED], samples[name]).median, 0.90)
+                report.bar(f"{case}: tuned / {name}", ratio(samples, TUNED, name), 0.90)
 
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, UNTUNED, TUNED])
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, help="steps a block")
     flags.add_argument("--warmup", type=int, default=60, help="steps of the search")
     args = flags.parse_args()
-    if args.cases != ["host"] and (reason := why_unavailable()) is not None:
-        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
-        return 2
+    if args.cases != ["host"]:
+        need_cluster()
     report = Report(name="fsdp" if args.cases == list(CASES) else f"fsdp_{'_'.join(args.cases)}".replace("-", "_"))
     for case in args.cases:
         options = {
@@ -262,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False, gloo=True))

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.lib.contenders import LEARNING_RATE
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.harness import Report, Spread, alternate, finish, parser, ratios
 
 # ── Networks of the size that people train on GPUs, built from torch's own parts, with a batch each ──────────────────
 
@@ -255,7 +255,7 @@ def measure_steps(
             "hook_us": 1e6 * sirtaki.hook_s / max(1, sirtaki.hooked),
         }
     )
-    report.bars.append(Bar(claim=f"{name}: step over DDP's at world size 1", value=against_ddp.median, limit=1.0))
+    report.bar(f"{name}: step over DDP's at world size 1", against_ddp.median, 1.0)
     sirtaki.close()
 
 
@@ -280,7 +280,7 @@ def measure_packing(report: Report, name: str, make: Callable[[torch.device], Gp
         share = ratios(taken["copy"], taken[what]).median
         row[f"{what}_of_copy"] = share
         row[f"{what}_gb_per_s"] = 2 * 4 * sum(sizes) / statistics.median(taken[what]) / 1e9
-        report.bars.append(Bar(claim=f"{name}: copy over {what} throughput", value=1 / share, limit=1 / 0.8))
+        report.bar(f"{name}: copy over {what} throughput", 1 / share, 1 / 0.8)
     report.rows.append(row)
 
 
@@ -345,7 +345,7 @@ KINDS = {"nccl": "all-reduce", "onerankreduce": "all-reduce", "multi_tensor_appl
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0] if __doc__ else "")
+    flags = parser(__doc__)
     flags.add_argument("--trace", type=Path, metavar="PATH", help="write a Chrome trace of one step there")
     args = flags.parse_args()
     if not torch.cuda.is_available():

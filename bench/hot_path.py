@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.cluster import LabShape, why_unavailable
 from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
+from bench.lib.harness import Report, Spread, alternate, finish, parser
 from bench.lib.models import EmulatedModel
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result
+from bench.lib.ranks import run_ranks, slowest, start
 from bench.lib.workloads import workload
 from sirtaki.comm.control.communicator import Communicator
 
@@ -156,31 +156,20 @@ def bytes_sent() -> int:
     return 0
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: the part that it was started for."""
-    from mpi4py import MPI
-
     import sirtaki.torch as hvd
 
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    result: Any
     if options["part"] == "round":
-        result = round_latency(comm, options)
-    else:
-        hvd.init()
-        if options["part"] == "gradient":
-            join_gloo(comm)
-            result = cost_per_gradient(options)
-        else:
-            contender = Sirtaki(tiny_model, tune=False)
-            for _ in range(5):
-                contender.step()
-            result = idle_cost(comm, options["duration_s"])
-        comm.Barrier()
-        hvd.shutdown()
-    if comm.rank == 0:
-        give_result(result)
+        return round_latency(comm, options)
+    hvd.init()
+    if options["part"] == "gradient":
+        join_gloo(comm)
+        return cost_per_gradient(options)
+    contender = Sirtaki(tiny_model, tune=False)
+    for _ in range(5):
+        contender.step()
+    return idle_cost(comm, options["duration_s"])
 
 
 def measure_gradients(report: Report, args: Any) -> None:
@@ -189,12 +178,10 @@ def measure_gradients(report: Report, args: Any) -> None:
     result = run_ranks("bench.hot_path", 2, options)
     for name, samples in result["contenders"].items():
         for part, title in (("hooks_us", "backward pass"), ("all_us", "in all")):
-            report.rows.append(
-                {"what": f"{name}: {title}, per gradient", "figure": Spread.of(samples[part]), "unit": "µs"}
-            )
-    report.rows.append({"what": "the same alone, per gradient", "figure": Spread.of(result["alone_us"]), "unit": "µs"})
+            report.figure(f"{name}: {title}, per gradient", Spread.of(samples[part]), "µs")
+    report.figure("the same alone, per gradient", Spread.of(result["alone_us"]), "µs")
     ours = Spread.of(result["contenders"]["sirtaki"]["all_us"]).median
-    report.bars.append(Bar(claim="hook and bookkeeping per gradient", value=ours, limit=5.0, unit="µs "))
+    report.bar("hook and bookkeeping per gradient", ours, 5.0, "µs ")
 
 
 def measure_rounds(report: Report, args: Any) -> None:
@@ -203,10 +190,8 @@ def measure_rounds(report: Report, args: Any) -> None:
         for ranks in (2, 4):
             times_s = run_ranks("bench.hot_path", ranks, {"part": "round", "rounds": args.rounds, "backend": backend})
             spread = Spread.of([1e6 * one for one in times_s])
-            what = f"negotiation round over {backend}, {ranks} ranks on one host"
-            report.rows.append({"what": what, "figure": spread, "unit": "µs"})
-        claim = f"negotiation round over {backend}, 4 ranks"
-        report.bars.append(Bar(claim=claim, value=spread.median, limit=limit, unit="µs "))
+            report.figure(f"negotiation round over {backend}, {ranks} ranks on one host", spread, "µs")
+        report.bar(f"negotiation round over {backend}, 4 ranks", spread.median, limit, "µs ")
 
 
 def measure_idle(report: Report, args: Any) -> None:
@@ -215,20 +200,15 @@ def measure_idle(report: Report, args: Any) -> None:
     if (reason := why_unavailable()) is not None:
         report.notes.append(f"no traffic of an idle job was measured: {reason}")
         return
-    with NetLab(LabShape(nodes=IDLE_NODES)) as lab:
-        result = take_result(lab.run_ranks(rank_argv("bench.hot_path", options), env=rank_env(), ranks_per_node=2))
-    report.rows += [
-        {"what": "idle rank: share of a processor", "figure": 100 * result["processor_share"], "unit": "%"},
-        {"what": "idle node: sent", "figure": result["sent_bytes_per_s"], "unit": "bytes/s"},
-    ]
-    report.bars.append(
-        Bar(claim="bytes sent when idle", value=result["sent_bytes_per_s"], limit=IDLE_BYTES_PER_S, unit="bytes/s ")
-    )
+    result = run_ranks("bench.hot_path", LabShape(nodes=IDLE_NODES), options, ranks_per_node=2)
+    report.figure("idle rank: share of a processor", 100 * result["processor_share"], "%")
+    report.figure("idle node: sent", result["sent_bytes_per_s"], "bytes/s")
+    report.bar("bytes sent when idle", result["sent_bytes_per_s"], IDLE_BYTES_PER_S, "bytes/s ")
 
 
 def main() -> int:
     """Runs all three parts."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
@@ -240,4 +220,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False))

@@ -20,21 +20,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
-from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.harness import Bar, Report, finish, parser, processes
 from bench.lib.landscapes import families, recorded
 from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, OTHERS, SIRTAKI, SIRTAKIS
 from bench.lib.landscapes.landscape import Landscape
@@ -162,7 +159,7 @@ def _bars_beside(rows: Sequence[dict[str, Any]], rivals: Sequence[str], *, short
 
 def main() -> int:
     """The exit status."""
-    flags = parser(__doc__ or "")
+    flags = parser(__doc__)
     flags.add_argument("--open", action="store_true", help="the families that the tuner was developed on")
     flags.add_argument("--seeds", type=int, default=20)
     flags.add_argument("--noise", type=float, default=0.04)
@@ -193,10 +190,9 @@ def main() -> int:
         ]
         for number in range(n_seeds)
     ]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers: small matrices, many processes
     rows: list[dict[str, Any]] = []
     until_s = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+    with processes(args.workers) as pool:
         for n_done, tasks in enumerate(seeds):
             if time.monotonic() > until_s:
                 n_seeds = n_done

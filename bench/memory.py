@@ -19,24 +19,22 @@ of those that fit, as measured, or at most 2 % slower.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
+from bench.lib.harness import Report, Spread, finish, parser
 from bench.lib.models import lstm, small_resnet, token_transformer
-from bench.lib.ranks import give_result, main_or_rank, run_ranks
+from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.analysis.global_graph import play, recorded, replayed
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory import Fitting, fit
@@ -131,48 +129,29 @@ def peak(options: Mapping[str, Any]) -> int:
     return allocated_bytes(profiler, WATCHED) + sum(flat.values())
 
 
-def times(options: Mapping[str, Any]) -> dict[str, list[float]]:
+def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
     """Collective: steps of each way in turns, of the slowest rank."""
-    from sirtaki.engine import job
-
-    control = job.current().control
     trained = {name: Trained(options["model"], way) for name, way in options["ways"].items()}
-
-    def step_s(one: Trained) -> float:
-        one.step()
-        control.barrier()
-        begin_s = time.perf_counter()
-        one.step()
-        return float(control.maximum(np.array([time.perf_counter() - begin_s]))[0])
-
+    steps = {name: one.step for name, one in trained.items()}
     found: dict[str, list[float]] = {name: [] for name in trained}
     for number, folder in enumerate(options["folders"]):
         record({**options, "folder": folder}, trained[AS_IS])
-        control.barrier()
-        turns = {name: functools.partial(step_s, one) for name, one in trained.items()}
-        for name, samples in alternate(turns, options["rounds"], seed=number).items():
+        for name, samples in in_turns(steps, comm, rounds=options["rounds"], seed=number).items():
             found[name] += samples
     return found
 
 
-def on_rank(options: dict[str, Any]) -> None:
-    """What each rank does; the first one gives the result."""
+def on_rank(comm: Any, options: dict[str, Any]) -> Any:
+    """What each rank does: the part that it was started for."""
     import sirtaki.torch as hvd
 
-    torch.set_num_threads(1)
-    found: Any = None
     if options["what"] == "peak":
-        found = peak(options)
-    else:
-        hvd.init()
-        if options["what"] == "record":
-            record(options, Trained(options["model"], {}))
-        else:
-            found = times(options)
-    if hvd.rank() == 0:
-        give_result(found)
-    hvd.barrier()
-    hvd.shutdown()
+        return peak(options)
+    hvd.init()
+    if options["what"] == "time":
+        return times(comm, options)
+    record(options, Trained(options["model"], {}))
+    return None
 
 
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +199,7 @@ def judge_peaks(report: Report, model: str, fittings: Sequence[Fitting], peaks: 
                 "off": f"{100 * error:+.2f} %",
             }
         )
-        report.bars.append(Bar(claim=f"{model}, {name}: peak off by", value=abs(error), limit=LIMIT))
+        report.bar(f"{model}, {name}: peak off by", abs(error), LIMIT)
 
 
 def judge_times(report: Report, model: str, took_s: Mapping[str, Sequence[float]], said_s: Mapping[str, float]) -> None:
@@ -241,7 +220,7 @@ def judge_times(report: Report, model: str, took_s: Mapping[str, Sequence[float]
             }
         )
         if name != AS_IS:
-            report.bars.append(Bar(claim=f"{model}, {name}: time off by", value=abs(error), limit=LIMIT))
+            report.bar(f"{model}, {name}: time off by", abs(error), LIMIT)
 
 
 def judge_choices(
@@ -265,9 +244,7 @@ def judge_choices(
         if chosen in fits:
             slower = median(took_s[chosen]) / min(median(took_s[name]) for name in fits)
         share = f"{fitting.budget_bytes / fitting.peak_bytes:.0%}".replace("%", " %")
-        report.bars.append(
-            Bar(claim=f"{model}, a budget of {share}: chosen ÷ fastest that fits", value=slower, limit=AS_FAST)
-        )
+        report.bar(f"{model}, a budget of {share}: chosen ÷ fastest that fits", slower, AS_FAST)
 
 
 def predicted_s(folder: Path, fittings: Sequence[Fitting]) -> dict[str, float]:
@@ -287,19 +264,16 @@ def run(report: Report, model: str, args: Any) -> None:
         first = Path(directory, "alone")
         others = [Path(directory, f"beside-others-{number}") for number in range(RECORDINGS)]
         options: dict[str, Any] = {"model": model, "folder": str(first)}
-        env = {"SIRTAKI_TUNE": "0", "KINETO_LOG_LEVEL": "99"}
-        run_ranks("bench.memory", RANKS, {**options, "what": "record"}, env=env)
+        ranks = partial(run_ranks, "bench.memory", RANKS, env={"SIRTAKI_TUNE": "0", "KINETO_LOG_LEVEL": "99"})
+        ranks({**options, "what": "record"})
         fittings = asked(first)
         ways = {name: way for name, (way, _) in ways_of(fittings).items()}
-        peaks = {
-            name: run_ranks("bench.memory", RANKS, {**options, "what": "peak", "way": way}, env=env)
-            for name, way in ways.items()
-        }
+        peaks = {name: ranks({**options, "what": "peak", "way": way}) for name, way in ways.items()}
         judge_peaks(report, model, fittings, peaks)
         if args.peaks_only:
             return
         timed = {**options, "what": "time", "ways": ways, "folders": list(map(str, others))}
-        took_s = run_ranks("bench.memory", RANKS, {**timed, "rounds": 2 if args.quick else 4}, env=env)
+        took_s = ranks({**timed, "rounds": 2 if args.quick else 4})
         was = [recorded(histories(read(folder))) for folder in others]
         told = ", ".join(f"{1e3 * one.iteration_s:.4g} ms (± {1e3 * one.spread_s:.2g})" for one in was)
         report.notes.append(f"{model}: steps as they were recorded took {told}")
@@ -310,7 +284,7 @@ def run(report: Report, model: str, args: Any) -> None:
 
 def main() -> int:
     """Runs every model."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     flags.add_argument("--peaks-only", action="store_true", help="nothing is timed")
     args = flags.parse_args()
@@ -321,4 +295,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False))

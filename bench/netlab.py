@@ -89,7 +89,7 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
         samples,
         AS_IT_COMES,
         where={"case": case},
-        of_bound={name: Spread.of([sample / bound_s for sample in times_s]) for name, times_s in samples.items()},
+        bound_s=bound_s,
         setup=result["setups"],
         warmup_steps=result["warmup_steps"],
     )

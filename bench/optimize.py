@@ -25,15 +25,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
 from scipy.stats import spearmanr
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.cluster import NETWORKS, LabShape, why_unavailable
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
+from bench.lib.harness import Report, Spread, alternate, finish, parser
 from bench.lib.models import emulated_resnet50, transformer
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.ranks import run_ranks, slowest, start
 from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import Outcome, optimize
@@ -42,9 +40,7 @@ from sirtaki.analysis.what_if import Baseline, with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
-MBIT = 1_000_000
-SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
-RANKS = {"gloo": 2, "capped": SHAPE.nodes}
+CASES: dict[str, int | LabShape] = {"gloo": 2, "capped": NETWORKS["capped"]}
 SCALE, COMPUTE_S = 0.1, 0.24
 GRID_UNITS = (256 * KIB, MIB, 4 * MIB)
 GRID_STREAMS = {"gloo": (1, 2, 4), "capped": (2, 4, 8, 16)}
@@ -58,61 +54,48 @@ CHOSEN, DEFAULT, TUNED = "chosen", "untuned", "warm-up"
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def step_s(contender: Sirtaki, sync: Any, control: Any, knobs: Knobs) -> float:
-    """Collective: a step of the slowest rank under these knobs, the second one after the change."""
-    sync._apply(knobs)
+def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
+    """Collective: a step of this rank under these knobs, the second one after the change."""
+    contender.sync._apply(knobs)
     contender.step()
-    control.barrier()
+    comm.Barrier()
     begin_s = time.perf_counter()
     contender.step()
-    return float(control.maximum(np.array([time.perf_counter() - begin_s]))[0])
+    return time.perf_counter() - begin_s
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does; the first one gives the result."""
-    import sirtaki.torch as hvd
-    from sirtaki.engine import job
-
-    torch.set_num_threads(1)
-    hvd.init()
-    control, folder = job.current().control, Path(options["folder"])
-    rank = control.rank
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: is recorded, and lets settings alternate."""
+    folder = Path(options["folder"])
     made = {
-        "gloo": lambda: transformer(rank=rank),
-        "capped": lambda: emulated_resnet50(rank=rank, compute_s=COMPUTE_S, scale=SCALE),
+        "gloo": lambda: transformer(rank=comm.rank),
+        "capped": lambda: emulated_resnet50(rank=comm.rank, compute_s=COMPUTE_S, scale=SCALE),
     }
     contender = Sirtaki(made[options["case"]], tune=True)
     contender.warm_up()
-    sync: Any = contender.sync
-    tuned, default = sync.knobs, sync._default
-    sync._apply(default)
+    tuned, default = contender.sync.knobs, contender.sync._default
+    contender.sync._apply(default)
     contender.step()
-    control.barrier()
+    comm.Barrier()
     contender.record(folder, iterations=RECORDED)
-    control.barrier()
-    chosen: Knobs = control.broadcast(searched(folder).best.knobs if rank == 0 else None)
+    comm.Barrier()
+    chosen: Knobs = comm.bcast(searched(folder).best.knobs if comm.rank == 0 else None)
 
     grid = [
         Knobs(unit_bytes=unit_bytes, streams=streams, transport=TransportKind.GLOO)
         for unit_bytes in GRID_UNITS
         for streams in GRID_STREAMS[options["case"]]
     ]
-    measure = partial(step_s, contender, sync, control)
     entrants = {DEFAULT: default, CHOSEN: chosen, TUNED: tuned, **{knobs.describe(): knobs for knobs in grid}}
-    sweep = alternate({name: partial(measure, knobs) for name, knobs in entrants.items()}, options["rounds"])
-    order = sorted((knobs.describe() for knobs in grid), key=lambda name: median(sweep[name]))
-    field = [DEFAULT, CHOSEN, TUNED, *control.broadcast(order[:BEST_OF_GRID])]
-    finals = alternate({name: partial(measure, entrants[name]) for name in field}, options["final_rounds"])
-    if rank == 0:
-        give_result(
-            {
-                "sweep": sweep,
-                "finals": finals,
-                "knobs": {name: knobs.to_json() for name, knobs in entrants.items()},
-            }
-        )
-    control.barrier()
-    hvd.shutdown()
+    turns = {name: partial(step_s, contender, comm, knobs) for name, knobs in entrants.items()}
+    sweep = slowest(alternate(turns, options["rounds"]), comm)
+    best = sorted((knobs.describe() for knobs in grid), key=lambda name: median(sweep[name]))[:BEST_OF_GRID]
+    finals = {name: turns[name] for name in (DEFAULT, CHOSEN, TUNED, *best)}
+    return {
+        "sweep": sweep,
+        "finals": slowest(alternate(finals, options["final_rounds"]), comm),
+        "knobs": {name: knobs.to_json() for name, knobs in entrants.items()},
+    }
 
 
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,34 +140,26 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
         f"{100 * (1 - medians_s[CHOSEN] / medians_s[DEFAULT]):.1f} %; warm-up's setting ÷ best "
         f"{medians_s[TUNED] / best_s:.3f}; rank correlation of replayed and measured steps of the grid {order:.2f}"
     )
-    report.bars += [
-        Bar(claim=f"{case}: chosen ÷ best of the sweep", value=medians_s[CHOSEN] / best_s, limit=1.03),
-        Bar(claim=f"{case}: the search", value=outcome.search_s, limit=60.0, unit="s "),
-    ]
+    report.bar(f"{case}: chosen ÷ best of the sweep", medians_s[CHOSEN] / best_s, 1.03)
+    report.bar(f"{case}: the search", outcome.search_s, 60.0, "s ")
 
 
 def run(report: Report, case: str, args: Any) -> None:
     """One job."""
+    rounds = {"rounds": 2 if args.quick else 3, "final_rounds": 6 if args.quick else 9}
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRANSPORT": "gloo"}
     with tempfile.TemporaryDirectory() as directory:
-        rounds = {"rounds": 2 if args.quick else 3, "final_rounds": 6 if args.quick else 9}
         options = {"case": case, "folder": directory, **rounds}
-        env = {"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRANSPORT": "gloo", **rank_env()}
-        if case == "capped":
-            with NetLab(SHAPE) as lab:
-                output = lab.run_ranks(rank_argv("bench.optimize", options), env=env, timeout_s=JOB_TIMEOUT_S)
-            result = take_result(output)
-        else:
-            result = run_ranks("bench.optimize", RANKS[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
-        folder = Path(directory)
-        judge(report, case, result, searched(folder))
+        result = run_ranks("bench.optimize", CASES[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
+        judge(report, case, result, searched(Path(directory)))
 
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
-    flags.add_argument("--cases", nargs="+", choices=RANKS, default=[*RANKS])
+    flags = parser(__doc__)
+    flags.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     args = flags.parse_args()
-    report = Report(name="optimize" if {*args.cases} == {*RANKS} else "_".join(["optimize", *args.cases]))
+    report = Report(name="optimize" if {*args.cases} == {*CASES} else "_".join(["optimize", *args.cases]))
     for case in args.cases:
         if case == "capped" and (reason := why_unavailable()) is not None:
             report.notes.append(f"capped: no emulated cluster here, {reason}")
@@ -194,4 +169,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

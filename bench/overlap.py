@@ -22,7 +22,7 @@ import torch
 from bench.lib.cluster import NETWORKS as CASES
 from bench.lib.cluster import need_cluster
 from bench.lib.contenders import Contender, Ddp, Sirtaki
-from bench.lib.harness import Report, Spread, finish, parser, ratio
+from bench.lib.harness import Report, finish, parser, ratio
 from bench.lib.models import LayeredModel
 from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from bench.lib.workloads import workload
@@ -95,7 +95,7 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
         samples,
         DDP,
         where={"case": case, "network": network},
-        of_bound={name: Spread.of([sample / bound_s for sample in times_s]) for name, times_s in samples.items()},
+        bound_s=bound_s,
         setup=result["setups"],
     )
     report.notes.append(

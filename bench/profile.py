@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 import tempfile
 import time
@@ -33,9 +32,9 @@ import torch
 from torch import nn
 
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.harness import Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import small_conv, transformer
-from bench.lib.ranks import give_result, main_or_rank, run_ranks
+from bench.lib.ranks import run_ranks, start
 from sirtaki.analysis.alignment import Alignment, ClockLine, Known, trace_entries
 from sirtaki.analysis.recording import Recording
 
@@ -143,14 +142,11 @@ MODELS: Mapping[str, Callable[..., tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
-def on_rank(options: dict[str, Any]) -> None:
+def on_rank(comm: Any, options: dict[str, Any]) -> Any:
     """Collective: steps of each way in turns, in seconds; the last recording stays in the folder."""
-    import sirtaki.torch as hvd
     from sirtaki.profiler import profile
 
-    torch.set_num_threads(1)
-    hvd.init()
-    contender = Sirtaki(lambda: MODELS[options["model"]](rank=hvd.rank()), tune=False)
+    contender = Sirtaki(lambda: MODELS[options["model"]](rank=comm.rank), tune=False)
     folder = Path(options["folder"])
     wrote_s: list[float] = []
     worked_s: dict[bool | None, list[float]] = {way: [] for way in WAYS.values()}
@@ -186,10 +182,7 @@ def on_rank(options: dict[str, Any]) -> None:
     samples = alternate({way: sample(WAYS[way]) for way in WAYS}, options["rounds"], seed=options["seed"])
     worked = {way: list(worked_s[operators]) for way, operators in WAYS.items()}
     sample(True)()
-    hvd.barrier()
-    if hvd.rank() == 0:
-        give_result({"samples": samples, "worked": worked, "wrote_s": wrote_s})
-    hvd.shutdown()
+    return {"samples": samples, "worked": worked, "wrote_s": wrote_s}
 
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
@@ -282,38 +275,33 @@ def measure_clocks(report: Report, true: Recording) -> None:
         bound_us = 1e6 * aligned.lines[1].error_s
         hta_us = max(hta_us, 1e6 * left_by_hta_s(true, told))
     peer = f"{PACKAGE} {found}" if (found := version()) else f"{PACKAGE}'s rule, told again (not installed)"
-    report.rows += [
-        {"what": "error left of ±50 ms and ±20 ppm, at most", "figure": worst_us, "unit": "µs"},
-        {"what": "half the smallest round trip of units", "figure": bound_us, "unit": "µs"},
-        {"what": "half the quickest round trip of a question", "figure": 5e5 * own.round_trip_s, "unit": "µs"},
-        {"what": f"error left by {peer}, at most", "figure": hta_us, "unit": "µs"},
-        {"what": "times of operators are known within", "figure": 1e6 * own.clock_error_s, "unit": "µs"},
-    ]
+    report.figure("error left of ±50 ms and ±20 ppm, at most", worst_us, "µs")
+    report.figure("half the smallest round trip of units", bound_us, "µs")
+    report.figure("half the quickest round trip of a question", 5e5 * own.round_trip_s, "µs")
+    report.figure(f"error left by {peer}, at most", hta_us, "µs")
+    report.figure("times of operators are known within", 1e6 * own.clock_error_s, "µs")
     claim = "error left of ±50 ms and ±20 ppm as a part of half the smallest round trip of units"
-    report.bars.append(Bar(claim=claim, value=worst_us / bound_us, limit=1.0))
+    report.bar(claim, worst_us / bound_us, 1.0)
 
 
 def main() -> int:
     """Runs both parts."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
-    flags.add_argument("--steps", type=int)
+    flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
-    args.steps = args.steps or 10
     from sirtaki.analysis.recording import read_folder as read
 
     report = Report(name="profile")
-    folder = Path(tempfile.mkdtemp()) / "recorded"
-    try:
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory, "recorded")
         for model in args.models:
             measure_cost(report, args, model, folder)
         measure_clocks(report, read(folder))
-    finally:
-        shutil.rmtree(folder.parent)
     return finish(report, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

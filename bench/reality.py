@@ -25,25 +25,20 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.cluster import NETWORKS, need_cluster
 from bench.lib.contenders import Bare, Sirtaki
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser
+from bench.lib.harness import Report, Spread, alternate, finish, parser
 from bench.lib.models import emulated_resnet50
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, take_result
+from bench.lib.ranks import run_ranks, start
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 
-if TYPE_CHECKING:
-    pass
-
-MBIT = 1_000_000
-SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
+SHAPE = NETWORKS["capped"]
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 COMPUTE_S = 2.4  # of the whole model; two thirds of it are the backward pass
@@ -87,18 +82,13 @@ def spans_s(bare: Bare, settings: Sequence[Knobs], rounds: int, seed: int) -> li
     return list(alternate(turns, rounds, seed=seed).values())
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does; the first one gives the result."""
-    import sirtaki.torch as hvd
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: measures random plans, tunes, and measures the grid beside the winner."""
     from sirtaki.engine import job
 
-    torch.set_num_threads(1)
-    hvd.init()
-    current = job.current()
-    rank = current.control.rank
-    scale = options["scale"]
+    rank, scale = comm.rank, options["scale"]
     model, batch = emulated_resnet50(rank=rank, compute_s=scale * COMPUTE_S, scale=scale)
-    bare = Bare(current, model, batch, only=ROUTE)
+    bare = Bare(job.current(), model, batch, only=ROUTE)
     if rank == 0 and bare.known is None:
         raise RuntimeError("no model fits the probes; SIRTAKI_LOG_LEVEL=info says why")
     plans = random_settings(bare.layout, options["plans"], np.random.default_rng(options["seed"]))
@@ -108,33 +98,27 @@ def on_rank(options: Mapping[str, Any]) -> None:
     begin_s = time.perf_counter()
     tuned.warm_up()
     warmup_s = time.perf_counter() - begin_s
-    sync = tuned.optimizer._gradients.reducers[0].tuned  # type: ignore[attr-defined]
-    winner: Knobs = sync.knobs
+    winner: Knobs = tuned.sync.knobs
     grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
     grid_spans_s = spans_s(bare, grid, options["grid_rounds"], options["seed"])
     order = sorted(range(len(grid)), key=lambda place: statistics.median(grid_spans_s[place]))
-    places = current.control.broadcast(order[:BEST_OF_GRID])  # the same on all ranks
+    places = comm.bcast(order[:BEST_OF_GRID])  # the same on all ranks
     field = [winner, *(grid[place] for place in places)]
     field_spans_s = spans_s(bare, field, options["final_rounds"], options["seed"])
-    if rank == 0:
-        assert bare.known is not None
-        give_result(
-            {
-                "model": bare.known.to_json(),
-                "probes": [[one.unit_bytes, one.streams, one.rounds, one.seconds] for one in bare.probes[ROUTE]],
-                "plans": [knobs.to_json() for knobs in plans],
-                "plan_spans_s": plan_spans_s,
-                "grid": [knobs.to_json() for knobs in grid],
-                "grid_spans_s": grid_spans_s,
-                "field": [knobs.to_json() for knobs in field],
-                "field_spans_s": field_spans_s,
-                "warmup_s": warmup_s,
-                "warmup_steps": tuned.warmup_steps,
-            }
-        )
-    current.control.barrier()
+    found = {
+        "model": bare.known.to_json() if bare.known is not None else None,
+        "probes": [[one.unit_bytes, one.streams, one.rounds, one.seconds] for one in bare.probes[ROUTE]],
+        "plans": [knobs.to_json() for knobs in plans],
+        "plan_spans_s": plan_spans_s,
+        "grid": [knobs.to_json() for knobs in grid],
+        "grid_spans_s": grid_spans_s,
+        "field": [knobs.to_json() for knobs in field],
+        "field_spans_s": field_spans_s,
+        "warmup_s": warmup_s,
+        "warmup_steps": tuned.warmup_steps,
+    }
     bare.close()
-    hvd.shutdown()
+    return found
 
 
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,10 +163,8 @@ def judge(report: Report, result: Mapping[str, Any]) -> None:
     fastest = min(one["measured_s"].median for one in best)
     report.settings["model"] = result["model"]
     report.settings["probes"] = result["probes"]
-    report.bars += [
-        Bar(claim=f"simulator: mean error over {len(plans)} random plans", value=mean_error(plans), limit=0.05),
-        Bar(claim="winner / the best of the grid", value=winner["measured_s"].median / fastest, limit=1.05),
-    ]
+    report.bar(f"simulator: mean error over {len(plans)} random plans", mean_error(plans), 0.05)
+    report.bar("winner / the best of the grid", winner["measured_s"].median / fastest, 1.05)
 
 
 def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -192,29 +174,23 @@ def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def main() -> int:
     """Runs the job on the emulated cluster."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--scale", type=float, help="of ResNet-50's gradients and compute (2.4 s); default 0.25")
     flags.add_argument("--plans", type=int, help="random plans; default 16")
     flags.add_argument("--warmup-iterations", type=int, default=100, help="the tuner's budget")
     args = flags.parse_args()
-    if (reason := why_unavailable()) is not None:
-        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
-        return 2
+    need_cluster()
     args.scale = args.scale or (0.1 if args.quick else 0.25)
     args.plans = args.plans or (12 if args.quick else 16)
     rounds = {"rounds": 3, "grid_rounds": 1 if args.quick else 2, "final_rounds": 5 if args.quick else 7}
     options = {"scale": args.scale, "plans": args.plans, "seed": args.seed, **rounds}
-    env = {"SIRTAKI_WARMUP_ITERATIONS": str(args.warmup_iterations), **rank_env()}
-    with NetLab(SHAPE) as lab:
-        result = take_result(lab.run_ranks(rank_argv("bench.reality", options), env=env, timeout_s=JOB_TIMEOUT_S))
+    env = {"SIRTAKI_WARMUP_ITERATIONS": str(args.warmup_iterations)}
+    result = run_ranks("bench.reality", SHAPE, options, env=env, timeout_s=JOB_TIMEOUT_S)
     report = Report(name="reality")
-    report.notes.append(
-        f"gradients and compute × {args.scale:g}; link {SHAPE.link_bits_per_s / 1e6:g} Mbit/s, "
-        f"flow {SHAPE.flow_bits_per_s / 1e6:g} Mbit/s, {SHAPE.nodes} nodes"
-    )
+    report.notes.append(f"gradients and compute × {args.scale:g}; {SHAPE.describe()}, {SHAPE.nodes} nodes")
     judge(report, result)
     return finish(report, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.harness import Report, finish, parser
 from sirtaki.registry.entry import Entry, EntryKey, Provenance
 from sirtaki.registry.graph import ModelGraph, Node, digest, model_graph
 from sirtaki.registry.safe_store import open_store
@@ -183,7 +183,7 @@ def main() -> int:
         from bench import registry_transfer
 
         return registry_transfer.main()
-    flags = parser(__doc__.splitlines()[0])
+    flags = parser(__doc__)
     flags.set_defaults(seed=SEED)
     args = flags.parse_args()
     figures = measure(1_000 if args.quick else 10_000, 2 if args.quick else 8)
@@ -200,7 +200,7 @@ def main() -> int:
     # The best of three for each query, the worst of all queries: neighbours on the machine are not our doing.
     worst_s = figures["lookup_first_worst_of_best_s"]
     claim = "the slowest query's first look-up, best of three"
-    report.bars.append(Bar(claim=claim, value=worst_s, limit=LOOKUP_BAR_S, unit="s "))
+    report.bar(claim, worst_s, LOOKUP_BAR_S, "s ")
     return finish(report, args)
 
 

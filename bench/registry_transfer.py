@@ -26,21 +26,18 @@ It never holds the job itself. A job knows its link, and planners know the job, 
 """
 
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, pairwise, product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.harness import Bar, Report, finish, parser, processes
 from bench.lib.workloads import FABRICS, NETWORKS, RANKS
 from bench.tuner import (
     BUDGET_ITERATIONS,
@@ -48,17 +45,17 @@ from bench.tuner import (
     PLANNERS,
     ROUTE,
     Job,
+    Outcome,
     Truth,
     jobs,
     misjudged,
     optimum_s,
-    play,
     simulated_job,
 )
+from bench.tuner import run as run_warmup
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import REGISTRY_ARM, SessionResult, WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm
 from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
@@ -161,49 +158,9 @@ class Luck:
     planners: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One warm-up.
-
-    Attributes:
-        found_at: iterations until within 3 %, infinite if never.
-        regret: of the setting kept.
-        tried: iterations spent on the registry's proposals.
-        result: the session's.
-    """
-
-    found_at: float
-    regret: float
-    tried: int
-    result: SessionResult
-
-    @property
-    def counted(self) -> float:
-        """`found_at`, at most the budget."""
-        return min(self.found_at, BUDGET_ITERATIONS)
-
-
 def run(truth: Truth, luck: Luck, seeds: Sequence[Knobs]) -> Outcome:
     """One warm-up that begins with these settings."""
-    job = truth.job
-    rng = np.random.default_rng([luck.seed, 2])
-    session = WarmupSession(
-        space=job.space,
-        default=job.default,
-        arm=_arm(job, luck),
-        rng=rng,
-        budget_iterations=BUDGET_ITERATIONS,
-        seeds=seeds,
-    )
-    found_at = 0.0 if truth.is_close(job.default) else math.inf
-    tried = 0
-    for done in play(truth, session, noise=luck.noise, rng=rng):
-        if done.arm == REGISTRY_ARM and done.purpose.value == "trial":
-            tried += done.discarded_iterations + done.measured_iterations
-        if truth.is_close(session.result.knobs):
-            found_at = min(found_at, session.result.iterations_used)
-    regret = truth.span_s(session.result.knobs) / truth.optimum_s - 1
-    return Outcome(found_at=found_at, regret=regret, tried=tried, result=session.result)
+    return run_warmup(truth, _arm(truth.job, luck), noise=luck.noise, seed=luck.seed, seeds=seeds)
 
 
 def _arm(job: Job, luck: Luck) -> Arm:
@@ -374,7 +331,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def main() -> int:
-    flags = parser(__doc__ or "")
+    flags = parser(__doc__)
     flags.add_argument("--transfer", action="store_true", required=True, help="this benchmark")
     flags.add_argument("--workers", type=int, default=2, help="processes")
     flags.add_argument("--jobs", type=int, default=24)
@@ -386,8 +343,7 @@ def main() -> int:
     n_jobs, n_seeds = (8, 3) if args.quick else (args.jobs, args.seeds)
     seeds = tuple(range(args.seed, args.seed + n_seeds))
     tasks = [Task(place=Place.of(job), seeds=seeds, without_planners=args.without_planners) for job in jobs(n_jobs)]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers: small matrices, many processes
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+    with processes(args.workers) as pool:
         runs = [row for rows in pool.map(run_task, tasks) for row in rows]
     rows = [
         {"scenario": scenario, "noise": noise, "planners": planners, **summary(some)}

@@ -38,14 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import linprog
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.cluster import NETWORKS, LabShape, why_unavailable
 from bench.lib.contenders import Sirtaki
-from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.harness import Report, finish, parser
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.ranks import run_ranks, start
 from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
@@ -65,14 +64,9 @@ from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import TransportKind
 
-MBIT = 1_000_000
 RECORDED = Path(__file__).parent / "recorded"
 MODELS = ("resnet50", "transformer", "conv", "mlp")
 ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
-NETWORKS = {
-    "capped": LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
-    "equal": LabShape(nodes=4, link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
-}
 COMPUTE_S = 0.06
 SCALE = 0.1
 """Of the emulated model's gradients; the others are small."""
@@ -142,15 +136,8 @@ def make_model(name: str, rank: int) -> Any:
     }[name]
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: trains, is recorded, trains on; gives the truth."""
-    from mpi4py import MPI
-
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    hvd.init()
     straggles = options["straggler"] and comm.rank == comm.size - 1
     maker = make_model(options["model"], comm.rank)
     tuned = options["transport"] is None
@@ -179,12 +166,8 @@ def on_rank(options: Mapping[str, Any]) -> None:
         comm.Barrier()
         folder = f"{options['folder']}/{turn}"
         base.record(folder, iterations=options["recorded"], operators=options["operators"])
-    of_ranks = comm.gather({name: _means(samples) for name, samples in truth.items()})
-    if comm.rank == 0:
-        assert of_ranks is not None
-        give_result({"truth": {name: _means([mine[name] for mine in of_ranks]) for name in contenders}})
-    comm.Barrier()
-    hvd.shutdown()
+    of_ranks = comm.allgather({name: _means(samples) for name, samples in truth.items()})
+    return {"truth": {name: _means([mine[name] for mine in of_ranks]) for name in contenders}}
 
 
 def _means(samples: list[list[float]]) -> list[float]:
@@ -240,13 +223,9 @@ def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None 
             "straggler": case == "straggler",
             "transport": {"straggler": "shared_memory"}.get(case, case) if case in ON_ONE_HOST else None,
         }
-        if case in ON_ONE_HOST:
-            return Job(run_ranks("bench.replay", ranks, options, timeout_s=JOB_TIMEOUT_S), Path(directory))
-        shape = replace(shape or NETWORKS[case], nodes=ranks)
-        env = {"SIRTAKI_WARMUP_ITERATIONS": "30", **rank_env()}
-        with NetLab(shape) as lab:
-            output = lab.run_ranks(rank_argv("bench.replay", options), env=env, timeout_s=JOB_TIMEOUT_S)
-        return Job(take_result(output), Path(directory))
+        where: int | LabShape = ranks if case in ON_ONE_HOST else replace(shape or NETWORKS[case], nodes=ranks)
+        env = None if case in ON_ONE_HOST else {"SIRTAKI_WARMUP_ITERATIONS": "30"}
+        return Job(run_ranks("bench.replay", where, options, env=env, timeout_s=JOB_TIMEOUT_S), Path(directory))
 
 
 def measure(report: Report, case: str, model: str, args: Any) -> None:
@@ -402,7 +381,7 @@ def fit_errors(args: Any) -> int:
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=MODELS, help="default: all, one with --quick")
     flags.add_argument("--cases", nargs="+", choices=[*ON_ONE_HOST, *NETWORKS], help="default: all, gloo with --quick")
     flags.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
@@ -429,18 +408,14 @@ def main() -> int:
                 report.notes.append(f"{case}, {model}: {str(err).splitlines()[0][:200]}")
     own = [abs(row["iteration, %"]) for row in report.rows if row["what"] == AS_IT_IS]
     others = [row for row in report.rows if row["what"] != AS_IT_IS]
-    report.bars += [
-        Bar(claim="error of an iteration, mean", value=statistics.fmean(own or [math.nan]), limit=5.0, unit="% "),
-        Bar(claim="error of an iteration, worst", value=max(own, default=math.nan), limit=10.0, unit="% "),
-    ]
+    report.bar("error of an iteration, mean", statistics.fmean(own or [math.nan]), 5.0, "% ")
+    report.bar("error of an iteration, worst", max(own, default=math.nan), 10.0, "% ")
     if others:
-        worst, ratio = (max(abs(row[column]) for row in others) for column in ("iteration, %", "ratio, %"))
-        report.bars += [
-            Bar(claim="error of a what-if, worst", value=worst, limit=8.0, unit="% "),
-            Bar(claim="error of its ratio to the job as it is, worst", value=ratio, limit=8.0, unit="% "),
-        ]
+        worst, of_ratio = (max(abs(row[column]) for row in others) for column in ("iteration, %", "ratio, %"))
+        report.bar("error of a what-if, worst", worst, 8.0, "% ")
+        report.bar("error of its ratio to the job as it is, worst", of_ratio, 8.0, "% ")
     return finish(report, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

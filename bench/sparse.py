@@ -26,17 +26,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
-from bench.lib.contenders import join_gloo
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, slowest, take_result, timed_block
+from bench.lib.cluster import NETWORKS, why_unavailable
+from bench.lib.harness import Report, Spread, finish, parser, ratio
+from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
 from sirtaki.engine.reducing.reducer import reducers_of
 
 RANKS = 4
-CAPPED = LabShape(nodes=RANKS, link_bits_per_s=400_000_000, flow_bits_per_s=100_000_000)
 SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "click": (((150_000, 16), (60_000, 16), (20_000, 16), (2_000, 16)), 4096),
     "factorisation": (((140_000, 32), (27_000, 32)), 8192),
@@ -193,16 +191,8 @@ class Sirtaki(Contender):
         return "; ".join(plan.describe() for plan in self._reducer.sparse.carrier.plans.values())
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: builds the contenders, lets them alternate, gives the result."""
-    from mpi4py import MPI
-
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    hvd.init()
-    join_gloo(comm, address=options.get("master", "127.0.0.1"))
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: builds the contenders, and lets them alternate."""
     tables, n = SHAPES[options["shape"]]
     batches = Batches(tables, n, options["zipf"], comm.rank)
     contenders: dict[str, Contender] = {DDP: Ddp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
@@ -221,47 +211,27 @@ def on_rank(options: Mapping[str, Any]) -> None:
         reference = reference or sums
         if not np.allclose(sums, reference, rtol=1e-3, atol=1e-7):
             raise RuntimeError(f"the gradients of {name} are not those of {DDP}: {sums}, not {reference}")
-    timed = {
-        name: timed_block(contender, options["steps"], barrier=comm.Barrier)  # type: ignore[arg-type]  # it has step()
-        for name, contender in contenders.items()
+    steps = {name: contender.step for name, contender in contenders.items()}
+    samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
+    return {
+        "samples": samples,
+        "ways": {name: each.describe() for name, each in contenders.items() if isinstance(each, Sirtaki)},
     }
-    samples = slowest(alternate(timed, options["rounds"], seed=options["seed"]), comm)
-    if comm.rank == 0:
-        ways = {name: each.describe() for name, each in contenders.items() if isinstance(each, Sirtaki)}
-        give_result({"samples": samples, "ways": ways})
-    comm.Barrier()
-    hvd.shutdown()
 
 
 def measure(report: Report, network: str, options: dict[str, Any]) -> None:
     """One shape and exponent on one network: its rows and bars."""
-    env = {"SIRTAKI_WARMUP_ITERATIONS": "5", **rank_env()}
-    if network == "host":
-        result = run_ranks("bench.sparse", RANKS, options, env=env)
-    else:
-        with NetLab(CAPPED) as lab:
-            argv = rank_argv("bench.sparse", {**options, "master": lab.address(0)})
-            result = take_result(lab.run_ranks(argv, env=env, timeout_s=1200.0))
-    samples = result["samples"]
-    for name, times_s in samples.items():
-        report.rows.append(
-            {
-                "network": network,
-                "shape": options["shape"],
-                "zipf": options["zipf"],
-                "contender": name,
-                "step_s": Spread.of(times_s),
-                "ratio_to_ddp": ratios(times_s, samples[DDP]),
-                "way": _shortened(result["ways"].get(name, "")),
-                "samples_s": times_s,
-            }
-        )
-    where = f"{network}, {options['shape']}, Zipf {options['zipf']}"
+    where = RANKS if network == "host" else NETWORKS[network]
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "5"}
+    result = run_ranks("bench.sparse", where, options, env=env, timeout_s=1200.0)
+    samples, shape, zipf = result["samples"], options["shape"], options["zipf"]
+    ways = {name: _shortened(way) for name, way in result["ways"].items()}
+    report.compare(samples, DDP, where={"network": network, "shape": shape, "zipf": zipf}, way=ways)
     best = min((path.value for path in SparsePath), key=lambda name: Spread.of(samples[name]).median)
     if network != "host":  # where one way, fixed and chosen, differs by 9 % from itself
         for peer, limit, words in ((best, 1.02, ", the best"), (DDP, 0.50, "")):
-            value = ratios(samples[AUTO], samples[peer]).median
-            report.bars.append(Bar(claim=f"{where}: auto / {peer}{words}", value=value, limit=limit))
+            claim = f"{network}, {shape}, Zipf {zipf}: auto / {peer}{words}"
+            report.bar(claim, ratio(samples, AUTO, peer), limit)
 
 
 def _shortened(way: str) -> str:
@@ -271,7 +241,7 @@ def _shortened(way: str) -> str:
 
 def main() -> int:
     """Runs every case."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--networks", nargs="+", choices=["host", "capped"])
     flags.add_argument("--shapes", nargs="+", choices=list(SHAPES))
     flags.add_argument("--zipf", type=float, nargs="+")
@@ -298,4 +268,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, gloo=True))

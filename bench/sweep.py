@@ -28,18 +28,17 @@ import torch
 from scipy.stats import spearmanr
 from torch import nn
 
-from bench.lib.cluster import LabError, LabShape, NetLab
+from bench.lib.cluster import MBIT, LabError, LabShape
 from bench.lib.contenders import Bare
 from bench.lib.harness import alternate, machine, parser, versions
 from bench.lib.landscapes.recorded import RECORDED
 from bench.lib.models import emulated_resnet50, small_conv, transformer
-from bench.lib.ranks import give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.ranks import run_ranks, start
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
-MBIT = 1_000_000
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 OCTAVES = 9  # unit sizes from 64 KiB to 16 MiB
 JOB_TIMEOUT_S = 1800.0
@@ -66,7 +65,7 @@ class RecordedJob:
 
     name: str
     ranks: int
-    make: Callable[[int], Made]
+    make: Callable[..., Made]
     cluster: LabShape | None = None
     ranks_per_node: int = 1
     octaves: int = OCTAVES
@@ -75,16 +74,8 @@ class RecordedJob:
     rounds: int = 5
 
 
-def _emulated(rank: int, *, scale: float = 0.1) -> Made:
-    return emulated_resnet50(rank=rank, compute_s=2.4 * scale, scale=scale)
-
-
-def _small_conv(rank: int) -> Made:
-    return small_conv(rank=rank)
-
-
-def _transformer(rank: int) -> Made:
-    return transformer(rank=rank)
+def _emulated(*, rank: int) -> Made:
+    return emulated_resnet50(rank=rank, compute_s=0.24, scale=0.1)
 
 
 def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> LabShape:
@@ -97,11 +88,11 @@ _CLUSTER: dict[str, Any] = {**_FEW, "octaves": 7, "only": (TransportKind.GLOO, A
 JOBS = {
     job.name: job
     for job in (
-        RecordedJob(name="two-ranks-transformer", ranks=2, make=_transformer),
-        RecordedJob(name="two-ranks-conv", ranks=2, make=_small_conv),
+        RecordedJob(name="two-ranks-transformer", ranks=2, make=transformer),
+        RecordedJob(name="two-ranks-conv", ranks=2, make=small_conv),
         RecordedJob(name="two-ranks-resnet", ranks=2, make=_emulated, **_FEW),
-        RecordedJob(name="four-ranks-transformer", ranks=4, make=_transformer, **_FEW),
-        RecordedJob(name="four-ranks-conv", ranks=4, make=_small_conv, **_FEW),
+        RecordedJob(name="four-ranks-transformer", ranks=4, make=transformer, **_FEW),
+        RecordedJob(name="four-ranks-conv", ranks=4, make=small_conv, **_FEW),
         RecordedJob(name="four-ranks-resnet", ranks=4, make=_emulated, **_FEW),
         RecordedJob(name="cluster-400-100", ranks=4, make=_emulated, cluster=_cluster(400, 100), **_CLUSTER),
         RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), **_CLUSTER),
@@ -130,55 +121,47 @@ def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
     return list(dict.fromkeys([bare.default, *points]))
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does; the first one gives the result."""
-    import sirtaki.torch as hvd
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does: measures every setting of the job, in turns."""
     from sirtaki.autotune.arms.planners import make_planners
     from sirtaki.engine import job as engine_job
 
-    torch.set_num_threads(1)
-    hvd.init()
-    job, current = JOBS[options["job"]], engine_job.current()
-    bare = Bare(current, *job.make(current.control.rank), only=job.only)
+    job = JOBS[options["job"]]
+    bare = Bare(engine_job.current(), *job.make(rank=comm.rank), only=job.only)
     plans: list[tuple[str, Knobs]] = []
     if bare.known is not None:
         for planner in make_planners(space=bare.space, model=bare.known):
             plans += [(planner.name, proposal.knobs) for proposal in planner.ask(len(bare.space.routes))]
-    plans = current.control.broadcast(plans)
-    points = settings(bare, job)
+    plans = comm.bcast(plans)
+    measured = [*(("", knobs) for knobs in settings(bare, job)), *plans]
     begin_s = time.monotonic()
-    turns = {number: partial(bare.measure, knobs) for number, knobs in enumerate([*points, *(one for _, one in plans)])}
-    measured: Any = alternate(turns, job.rounds, seed=options["seed"])  # type: ignore[arg-type,type-var]
-    if current.control.rank == 0:
-        layout = bare.layout
-        rows = [
+    turns = {number: partial(bare.measure, knobs) for number, (_, knobs) in enumerate(measured)}
+    samples_of: Any = alternate(turns, job.rounds, seed=options["seed"])  # type: ignore[arg-type]
+    bare.close()
+
+    def names(routes: Sequence[Route]) -> list[list[str]]:
+        return [[transport.value, algorithm.value] for transport, algorithm in routes]
+
+    return {
+        "sizes": list(bare.layout.sizes),
+        "default": bare.default.to_json(),
+        "routes": names(bare.space.routes),
+        "streams": list(bare.space.streams),
+        "narrowed_routes": names(bare.narrowed.routes),
+        "narrowed_streams": list(bare.narrowed.streams),
+        "unit_bytes": list(bare.space.unit_bytes),
+        "model": None if bare.known is None else bare.known.to_json(),
+        "rows": [
             {
-                "arm": "" if number < len(points) else plans[number - len(points)][0],
-                "knobs": (points[number] if number < len(points) else plans[number - len(points)][1]).to_json(),
+                "arm": arm,
+                "knobs": knobs.to_json(),
                 "spans_s": [_short(span_s) for span_s, _ in samples],
                 "steps_s": [_short(step_s) for _, step_s in samples],
             }
-            for number, samples in measured.items()
-        ]
-        give_result(
-            {
-                "sizes": list(layout.sizes),
-                "default": bare.default.to_json(),
-                "routes": [[transport.value, algorithm.value] for transport, algorithm in bare.space.routes],
-                "streams": list(bare.space.streams),
-                "narrowed_routes": [
-                    [transport.value, algorithm.value] for transport, algorithm in bare.narrowed.routes
-                ],
-                "narrowed_streams": list(bare.narrowed.streams),
-                "unit_bytes": list(bare.space.unit_bytes),
-                "model": None if bare.known is None else bare.known.to_json(),
-                "rows": rows,
-                "seconds": round(time.monotonic() - begin_s),
-            }
-        )
-    current.control.barrier()
-    bare.close()
-    hvd.shutdown()
+            for (arm, knobs), samples in zip(measured, samples_of.values(), strict=True)
+        ],
+        "seconds": round(time.monotonic() - begin_s),
+    }
 
 
 def _short(seconds: float) -> float:
@@ -190,18 +173,13 @@ def _short(seconds: float) -> float:
 
 def record(job: RecordedJob, *, seed: int) -> Path:
     """Runs a job and writes its file."""
-    options = {"job": job.name, "seed": seed}
-    if job.cluster is None:
-        result = run_ranks("bench.sweep", job.ranks, options, env=rank_env(), timeout_s=JOB_TIMEOUT_S)
-    else:
-        with NetLab(job.cluster) as lab:
-            output = lab.run_ranks(
-                rank_argv("bench.sweep", options),
-                env=rank_env(),
-                timeout_s=JOB_TIMEOUT_S,
-                ranks_per_node=job.ranks_per_node,
-            )
-        result = take_result(output)
+    result = run_ranks(
+        "bench.sweep",
+        job.cluster or job.ranks,
+        {"job": job.name, "seed": seed},
+        ranks_per_node=job.ranks_per_node,
+        timeout_s=JOB_TIMEOUT_S,
+    )
     head = {
         "job": job.name,
         "command": f"python -m bench.sweep --job {job.name}",
@@ -255,7 +233,7 @@ def describe(path: Path) -> str:
 
 def main() -> int:
     """Records one job, or all."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--job", choices=JOBS)
     flags.add_argument("--all", action="store_true")
     flags.add_argument("--list", action="store_true", help="the jobs, and what is recorded of them")
@@ -279,4 +257,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

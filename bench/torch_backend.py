@@ -9,7 +9,6 @@ sample is the slowest rank's time from a barrier to the last result. One host: s
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,30 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
-from bench.lib.ranks import give_result, main_or_rank, run_ranks, slowest
+from bench.lib.harness import Report, finish, parser, ratio
+from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.autotune.knobs import KIB
 
 SIRTAKI, GLOO = "sirtaki", "gloo"
 
 
-def timed_call(call: Callable[[], object], comm: Any, repeats: int) -> float:
-    """Collective: this rank's mean seconds of a few calls from one barrier on."""
-    comm.Barrier()
-    begin_s = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - begin_s) / repeats
-
-
-def on_rank(options: Mapping[str, Any]) -> None:
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: every size through both groups, in turns."""
-    from mpi4py import MPI
-
     import sirtaki.torch.distributed  # noqa: F401
 
-    torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
     dist.init_process_group(SIRTAKI, init_method="sirtaki://")
     groups = {SIRTAKI: dist.group.WORLD, GLOO: dist.new_group(backend=GLOO)}
     results = []
@@ -54,17 +40,15 @@ def on_rank(options: Mapping[str, Any]) -> None:
                 dist.reduce_scatter, part, list(whole.chunk(comm.size)), group=group
             )
         repeats = max(2, min(20, options["sizes_bytes"][-1] // size_bytes))
-        timed = {name: partial(timed_call, call, comm, repeats) for name, call in calls.items()}
-        samples = slowest(alternate(timed, options["rounds"], seed=options["seed"]), comm)
+        samples = in_turns(calls, comm, rounds=options["rounds"], block=repeats, before=0, seed=options["seed"])
         results.append({"size_bytes": size_bytes, "samples": samples})
-    if comm.rank == 0:
-        give_result(results)
     dist.destroy_process_group()
+    return results
 
 
 def main() -> int:
     """Runs every number of ranks."""
-    flags = parser(__doc__.split("\n")[0])
+    flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     flags.add_argument("--sizes-kib", type=int, nargs="+")
     flags.add_argument("--rounds", type=int)
@@ -82,25 +66,17 @@ def main() -> int:
 
 
 def _add_size(report: Report, ranks: int, size_bytes: int, samples: Mapping[str, list[float]]) -> None:
-    for name, times_s in samples.items():
-        operation = name.split()[1]
-        peer = samples[f"{GLOO} {operation}"]
-        report.rows.append(
-            {
-                "ranks": ranks,
-                "size_KiB": size_bytes // KIB,
-                "group_and_operation": name,
-                "time_s": Spread.of(times_s),
-                "ratio_to_gloo": ratios(times_s, peer),
-                "samples_s": times_s,
-            }
-        )
-        if size_bytes >= 25600 * KIB and name.startswith(SIRTAKI):
-            ratio = ratios(times_s, peer).median
-            report.bars.append(
-                Bar(claim=f"{ranks} ranks, {size_bytes // KIB} KiB: {name} / Gloo", value=ratio, limit=1.0)
-            )
+    def peer(name: str) -> str:
+        return f"{GLOO} {name.split()[1]}"
+
+    where, who = {"ranks": ranks, "size_KiB": size_bytes // KIB}, "group_and_operation"
+    report.compare(samples, peer, time="time_s", ratio="ratio_to_gloo", who=who, where=where)
+    if size_bytes >= 25600 * KIB:
+        for name in samples:
+            if name.startswith(SIRTAKI):
+                claim = f"{ranks} ranks, {size_bytes // KIB} KiB: {name} / Gloo"
+                report.bar(claim, ratio(samples, name, peer(name)), 1.0)
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank, init=False))

@@ -19,25 +19,22 @@ number: start-up time, each point of the concurrency curve, each gradient's time
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
-from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.harness import Bar, Report, finish, parser, processes
 from bench.lib.workloads import FABRICS, RANKS, cluster, workload
 from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import Assignment, WarmupSession
+from sirtaki.autotune.meta.session import REGISTRY_ARM, Assignment, SessionResult, WarmupSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile, Simulator
@@ -248,13 +245,25 @@ class Outcome:
         found_at: iterations until within 3 %, infinite if never.
         regret: of the setting kept.
         over_default: true span of the setting kept over the default's.
-        iterations: used in all.
+        tried: iterations spent on the registry's proposals.
+        result: the session's.
     """
 
     found_at: float
     regret: float
     over_default: float
-    iterations: int
+    tried: int
+    result: SessionResult
+
+    @property
+    def iterations(self) -> int:
+        """Used in all."""
+        return self.result.iterations_used
+
+    @property
+    def counted(self) -> float:
+        """`found_at`, at most the budget."""
+        return min(self.found_at, BUDGET_ITERATIONS)
 
 
 class Truth:
@@ -277,13 +286,18 @@ class Truth:
         return self.span_s(knobs) <= (1 + CLOSE) * self.optimum_s
 
 
-def run(truth: Truth, arm: Arm, *, noise: float, seed: int) -> Outcome:
-    """One warm-up."""
+def run(truth: Truth, arm: Arm, *, noise: float, seed: int, seeds: Sequence[Knobs] = ()) -> Outcome:
+    """One warm-up, which begins with the settings `seeds`."""
     job = truth.job
     rng = np.random.default_rng([seed, 2])
-    session = WarmupSession(space=job.space, default=job.default, arm=arm, rng=rng, budget_iterations=BUDGET_ITERATIONS)
+    session = WarmupSession(
+        space=job.space, default=job.default, arm=arm, rng=rng, budget_iterations=BUDGET_ITERATIONS, seeds=seeds
+    )
     found_at = 0.0 if truth.is_close(job.default) else math.inf
-    for _ in play(truth, session, noise=noise, rng=rng):
+    tried = 0
+    for done in play(truth, session, noise=noise, rng=rng):
+        if done.arm == REGISTRY_ARM and done.purpose.value == "trial":
+            tried += done.discarded_iterations + done.measured_iterations
         if truth.is_close(session.result.knobs):
             found_at = min(found_at, session.result.iterations_used)
     kept_s = truth.span_s(session.result.knobs)
@@ -291,7 +305,8 @@ def run(truth: Truth, arm: Arm, *, noise: float, seed: int) -> Outcome:
         found_at=found_at,
         regret=kept_s / truth.optimum_s - 1,
         over_default=kept_s / truth.span_s(job.default),
-        iterations=session.result.iterations_used,
+        tried=tried,
+        result=session.result,
     )
 
 
@@ -382,7 +397,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def main() -> int:
-    flags = parser(__doc__ or "")
+    flags = parser(__doc__)
     flags.add_argument("--workers", type=int, default=2, help="processes")
     flags.add_argument("--jobs", type=int, default=24)
     flags.add_argument("--seeds", type=int, default=20)
@@ -393,8 +408,7 @@ def main() -> int:
     tasks = [
         Task(job=job, contenders=names, seeds=tuple(range(args.seed, args.seed + n_seeds))) for job in jobs(n_jobs)
     ]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers: small matrices, many processes
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+    with processes(args.workers) as pool:
         runs = [row for rows in pool.map(run_task, tasks) for row in rows]
     rows = [summary(runs, name) for name in names]
     default_is_best = sum(

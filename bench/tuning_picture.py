@@ -18,16 +18,16 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
-from bench.lib.cluster import LabShape, NetLab
+from bench.lib.cluster import MBIT, LabShape
 from bench.lib.contenders import Sirtaki
 from bench.lib.models import emulated_resnet50
-from bench.lib.ranks import main_or_rank, rank_argv, rank_env
+from bench.lib.ranks import run_ranks, start
 from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.engine.tuning.trial_log import TrialLog, read_log
 from sirtaki.measures import faster
 
-SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
+SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=40 * MBIT)
 SCALE = 0.25
 COMPUTE_S = 0.15
 JOB_TIMEOUT_S = 600.0
@@ -41,26 +41,10 @@ svg { font: 12px system-ui, sans-serif; fill: #444; } .grid { stroke: #e4e4e4; }
 </style>"""
 
 
-def on_rank(options: Mapping[str, Any]) -> None:
+def on_rank(comm: Any, options: Mapping[str, Any]) -> None:
     """What each rank does: trains until the warm-up is over."""
-    import torch
-    from mpi4py import MPI
-
-    import sirtaki.torch as hvd
-
-    torch.set_num_threads(1)
-    hvd.init()
-    Sirtaki(
-        lambda: emulated_resnet50(rank=MPI.COMM_WORLD.rank, compute_s=COMPUTE_S * SCALE, scale=SCALE), tune=True
-    ).warm_up()
-    hvd.shutdown()
-
-
-def run_job(log: Path) -> None:
-    """Runs one job in the emulated cluster; it appends its trials to `log`."""
-    env = {**rank_env(), "SIRTAKI_TRIAL_LOG": str(log)}
-    with NetLab(SHAPE) as lab:
-        print(lab.run_ranks(rank_argv("bench.tuning_picture", {}), env=env, timeout_s=JOB_TIMEOUT_S), end="")
+    scaled = {"compute_s": COMPUTE_S * SCALE, "scale": SCALE}
+    Sirtaki(lambda: emulated_resnet50(rank=comm.rank, **scaled), tune=True).warm_up()
 
 
 def draw(log: TrialLog) -> str:
@@ -126,11 +110,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "trials.jsonl"
         if args.log is None:
-            run_job(log)
+            run_ranks("bench.tuning_picture", SHAPE, {}, env={"SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=JOB_TIMEOUT_S)
         args.output.write_text(draw(read_log(log)), encoding="utf-8")
     print(f"wrote {args.output}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main_or_rank(main, on_rank))
+    sys.exit(start(main, on_rank))

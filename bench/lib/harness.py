@@ -18,9 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +209,8 @@ class Report:
         ratio: str = "ratio_to_ddp",
         who: str = "contender",
         where: Mapping[str, Any] | None = None,
-        **columns: Mapping[str, Any] | None,
+        bound_s: float | None = None,
+        **columns: Mapping[str, Any],
     ) -> None:
         """Adds a row a contender: its times, and their ratios to the peer's in the same round.
 
@@ -218,13 +221,19 @@ class Report:
             ratio: column of the ratios.
             who: column of the names.
             where: columns that all rows have in front.
-            columns: further ones, each by contender, who has an empty cell if it is not in it; None = no such column.
+            bound_s: what no contender can be faster than: one more column.
+            columns: further ones, each by contender; who is not in it has an empty cell.
         """
         for name, times_s in samples.items():
             against = samples[peer if isinstance(peer, str) else peer(name)]
             row = {**(where or {}), who: name, time: Spread.of(times_s), ratio: ratios(times_s, against)}
-            more = {key: of.get(name) for key, of in columns.items() if of is not None}
-            self.rows.append({**row, **more, "samples_s": times_s})
+            if bound_s is not None:
+                row["of_bound"] = Spread.of([time_s / bound_s for time_s in times_s])
+            self.rows.append({**row, **{key: of.get(name) for key, of in columns.items()}, "samples_s": times_s})
+
+    def figure(self, what: str, figure: float | Spread, unit: str) -> None:
+        """Adds a row of one figure."""
+        self.rows.append({"what": what, "figure": figure, "unit": unit})
 
     def bar(self, claim: str, value: float, limit: float, unit: str = "") -> None:
         """Adds a bar."""
@@ -305,12 +314,18 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
     return samples
 
 
+def processes(count: int) -> ProcessPoolExecutor:
+    """A pool for work in which many small matrices are multiplied."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+
+
 # ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark takes; its help begins with the first line of the description."""
-    flags = argparse.ArgumentParser(description=description.split("\n")[0])
+    """The flags that every benchmark takes; its help shows the description as it is."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, every sample too")
     flags.add_argument(
         "--save", action="store_true", help="keep the summary in bench/results, the samples in bench/raw"

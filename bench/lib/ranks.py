@@ -237,26 +237,3 @@ def payload_bytes_per_s(comm: MPI.Comm, *, flows: int = 16, duration_s: float = 
     for one in (listener, *senders, *receivers):
         one.close()
     return float(min(comm.allgather(rate)))
-
-
-def main_or_rank(main: Callable[[], int], on_rank: Callable[[dict[str, Any]], None]) -> int:
-    """The exit status of `main`; in a process that `rank_argv` started, that rank's part runs instead."""
-    given = rank_options()
-    if given is None:
-        return main()
-    on_rank(given)
-    return 0
-
-
-def timed_block(contender: Any, steps: int, *, barrier: Callable[[], None]) -> Callable[[], float]:
-    """Collective: a function that runs a block of steps and returns this rank's seconds a step."""
-
-    def block() -> float:
-        contender.step()
-        barrier()
-        begin_s = time.perf_counter()
-        for _ in range(steps):
-            contender.step()
-        return (time.perf_counter() - begin_s) / steps
-
-    return block

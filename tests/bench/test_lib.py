@@ -137,9 +137,9 @@ def test_turns_have_calls_before_that_do_not_count_and_rows_have_ratios_to_the_p
     assert "".join(calls) == "aaabbb!bbb!aaa"
     assert {name: len(own) for name, own in samples.items()} == {"a": 2, "b": 2}
     report = Report(name="trial")
-    report.compare({"a": [1.0, 2.0], "b": [3.0, 8.0]}, "a", where={"case": "x"}, setup={"b": "of b"}, absent=None)
+    report.compare({"a": [1.0, 2.0], "b": [3.0, 8.0]}, "a", where={"case": "x"}, bound_s=0.5, setup={"b": "of b"})
     assert [list(row) for row in report.rows] == [
-        ["case", "contender", "step_s", "ratio_to_ddp", "setup", "samples_s"]
+        ["case", "contender", "step_s", "ratio_to_ddp", "of_bound", "setup", "samples_s"]
     ] * 2
     assert [row["setup"] for row in report.rows] == [None, "of b"]
     assert report.rows[1]["ratio_to_ddp"] == Spread.of([3.0, 4.0])
