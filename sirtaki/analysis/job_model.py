@@ -151,6 +151,11 @@ class JobModel:
     alike: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def units(self) -> list[Operation]:
+        """Of all iterations."""
+        return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
+
     def crosses_hosts(self, ranks: tuple[int, ...]) -> bool:
         """Whether an operation of these ranks needs the link."""
         return len({self.hosts[rank] for rank in ranks}) > 1

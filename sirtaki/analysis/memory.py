@@ -15,7 +15,7 @@ from sirtaki.errors import RecordingError
 
 from .global_graph import ms
 from .job_model import JobModel, Piece, Program
-from .recording import Allocation, Holds, Module, ModuleCall, ModuleKey, RankRecording, Recording, StepMemory
+from .recording import Allocation, Holds, Module, ModuleCall, ModuleKey, RankRecording, Recording, StepMemory, phase_at
 from .what_if import Answer, Baseline
 
 _OF_SAMPLES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
@@ -625,13 +625,12 @@ def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
     when = f"{ms(peak.at_s - memory.begin_s)} into the step"
     return (
         f"At its peak rank {rank.rank} holds {format_bytes(peak.n_bytes)} of {memory.devices[replay.device]}, {when} "
-        f"({phase_at(rank, peak.at_s).value}): {parts}."
+        f"({phase_of(rank, peak.at_s).value}): {parts}."
     )
 
 
-def phase_at(rank: RankRecording, at_s: float) -> Phase:
+def phase_of(rank: RankRecording, at_s: float) -> Phase:
     """Return the phase at a moment of the step whose memory was recorded."""
     assert rank.memory is not None
     number = rank.memory.iteration
-    spans = next((one.spans for one in rank.iterations if one.number == number), ())
-    return next((span.phase for span in spans if span.begin_s <= at_s <= span.end_s), Phase.OTHER)
+    return phase_at(next((one.spans for one in rank.iterations if one.number == number), ()), at_s)

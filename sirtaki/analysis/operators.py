@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.errors import RecordingError
 
-from .recording import Allocation, Holds, Module, ModuleCall, Operator, PhaseSpan, StepMemory
+from .recording import Allocation, Holds, Module, ModuleCall, Operator, PhaseSpan, StepMemory, phase_at
 
 logger = logging.getLogger(__name__)
 
@@ -822,8 +822,8 @@ class _Memory:
                 continue
             if event.n_bytes > 0:
                 call = -1 if seen.calls is None else self._call_at(seen.calls, event.at_s)
-                self._add(address, event.n_bytes, begin_s=event.at_s, phase=self._phase_at(event.at_s), call=call,
-                          operator=event.operator)  # fmt: skip
+                phase = phase_at(self._spans, event.at_s)
+                self._add(address, event.n_bytes, begin_s=event.at_s, phase=phase, call=call, operator=event.operator)
                 live[address] = len(self.allocations) - 1
                 if event.accumulating:
                     short_lived.add(live[address])
@@ -872,9 +872,6 @@ class _Memory:
         if one.phase in (Phase.DATA, Phase.FORWARD) and backward:
             return replace(one, holds=Holds.ACTIVATIONS)
         return one
-
-    def _phase_at(self, moment_s: float) -> Phase:
-        return next((span.phase for span in self._spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
     def _call_at(self, calls: ModuleCalls, moment_s: float) -> int:
         place = calls.at(moment_s)

@@ -20,7 +20,7 @@ from sirtaki.errors import PlanError, RecordingError, ReplayError
 from .alignment import align, headlines
 from .global_graph import StepTimes, ms, path_lines, percent, play, recorded
 from .job_model import Histories, histories, job_model
-from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_at
+from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_of
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
 from .svg import Plot, framed, legend, page, paragraph, share_bar, table
 from .timeline_plot import (
@@ -485,7 +485,7 @@ def memory_section(found: Findings) -> Iterator[str]:
         for one in known:
             assert one.memory is not None
             own = MemoryReplay(one.memory).peak()
-            into_s, phase = own.at_s - one.memory.begin_s, phase_at(one, own.at_s)
+            into_s, phase = own.at_s - one.memory.begin_s, phase_of(one, own.at_s)
             rows.append([str(one.rank), format_bytes(own.n_bytes), ms(into_s), phase.value])
         inside = table(["rank", "peak", "into the step", "phase"], rows, text=(3,))
         yield f"<details><summary>The peak of each rank</summary>{inside}</details>"

@@ -148,7 +148,7 @@ class Search:
                 break
         transport, algorithm = settings.get("SIRTAKI_TRANSPORT"), settings.get("SIRTAKI_ALGORITHM")
         now = self.recorded.route
-        used = [one.route for each in job.iterations for one in each.operations if one.route is not None]
+        used = [one.route for one in job.units if one.route is not None]
         self.routes = tuple(
             route
             for route in dict.fromkeys([now, *used, *job.links])

@@ -10,7 +10,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
@@ -180,6 +180,11 @@ class PhaseSpan:
     phase: Phase
     begin_s: float
     end_s: float
+
+
+def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
+    """The first phase that lasts at a moment; OTHER where none does."""
+    return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,50 +57,43 @@ class Plot:
 
     def line(self, points: Sequence[tuple[float, float]], *, color: str, dashed: bool = False) -> None:
         """A polyline."""
-        path = " ".join(f"{self._across(x):.1f},{self._up(y):.1f}" for x, y in points)
-        dash = ' stroke-dasharray="6 4"' if dashed else ""
-        self._shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"{dash}/>')
+        dash = {"stroke_dasharray": "6 4"} if dashed else {}
+        self._draw("polyline", points=self._path(points), fill="none", stroke=color, stroke_width="1.8", **dash)
 
     def steps(self, points: Sequence[tuple[float, float]], *, color: str) -> None:
         """A line that keeps each value until the next one, and the last to the right edge."""
-        path: list[tuple[float, float]] = []
-        ends = [*(x for x, _ in points[1:]), self.x[1]]
-        for (x, y), end in zip(points, ends, strict=False):  # without points there is no end, either
-            path += [(x, y), (end, y)]
-        self.line(path, color=color)
+        self.line(self._kept(points), color=color)
 
     def band(self, points: Sequence[tuple[float, float, float]], *, color: str, title: str) -> None:
         """What lies between a lower and an upper value, `(x, low, high)`; each keeps until the next one."""
-        ends = [*(x for x, _, _ in points[1:]), self.x[1]]
-        upper = [(at, high) for (x, _, high), end in zip(points, ends, strict=False) for at in (x, end)]
-        lower = [(at, low) for (x, low, _), end in zip(points, ends, strict=False) for at in (x, end)]
-        path = " ".join(f"{self._across(x):.1f},{self._up(y):.1f}" for x, y in [*upper, *lower[::-1]])
-        self._shapes.append(f'<polygon points="{path}" fill="{color}"><title>{escape(title)}</title></polygon>')
+        upper, lower = self._kept([(x, high) for x, _, high in points]), self._kept([(x, low) for x, low, _ in points])
+        self._draw("polygon", title, points=self._path([*upper, *lower[::-1]]), fill=color)
 
     def dot(self, x: float, y: float, *, color: str, title: str, large: bool = False) -> None:
         """A point with a tooltip."""
-        self._shapes.append(
-            f'<circle cx="{self._across(x):.1f}" cy="{self._up(y):.1f}" r="{5 if large else 3.2}" fill="{color}">'
-            f"<title>{escape(title)}</title></circle>"
-        )
+        self._draw("circle", title, cx=self._across(x), cy=self._up(y), r="5" if large else "3.2", fill=color)
 
     def cross(self, x: float, *, color: str, title: str) -> None:
         """A cross at the upper edge, for what has no value."""
-        a, b = self._across(x), TOP + 6
-        self._shapes.append(
-            f'<path d="M{a - 4:.1f} {b - 4}l8 8m0 -8l-8 8" stroke="{color}" stroke-width="1.6">'
-            f"<title>{escape(title)}</title></path>"
-        )
+        d = f"M{self._across(x) - 4:.1f} {TOP + 2}l8 8m0 -8l-8 8"
+        self._draw("path", title, d=d, stroke=color, stroke_width="1.6")
 
     def box(
         self, x: tuple[float, float], y: tuple[float, float], *, color: str, title: str = "", opacity: float = 1.0
     ) -> None:
         """A filled rectangle with a tooltip."""
         left, right, top, bottom = self._across(x[0]), self._across(x[1]), self._up(y[1]), self._up(y[0])
-        self._shapes.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.6, right - left):.1f}" height="{bottom - top:.1f}" '
-            f'fill="{color}" fill-opacity="{opacity:.3g}"><title>{escape(title)}</title></rect>'
+        size = {"width": max(0.6, right - left), "height": bottom - top}
+        self._draw("rect", title, x=left, y=top, **size, fill=color, fill_opacity=f"{opacity:.3g}")
+
+    def _draw(self, tag: str, title: str | None = None, **attributes: str | float) -> None:
+        """An element; numbers are pixels, and a title is shown when the pointer is over it."""
+        told = (
+            (name.replace("_", "-"), one if isinstance(one, str) else f"{one:.1f}") for name, one in attributes.items()
         )
+        opening = " ".join([tag, *(f'{name}="{value}"' for name, value in told)])
+        inside = "/>" if title is None else f"><title>{escape(title)}</title></{tag}>"
+        self._shapes.append(f"<{opening}{inside}")
 
     def render(
         self,
@@ -127,6 +120,14 @@ class Plot:
             f'<text transform="translate(14 {beside}) rotate(-90)" text-anchor="middle">{escape(self.y_label)}</text>'
         )
         return "\n".join([*parts, "</svg>"])
+
+    def _path(self, points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{self._across(x):.1f},{self._up(y):.1f}" for x, y in points)
+
+    def _kept(self, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Each point, and where the next one, or the right edge, ends its value."""
+        ends = [*(x for x, _ in points[1:]), self.x[1]]
+        return [(at, y) for (x, y), end in zip(points, ends, strict=False) for at in (x, end)]  # none ends nothing
 
     def _across(self, value: float) -> float:
         return LEFT + (self.width - LEFT - RIGHT) * (value - self.x[0]) / ((self.x[1] - self.x[0]) or 1.0)

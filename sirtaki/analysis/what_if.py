@@ -56,19 +56,6 @@ class UnitCost:
     lag_s: float
     across: bool
 
-    def applied_to(self, unit: Operation) -> Operation:
-        """The unit at this cost."""
-        moving_s = unit.n_bytes * self.s_per_byte
-        return replace(
-            unit,
-            fixed_s=self.startup_s if self.across else 0.0,
-            link_s=moving_s if self.across else 0.0,
-            host_s=self.host_s,
-            processor_s=0.0 if self.across else self.startup_s + moving_s,
-            busy=self.busy,
-            lag_s=self.lag_s,
-        )
-
 
 def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     """Return what units of these ranks cost on a route.
@@ -76,12 +63,11 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     Raises:
         ReplayError: neither units of that route were recorded nor was it probed.
     """
-    all_units = [one for each in job.iterations for one in each.operations if one.activity is Activity.UNIT]
-    units = [one for one in all_units if one.route == route]
+    units = [one for one in job.units if one.route == route]
     probed = job.links.get(route)
     across = job.crosses_hosts(ranks)
     if not units and probed is None:
-        known = {*job.links, *(one.route for one in all_units if one.route is not None)}
+        known = {*job.links, *(one.route for one in job.units if one.route is not None)}
         words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
             f"nothing is known of {route[0].value} {route[1].value}: neither was it probed nor did units use it "
@@ -170,16 +156,23 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operatio
     layout = buffer.layout
     for unit in buffer.plan.units:
         route = (buffer.plan.transport, unit.algorithm)
-        bare = Operation(
+        cost, n_bytes = costs[route], unit.numel * layout.itemsize_bytes
+        moving_s = n_bytes * cost.s_per_byte
+        yield Operation(
             key=(buffer.number, unit.start, unit.stop),
             activity=Activity.UNIT,
             lane=f"{buffer.plan.transport.value} stream {unit.stream}",
             ranks=buffer.ranks,
-            n_bytes=unit.numel * layout.itemsize_bytes,
+            n_bytes=n_bytes,
             name=layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}",
             route=route,
+            fixed_s=cost.startup_s if cost.across else 0.0,
+            link_s=moving_s if cost.across else 0.0,
+            host_s=cost.host_s,
+            processor_s=0.0 if cost.across else cost.startup_s + moving_s,
+            busy=cost.busy,
+            lag_s=cost.lag_s,
         )
-        yield costs[route].applied_to(bare)
 
 
 class _Reissue:
@@ -269,10 +262,8 @@ def wire_bytes_per_byte(ranks: int) -> float:
 
 def link_rate(job: JobModel) -> float | None:
     """Bytes a second that the link carries of gradients with the best number of units at a time; None = no link."""
-    route = _link_route(job)
-    if job.link is None or route is None:
-        return None
-    return max(job.link.totals) / unit_cost(job, route, job.ranks).s_per_byte
+    alone = _rate_of_one_unit(job)
+    return None if job.link is None or alone is None else max(job.link.totals) * alone
 
 
 def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
@@ -284,14 +275,14 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     Raises:
         ReplayError: all ranks are on one host, or the rate is none.
     """
-    rate = link_rate(job)
-    route = _link_route(job)
-    if job.link is None or rate is None or route is None:
+    alone = _rate_of_one_unit(job)
+    if job.link is None or alone is None:
         raise ReplayError("all ranks are on one host, so no link between hosts can be faster or slower")
     if not (math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0):
         raise ReplayError(f"a link's rate must be positive, not {link_bytes_per_s}")
     wanted = PAYLOAD * link_bytes_per_s / wire_bytes_per_byte(len(job.ranks))
-    totals, alone = job.link.totals, 1 / unit_cost(job, route, job.ranks).s_per_byte
+    totals = job.link.totals
+    rate = max(totals) * alone
     if alone >= FILLED * rate:
         rates = [wanted / rate * alone * total for total in totals]
     elif wanted <= rate:
@@ -304,14 +295,10 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     return replace(slower, link=link)
 
 
-def _link_route(job: JobModel) -> Route | None:
-    routes = [
-        one.route
-        for each in job.iterations
-        for one in each.operations
-        if one.route is not None and job.crosses_hosts(one.ranks)
-    ]
-    return statistics.mode(routes) if routes else None
+def _rate_of_one_unit(job: JobModel) -> float | None:
+    """Bytes a second between hosts on the route of most units; None where none travels between hosts."""
+    routes = [one.route for one in job.units if one.route is not None and job.crosses_hosts(one.ranks)]
+    return 1 / unit_cost(job, statistics.mode(routes), job.ranks).s_per_byte if routes else None
 
 
 def with_ranks(job: JobModel, ranks: int) -> JobModel:
@@ -744,12 +731,7 @@ def bandwidth(job: JobModel) -> float:
     rate = link_rate(job)
     if rate is not None:
         return rate
-    rates = [
-        one.n_bytes / one.processor_s
-        for each in job.iterations
-        for one in each.operations
-        if one.activity is Activity.UNIT and one.processor_s > 0
-    ]
+    rates = [one.n_bytes / one.processor_s for one in job.units if one.processor_s > 0]
     if not rates:
         raise ReplayError("no units were recorded, so no bandwidth is known")
     return max(rates)
@@ -907,7 +889,7 @@ class Baseline:
     def single_remedies(self) -> tuple[Answer, ...]:
         """Each single change that can be asked for, the best first; some bring nothing."""
         job = self.job
-        found = [self.answer(words, changed()) for words, changed in _remedies(job)]
+        found = [self.answer(words, changed) for words, changed in _remedies(job)]
         if self.priced_s is not None:
             if (size := best_part_bytes(job)) is not None:
                 words = f"{in_words(job, size)}: {line_of_code(size)}"
@@ -929,19 +911,19 @@ def unanswered(job: JobModel) -> tuple[str, ...]:
     return ()
 
 
-def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
+def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
+    """Each with the job that has it."""
     if len(job.ranks) > 2:
-        yield "no rank were slower than most", lambda: without_stragglers(job)
+        yield "no rank were slower than most", without_stragglers(job)
     if any(
         piece.activity is Activity.DATA for each in job.iterations for mine in each.programs.values() for piece in mine
     ):
-        yield "no rank waited for data", lambda: with_faster_loader(job, math.inf)
+        yield "no rank waited for data", with_faster_loader(job, math.inf)
     rate = link_rate(job)
     if rate is not None:
-        wire = wire_bytes_per_byte(len(job.ranks)) * rate
-        yield "the links were twice as fast", lambda: with_link(job, 2 * wire)
-    if any(one.activity is Activity.UNIT for each in job.iterations for one in each.operations):
-        yield "gradients travelled in half as many bytes (bf16 for float32)", lambda: with_less_traffic(job, 0.5)
+        yield "the links were twice as fast", with_link(job, 2 * wire_bytes_per_byte(len(job.ranks)) * rate)
+    if job.units:
+        yield "gradients travelled in half as many bytes (bf16 for float32)", with_less_traffic(job, 0.5)
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:

@@ -6,7 +6,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -158,16 +158,7 @@ def _show(store: Store, options: Namespace) -> None:
     found = store.find(options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        print_table(["", ""], _facts(found).items())
-
-
-def _facts(found: Entry | Way) -> Mapping[str, str]:
-    if isinstance(found, Entry):
-        return _entry_facts(found)
-    if isinstance(found, RowWay):
-        return _way_facts(found)
-    assert isinstance(found, ShardWay)
-    return _shard_facts(found)
+        print_table(["", ""], _FACTS[type(found)](found).items())
 
 
 def _way_facts(way: RowWay) -> Mapping[str, str]:
@@ -230,6 +221,13 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
         "key versions": _versions(entry.key.versions),
         "versions": _versions(entry.provenance.versions),
     }
+
+
+_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: what its key says
+    Entry: _entry_facts,
+    RowWay: _way_facts,
+    ShardWay: _shard_facts,
+}
 
 
 def _similar(store: Store, options: Namespace) -> None:
