@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fakes.recordings import shifted
+
 from sirtaki.analysis.global_graph import global_graph
 from sirtaki.analysis.job_model import Iteration, JobModel, Operation, Piece, Processors, Program, link_server
 from sirtaki.analysis.recording import (
@@ -172,7 +174,6 @@ def record(
     job: JobModel, *, offsets_s: Mapping[int, float] | None = None, detail: Detail = Detail.OPERATORS
 ) -> Recording:
     """What the profiler would have seen of it; rank r's clock shows `offsets_s[r]` less than the job's."""
-    offsets_s = offsets_s or {}
     played = replay(global_graph(job))
     nodes, numbers = played.graph.nodes, list(range(len(job.iterations)))
     units = {
@@ -184,7 +185,7 @@ def record(
     ranks = {}
     for rank in job.ranks:
         mine = [place for place, node in enumerate(nodes) if node.rank == rank]
-        shift = offsets_s.get(rank, 0.0)
+        shift = (offsets_s or {}).get(rank, 0.0)
         now_s = played.end_s[mine[0]]
         position, iterations, keys = 1, [], dict[ModuleKey, int]()
         for number in numbers:
@@ -194,21 +195,21 @@ def record(
                 place = mine[position]
                 position += 1
                 start_s, end_s = played.start_s[place], played.end_s[place]
-                spans.setdefault(piece.phase, [now_s - shift, 0.0])[1] = end_s - shift
+                spans.setdefault(piece.phase, [now_s, 0.0])[1] = end_s
                 if piece.activity is Activity.COPY:
-                    copies.append(Copy(begin_s=start_s - shift, end_s=end_s - shift, n_gradients=1))
+                    copies.append(Copy(begin_s=start_s, end_s=end_s, n_gradients=1))
                 elif piece.name:
                     operators.append(
                         Operator(
                             name=piece.name,
                             lane=0,
-                            begin_s=start_s - shift,
-                            end_s=end_s - shift,
+                            begin_s=start_s,
+                            end_s=end_s,
                             phase=piece.phase,
                             module=-1 if piece.module is None else keys.setdefault(piece.module, len(keys)),
                         )
                     )
-                ready += [ReadyGradient(buffer=0, index=index, ready_s=end_s - shift) for _, index in piece.ready]
+                ready += [ReadyGradient(buffer=0, index=index, ready_s=end_s) for _, index in piece.ready]
                 issued += [(key, end_s) for key in piece.issues]
                 now_s = end_s
             recorded_units = []
@@ -219,16 +220,16 @@ def record(
                 recorded_units.append(
                     RecordedUnit(
                         unit=UnitId(iteration=number, buffer=0, start=start, stop=stop, route=GLOO, stream=unit.stream),
-                        issue_s=issue_s - shift,
+                        issue_s=issue_s,
                         begin_s=None,
-                        done_s=done_s - shift,
+                        done_s=done_s,
                     )
                 )
             iterations.append(
                 RecordedIteration(
                     number=number,
-                    begin_s=begin_s - shift,
-                    end_s=now_s - shift,
+                    begin_s=begin_s,
+                    end_s=now_s,
                     spans=tuple(
                         PhaseSpan(phase=phase, begin_s=from_s, end_s=to_s) for phase, (from_s, to_s) in spans.items()
                     ),
@@ -239,7 +240,7 @@ def record(
                     beside_s=sum(one.processor_s * one.busy for one in job.iterations[number].operations),
                 )
             )
-        ranks[rank] = RankRecording(
+        own = RankRecording(
             rank=rank,
             job="made",
             model="made",
@@ -250,6 +251,7 @@ def record(
             iterations=tuple(iterations),
             modules=tuple(Module(name=name, kind="Layer", root=root) for root, name in keys),
         )
+        ranks[rank] = shifted(own, by_s=-shift)
     place_of = {rank: group for group in job.processors for rank in group.ranks}
     placement = tuple(
         Placement(

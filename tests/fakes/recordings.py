@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from sirtaki.analysis.recording import (
     Buffer,
@@ -150,35 +152,31 @@ def recording(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 
     return Recording(job=job(n_ranks, ranks_per_host=ranks_per_host, n_iterations=n_iterations), ranks=ranks)
 
 
+MOMENTS = ("begin_s", "end_s", "ready_s", "issue_s", "agreed_s", "done_s")
+
+
 def shifted(recorded: RankRecording, *, by_s: float, drift: float = 0.0) -> RankRecording:
     """What the rank records if its clock shows `by_s` more than it should at the first iteration, and gains `drift`."""
     first_s = recorded.iterations[0].begin_s
 
-    def at(moment_s: float) -> float:
-        return moment_s + by_s + drift * (moment_s - first_s)
+    def moved(value: Any, name: str = "") -> Any:
+        if name in MOMENTS and value is not None:
+            return value + by_s + drift * (value - first_s)
+        if is_dataclass(value):
+            return replace(value, **{one.name: moved(getattr(value, one.name), one.name) for one in fields(value)})
+        return tuple(map(moved, value)) if isinstance(value, tuple) else value
 
-    def moved(one: RecordedIteration) -> RecordedIteration:
-        return replace(
-            one,
-            begin_s=at(one.begin_s),
-            end_s=at(one.end_s),
-            spans=tuple(replace(span, begin_s=at(span.begin_s), end_s=at(span.end_s)) for span in one.spans),
-            operators=tuple(replace(op, begin_s=at(op.begin_s), end_s=at(op.end_s)) for op in one.operators),
-            ready=tuple(replace(gradient, ready_s=at(gradient.ready_s)) for gradient in one.ready),
-            copies=tuple(replace(copy, begin_s=at(copy.begin_s), end_s=at(copy.end_s)) for copy in one.copies),
-            units=tuple(
-                replace(
-                    unit,
-                    issue_s=at(unit.issue_s),
-                    begin_s=None if unit.begin_s is None else at(unit.begin_s),
-                    done_s=at(unit.done_s),
-                )
-                for unit in one.units
-            ),
-            collectives=tuple(
-                replace(call, begin_s=at(call.begin_s), agreed_s=at(call.agreed_s), end_s=at(call.end_s))
-                for call in one.collectives
-            ),
-        )
+    return replace(recorded, iterations=moved(recorded.iterations))
 
-    return replace(recorded, iterations=tuple(moved(one) for one in recorded.iterations))
+
+def with_ranks(recording: Recording, change: Callable[[RankRecording], RankRecording], *ranks: int) -> Recording:
+    """The recording with a change of what these ranks have recorded; of all where none is named."""
+    changed = {n: one if ranks and n not in ranks else change(one) for n, one in recording.ranks.items()}
+    return replace(recording, ranks=changed)
+
+
+def with_iterations(
+    recording: Recording, change: Callable[[RecordedIteration], RecordedIteration], *ranks: int
+) -> Recording:
+    """The same with a change of each iteration."""
+    return with_ranks(recording, lambda rank: replace(rank, iterations=tuple(map(change, rank.iterations))), *ranks)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
 from fakes.played_jobs import made_job, plan_of
 
 from sirtaki.analysis.global_graph import StepTimes, global_graph, replayed
@@ -10,6 +14,7 @@ from sirtaki.autotune.model.replayer import Replay, replay
 from sirtaki.measures import LinkModel
 
 SIZES = (1000, 3000, 2000, 500)
+DURATIONS = (0.02, 0.01, 0.03, 0.02)
 LINK = LinkModel(alpha_s=0.002, throughput=(1e5, 1.6e5, 2e5), host_s=0.003)
 
 
@@ -21,26 +26,36 @@ def times(job: JobModel) -> StepTimes:
     return replayed(played(job))
 
 
-def over_a_link(
-    *, cuts: tuple[int, ...] = (1, 2, 4), streams: int = 2, ranks: int = 2, iterations: int = 2
-) -> JobModel:
-    return made_job(
-        durations_s=dict.fromkeys(range(ranks), (0.02, 0.01, 0.03, 0.02)),
-        sizes=SIZES,
-        plan=plan_of(SIZES, cuts, streams=streams),
-        link=LINK,
-        iterations=iterations,
-    )
+def over_a_link(*, link: LinkModel = LINK, streams: int = 2, **options: Any) -> JobModel:
+    """A small job whose ranks are on a host each; options are those of `small_job`."""
+    return small_job(link=link, streams=streams, **options)
 
 
-def on_one_host(
-    *, cuts: tuple[int, ...] = (1, 2, 4), streams: int = 1, ranks: int = 2, capacity: float = 64.0
+def on_one_host(*, seconds_per_byte: float = 2e-6, **options: Any) -> JobModel:
+    """The same on one host."""
+    return small_job(seconds_per_byte=seconds_per_byte, **options)
+
+
+def small_job(
+    *,
+    ranks: int = 2,
+    slow: Mapping[int, float] = MappingProxyType({}),
+    durations_s: Mapping[int, Sequence[float]] | None = None,
+    cuts: Sequence[int] = (1, 2, 4),
+    streams: int = 1,
+    iterations: int = 2,
+    **options: Any,
 ) -> JobModel:
-    return made_job(
-        durations_s=dict.fromkeys(range(ranks), (0.02, 0.01, 0.03, 0.02)),
-        sizes=SIZES,
-        plan=plan_of(SIZES, cuts, streams=streams),
-        seconds_per_byte=2e-6,
-        capacity=capacity,
-        iterations=2,
-    )
+    """Four gradients.
+
+    Args:
+        ranks: how many.
+        slow: how many times as long as others a rank takes for its backward pass.
+        durations_s: of each rank's gradients, instead of these two.
+        cuts, streams: see `plan_of`.
+        iterations: how many.
+        options: of `made_job`.
+    """
+    usual_s = {rank: [slow.get(rank, 1.0) * seconds for seconds in DURATIONS] for rank in range(ranks)}
+    plan = plan_of(SIZES, cuts, streams=streams)
+    return made_job(durations_s=durations_s or usual_s, sizes=SIZES, plan=plan, iterations=iterations, **options)

@@ -13,7 +13,7 @@ from fakes.replays import on_one_host, over_a_link
 
 from sirtaki.analysis.chakra import ALL_RANKS, COMM_COLL_NODE, Written, messages, write_traces
 from sirtaki.analysis.job_model import histories
-from sirtaki.analysis.recording import Recording
+from sirtaki.analysis.recording import RecordedIteration, Recording
 from sirtaki.errors import RecordingError
 
 # ── schema ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,25 +119,16 @@ def test_a_file_has_a_version_nodes_and_what_simulators_ask_for(tmp_path: Path) 
 
 
 def test_groups_are_written_where_not_all_ranks_act_together(tmp_path: Path) -> None:
-    whole = recordings.recording(3)
-    alone = replace(whole.ranks[2], iterations=tuple(replace(one, units=()) for one in whole.ranks[2].iterations))
-    groups = written(tmp_path, replace(whole, ranks={0: whole.ranks[0], 1: whole.ranks[1], 2: alone})).groups
+    alone = recordings.with_iterations(recordings.recording(3), lambda one: replace(one, units=()), 2)
+    groups = written(tmp_path, alone).groups
     assert groups is not None
     assert groups.name == "job.groups.json"
     assert json.loads(groups.read_text()) == {"1": [0, 1]}
 
 
 def test_a_collective_without_a_name_is_an_error(tmp_path: Path) -> None:
-    whole = recordings.recording()
-    strange = {
-        rank: replace(
-            own,
-            iterations=tuple(
-                replace(one, collectives=tuple(replace(call, kind="gossip") for call in one.collectives))
-                for one in own.iterations
-            ),
-        )
-        for rank, own in whole.ranks.items()
-    }
+    def strange(one: RecordedIteration) -> RecordedIteration:
+        return replace(one, collectives=tuple(replace(call, kind="gossip") for call in one.collectives))
+
     with pytest.raises(RecordingError, match="loss is gossip"):
-        written(tmp_path, replace(whole, ranks=strange))
+        written(tmp_path, recordings.with_iterations(recordings.recording(), strange))

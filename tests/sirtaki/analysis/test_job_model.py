@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 from fakes.played_jobs import GLOO, made_job, plan_of, record
-from fakes.replays import over_a_link
+from fakes.recordings import with_iterations
+from fakes.replays import DURATIONS, on_one_host, over_a_link, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.analysis.global_graph import StepTimes, global_graph, recorded, replayed
+from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import (
     JobModel,
     Marks,
@@ -36,9 +37,8 @@ from sirtaki.analysis.recording import (
     Recording,
     UnitId,
 )
-from sirtaki.autotune.model.replayer import Activity, Phase, replay
+from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import ReplayError
-from sirtaki.measures import LinkModel
 
 # ── history ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,12 +108,8 @@ def test_marks_beyond_the_iteration_are_at_its_edges() -> None:
 
 
 def test_iterations_that_negotiate_are_left_out() -> None:
-    recording = record(over_a_link(iterations=3))
-    ranks = {
-        number: replace(rank, iterations=(replace(rank.iterations[0], profiling=True), *rank.iterations[1:]))
-        for number, rank in recording.ranks.items()
-    }
-    assert len(histories(replace(recording, ranks=ranks)).steps) == 2
+    recording = with_iterations(record(over_a_link(iterations=3)), lambda one: replace(one, profiling=one.number == 0))
+    assert len(histories(recording).steps) == 2
 
 
 # ── barriers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,22 +206,10 @@ def test_unknown_times_are_those_of_units_that_keep_a_processor_busy() -> None:
 
 
 def without_times(recording: Recording) -> Recording:
-    ranks = {
-        rank: replace(one, iterations=tuple(replace(each, beside_s=None) for each in one.iterations))
-        for rank, one in recording.ranks.items()
-    }
-    return replace(recording, ranks=ranks)
+    return with_iterations(recording, lambda one: replace(one, beside_s=None))
 
 
 # ── from recording ────────────────────────────────────────────────────────────────────────────────────────────────
-
-SIZES_FROM_RECORDING = (1000, 3000, 2000, 500)
-
-LINK = LinkModel(alpha_s=0.002, throughput=(1e5, 1.6e5, 2e5), host_s=0.003)
-
-
-def times(job: JobModel) -> StepTimes:
-    return replayed(replay(global_graph(job)))
 
 
 def check_same(job: JobModel, *, detail: Detail = Detail.OPERATORS, offsets_s: dict[int, float] | None = None) -> None:
@@ -237,48 +221,19 @@ def check_same(job: JobModel, *, detail: Detail = Detail.OPERATORS, offsets_s: d
         assert again.phases_s.get(phase, 0.0) == pytest.approx(seconds, rel=1e-6, abs=1e-7), phase
 
 
-def test_a_job_over_a_link_is_the_same_again() -> None:
-    job = made_job(
-        durations_s={0: (0.02, 0.01, 0.03, 0.02), 1: (0.02, 0.02, 0.03, 0.04)},
-        sizes=SIZES_FROM_RECORDING,
-        plan=plan_of(SIZES_FROM_RECORDING, (1, 2, 4), streams=2),
-        link=LINK,
-        iterations=3,
-    )
-    check_same(job)
+UNEVEN = {0: DURATIONS, 1: (0.02, 0.02, 0.03, 0.04)}
 
 
-def test_clocks_of_ranks_may_differ() -> None:
-    job = made_job(
-        durations_s={0: (0.02, 0.01, 0.03, 0.02), 1: (0.02, 0.02, 0.03, 0.04)},
-        sizes=SIZES_FROM_RECORDING,
-        plan=plan_of(SIZES_FROM_RECORDING, (2, 4)),
-        link=LINK,
-        iterations=2,
-    )
-    check_same(job, offsets_s={1: 5.0})
-
-
-def test_units_alone_say_as_much_of_the_step() -> None:
-    job = made_job(
-        durations_s={0: (0.02, 0.01, 0.03, 0.02), 1: (0.02, 0.02, 0.03, 0.04)},
-        sizes=SIZES_FROM_RECORDING,
-        plan=plan_of(SIZES_FROM_RECORDING, (1, 3, 4)),
-        link=LINK,
-        iterations=2,
-    )
-    check_same(job, detail=Detail.UNITS)
+@pytest.mark.parametrize(
+    "recorded_as", [{}, {"offsets_s": {1: 5.0}}, {"detail": Detail.UNITS}], ids=["operators", "two clocks", "units"]
+)
+def test_a_job_over_a_link_is_the_same_again_whatever_was_recorded_and_by_which_clock(recorded_as) -> None:
+    check_same(over_a_link(durations_s=UNEVEN, iterations=3), **recorded_as)
 
 
 def test_ranks_that_share_two_processors_are_the_same_again() -> None:
-    job = made_job(
-        durations_s={rank: (0.02, 0.01 + 0.01 * rank, 0.03, 0.02) for rank in range(4)},
-        sizes=SIZES_FROM_RECORDING,
-        plan=plan_of(SIZES_FROM_RECORDING, (1, 2, 4), streams=2),
-        seconds_per_byte=2e-6,
-        capacity=2,
-        iterations=2,
-    )
+    durations_s = {rank: (0.02, 0.01 + 0.01 * rank, 0.03, 0.02) for rank in range(4)}
+    job = on_one_host(durations_s=durations_s, streams=2, capacity=2)
     alone = replace(job, processors=tuple(replace(group, capacity=64.0) for group in job.processors))
     assert times(job).iteration_s > 1.5 * times(alone).iteration_s
     check_same(job)
@@ -298,26 +253,16 @@ seconds = st.floats(0.001, 0.05)
 def test_whatever_was_played_is_played_again(
     durations_s: list[tuple[float, ...]], cuts: tuple[int, ...], streams: int, between_hosts: bool, capacity: float
 ) -> None:
-    job = made_job(
-        durations_s=dict(enumerate(durations_s)),
-        sizes=SIZES_FROM_RECORDING,
-        plan=plan_of(SIZES_FROM_RECORDING, cuts, streams=streams),
-        link=LINK if between_hosts else None,
-        seconds_per_byte=2e-6,
-        data_s={0: 0.01},
-        capacity=capacity,
-        iterations=2,
+    job = over_a_link if between_hosts else on_one_host
+    check_same(
+        job(durations_s=dict(enumerate(durations_s)), cuts=cuts, streams=streams, data_s={0: 0.01}, capacity=capacity)
     )
-    check_same(job)
 
 
 def test_a_recording_without_a_common_iteration_is_refused() -> None:
-    job = made_job(durations_s={0: (0.1,), 1: (0.1,)}, sizes=(10,), plan=plan_of((10,), (1,)), seconds_per_byte=1e-6)
-    recording = record(job)
-    late = recording.ranks[1]
-    others = {**recording.ranks, 1: replace(late, iterations=(replace(late.iterations[0], number=7),))}
+    later = with_iterations(record(on_one_host()), lambda one: replace(one, number=one.number + 7), 1)
     with pytest.raises(ReplayError, match="no iteration was recorded on all ranks"):
-        histories(replace(recording, ranks=others))
+        histories(later)
 
 
 def test_dents_of_a_probed_link_are_filled_and_nothing_else_changes() -> None:

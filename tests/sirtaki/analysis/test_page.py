@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 import pytest
 from fakes import memories
-from fakes.played_jobs import made_job, plan_of, record, written
+from fakes.played_jobs import record, written
 from fakes.recordings import recording as made
-from fakes.replays import SIZES, on_one_host, over_a_link
+from fakes.recordings import with_iterations, with_ranks
+from fakes.replays import DURATIONS, SIZES, on_one_host, over_a_link
 from fakes.trial_logs import svgs
 
 from sirtaki.analysis import page as module
 from sirtaki.analysis.global_graph import ms, parts, percent, play
-from sirtaki.analysis.job_model import Histories, Stretch, histories, job_model
+from sirtaki.analysis.job_model import Histories, histories, job_model
 from sirtaki.analysis.page import (
     MOST_MOMENTS,
     findings,
@@ -35,7 +36,7 @@ from sirtaki.analysis.page import (
     render,
     sentences,
 )
-from sirtaki.analysis.recording import JOB_FILE, Detail, Operator, Recording, rank_path
+from sirtaki.analysis.recording import JOB_FILE, Detail, Operator, RankRecording, Recording, rank_path
 from sirtaki.analysis.timeline_plot import (
     MOST_BOXES,
     TICKS_PER_S,
@@ -51,16 +52,9 @@ from sirtaki.analysis.timeline_plot import (
     step_parts,
     timeline,
 )
-from sirtaki.autotune.model.replayer import Activity, Phase
+from sirtaki.autotune.model.replayer import Phase
 from sirtaki.cli.__main__ import main
 from sirtaki.errors import RecordingError, ReplayError
-
-# ── kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def stretch(activity: Activity = Activity.COMPUTE, phase: Phase = Phase.BACKWARD, **fields) -> Stretch:
-    return Stretch(begin_s=0.0, end_s=1.0, activity=activity, phase=phase, **fields)
-
 
 # ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,28 +81,19 @@ def test_parts_are_what_the_job_was_made_of() -> None:
 
 # ── exposure ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DURATIONS = (0.02, 0.01, 0.03, 0.02)
-
-SLOW = tuple(2 * seconds for seconds in DURATIONS)
-
 
 def test_waiting_for_a_late_rank_is_told_from_waiting_for_units() -> None:
-    plan, per_byte = plan_of(SIZES, (4,)), 1e-6
-    job = made_job(durations_s={0: DURATIONS, 1: SLOW}, sizes=SIZES, plan=plan, seconds_per_byte=per_byte)
+    job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     quick, slow = exposures(histories(record(job)))
-    unit_s = 4 * sum(SIZES) * per_byte
+    unit_s = 4 * sum(SIZES) * 1e-6
     assert (quick.held_s, quick.moving_s) == pytest.approx((sum(DURATIONS), unit_s))
     assert (slow.held_s, slow.moving_s) == pytest.approx((0.0, unit_s), abs=1e-9)
 
 
 def test_units_that_end_after_the_backward_pass_are_late() -> None:
-    plan, per_byte = plan_of(SIZES, (1, 2, 4)), 1e-6
-    job = made_job(
-        durations_s={0: DURATIONS, 1: DURATIONS}, sizes=SIZES, plan=plan, seconds_per_byte=per_byte, iterations=3
-    )
-    (last,) = late_units(histories(record(job)))
+    (last,) = late_units(histories(record(on_one_host(seconds_per_byte=1e-6, iterations=3))))
     assert (last.unit.name, last.unit.n_bytes, last.times) == ("w2 … w3 (2)", 10_000, 3)
-    assert last.late_s == last.done_s == pytest.approx(10_000 * per_byte)
+    assert last.late_s == last.done_s == pytest.approx(0.01)
     assert last.begin_s == pytest.approx(0.0, abs=1e-9)
     assert last.issue_s == pytest.approx(0.0, abs=1e-9)
 
@@ -223,20 +208,9 @@ def test_boxes_come_back_as_they_were() -> None:
 
 
 def test_the_median_iteration_comes_first() -> None:
-    recording = made(2, n_iterations=3)
-    lengths_s = (0.1, 0.3, 0.2)
-
-    def longer(rank):  # type: ignore[no-untyped-def]
-        return replace(
-            rank,
-            iterations=tuple(
-                replace(one, end_s=one.begin_s + length_s)
-                for one, length_s in zip(rank.iterations, lengths_s, strict=True)
-            ),
-        )
-
-    ranks = {number: longer(rank) for number, rank in recording.ranks.items()}
-    drawn = of(histories(replace(recording, ranks=ranks)))
+    lengths_s = {102: 0.1, 103: 0.3, 104: 0.2}
+    recording = with_iterations(made(2), lambda one: replace(one, end_s=one.begin_s + lengths_s[one.number]))
+    drawn = of(histories(recording))
     assert [one["ms"] for one in drawn.data["iterations"]] == pytest.approx([200, 100, 300])
     assert drawn.notes == []
 
@@ -268,13 +242,7 @@ def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_box
 
 
 def test_the_path_goes_through_the_slow_rank_and_the_last_unit_without_a_hole() -> None:
-    job = made_job(
-        durations_s={0: DURATIONS, 1: tuple(2 * seconds for seconds in DURATIONS)},
-        sizes=SIZES,
-        plan=plan_of(SIZES, (4,)),
-        seconds_per_byte=1e-6,
-        iterations=2,
-    )
+    job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     found = histories(record(job))
     paths = drawn_path(found, play(job_model(found)))
     assert list(paths) == [step.number for step in found.steps]
@@ -303,19 +271,15 @@ def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path)
     assert "rank 2 of 3 is missing" in found.problems
 
 
-def test_ranks_without_iterations_in_common_are_left_out(tmp_path: Path) -> None:
-    recording = made(3)
-    short = replace(recording.ranks[1], iterations=(), complete=False)
-    found = findings(written(tmp_path, replace(recording, ranks={**recording.ranks, 1: short})))
+def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp_path: Path) -> None:
+    def short(rank: RankRecording) -> RankRecording:
+        return replace(rank, iterations=(), complete=False)
+
+    found = findings(written(tmp_path / "one", with_ranks(made(3), short, 1)))
     assert found.histories.ranks == (0, 2)
     assert "rank 1 has no iteration that most others have recorded, and is left out" in found.problems
-
-
-def test_a_recording_without_iterations_is_nothing_to_show(tmp_path: Path) -> None:
-    recording = made(2)
-    ranks = {number: replace(rank, iterations=(), complete=False) for number, rank in recording.ranks.items()}
     with pytest.raises(RecordingError, match="no iteration was recorded"):
-        findings(written(tmp_path, replace(recording, ranks=ranks)))
+        findings(written(tmp_path / "all", with_ranks(made(2), short)))
 
 
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -405,8 +369,7 @@ def test_a_recording_without_memory_says_so(tmp_path: Path) -> None:
 def test_names_of_modules_are_escaped(tmp_path: Path) -> None:
     recording = memories.recorded_job()
     evil = tuple(replace(one, name=f"<b>.{one.name}", kind="<i>") for one in recording.ranks[0].modules)
-    first = replace(recording.ranks[0], modules=evil)
-    text = section(tmp_path, replace(recording, ranks={**recording.ranks, 0: first}))
+    text = section(tmp_path, with_ranks(recording, lambda rank: replace(rank, modules=evil), 0))
     assert "&lt;b&gt;" in text
     assert "<b>" not in text
     assert "<i>" not in text
@@ -474,8 +437,7 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
 
 
 def test_a_ranks_bar_is_as_long_as_its_step(tmp_path: Path) -> None:
-    slow = {0: (0.02, 0.01, 0.03, 0.02), 1: (0.04, 0.02, 0.06, 0.04), 2: (0.02, 0.01, 0.03, 0.02)}
-    job = made_job(durations_s=slow, sizes=SIZES, plan=plan_of(SIZES, (4,)), seconds_per_byte=1e-6)
+    job = on_one_host(ranks=3, slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     found = bars(page_of(tmp_path, record(job)))
     assert list(found) == ["rank 0", "rank 1", "rank 2"]
     whole_px = [sum(width for _, width in parts) for parts in found.values()]
@@ -515,15 +477,11 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
         buffers=(replace(buffer, layout=layout),),
         placement=(place, *recording.job.placement[1:]),
     )
-    ranks = {}
-    for number, rank in recording.ranks.items():
-        iterations = tuple(
-            replace(one, operators=tuple(replace(operator, name=EVIL) for operator in one.operators))
-            for one in rank.iterations
-        )
-        ranks[number] = replace(rank, iterations=iterations)
-    folder = tmp_path / "<b>job"
-    page = page_of(folder, replace(recording, job=job, ranks=ranks))
+    recording = with_iterations(
+        replace(recording, job=job),
+        lambda one: replace(one, operators=tuple(replace(operator, name=EVIL) for operator in one.operators)),
+    )
+    page = page_of(tmp_path / "<b>job", recording)
     tags = read(page)
     assert len(tags.scripts) == 2
     assert "b" not in tags.seen
@@ -541,12 +499,7 @@ def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Pa
 
 
 def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
-    recording = record(on_one_host())
-    ranks = {
-        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
-        for number, rank in recording.ranks.items()
-    }
-    page = page_of(tmp_path, replace(recording, ranks=ranks))
+    page = page_of(tmp_path, with_iterations(record(on_one_host()), lambda one: replace(one, units=())))
     read(page)
     assert "No gradients were exchanged." in page
     assert "No gradients were exchanged while this was recorded" in page
@@ -590,8 +543,7 @@ def test_what_cannot_be_replayed_is_drawn(tmp_path: Path) -> None:
 def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_RANKS", 2)
     monkeypatch.setattr(module, "MOST_ROWS", 2)
-    slow = {rank: (0.02 + 0.01 * (rank == 2),) * 4 for rank in range(4)}
-    job = made_job(durations_s=slow, sizes=SIZES, plan=plan_of(SIZES, (1, 2, 3, 4)), seconds_per_byte=1e-5)
+    job = on_one_host(ranks=4, slow={2: 1.5}, cuts=(1, 2, 3, 4), seconds_per_byte=1e-5)
     page = page_of(tmp_path, record(job))
     assert "The 2 ranks with most to do are drawn, of 4." in page
     assert "rank 2" in bars(page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import memories, recordings
+from fakes.played_jobs import written as write
 
 from sirtaki.analysis import recording as folder
 from sirtaki.analysis.alignment import Known, align, headlines, rank_rows, trace_entries, write_trace
@@ -38,9 +40,8 @@ def test_what_was_slowed_shows_what_a_step_takes_only_where_there_is_nothing_els
     recorded = recordings.recording()
 
     def marked(*marks: dict[str, bool]) -> tuple[int, ...]:
-        steps = tuple(replace(one, **each) for one, each in zip(recorded.ranks[1].iterations, marks, strict=True))
-        return replace(
-            recorded, ranks={**recorded.ranks, 1: replace(recorded.ranks[1], iterations=steps)}
+        return recordings.with_iterations(
+            recorded, lambda one: replace(one, **marks[one.number - 102]), 1
         ).usual_iterations
 
     profiling, slowed = {"profiling": True}, {"slowed": True}
@@ -52,14 +53,11 @@ def test_what_was_slowed_shows_what_a_step_takes_only_where_there_is_nothing_els
 
 
 def test_usual_iterations_follow_each_other() -> None:
-    recorded = recordings.recording(n_iterations=6)
-    there = recorded.ranks[1].iterations
-
     def without(*places: int) -> tuple[int, ...]:
-        kept = tuple(one for place, one in enumerate(there) if place not in places)
-        return replace(
-            recorded, ranks={**recorded.ranks, 1: replace(recorded.ranks[1], iterations=kept)}
-        ).usual_iterations
+        def kept(rank: RankRecording) -> RankRecording:
+            return replace(rank, iterations=tuple(one for n, one in enumerate(rank.iterations) if n not in places))
+
+        return recordings.with_ranks(recordings.recording(n_iterations=6), kept, 1).usual_iterations
 
     assert without() == (102, 103, 104, 105, 106, 107)
     assert without(1) == (104, 105, 106, 107)
@@ -72,8 +70,8 @@ def test_a_step_in_which_a_rank_had_joined_others_is_not_usual() -> None:
     assert not first.joined
     merged = replace(second, units=(*first.units, *second.units))
     assert merged.joined
-    ranks = {**recorded.ranks, 0: replace(recorded.ranks[0], iterations=(first, merged, third))}
-    assert replace(recorded, ranks=ranks).usual_iterations == (104,)
+    joined = recordings.with_ranks(recorded, lambda rank: replace(rank, iterations=(first, merged, third)), 0)
+    assert joined.usual_iterations == (104,)
 
 
 # ── recording json ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -115,14 +113,7 @@ def test_names_of_operators_are_written_once() -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    write(tmp_path, recordings.recording(4, ranks_per_host=2))
-    return tmp_path
-
-
-def write(into: Path, recording: Recording) -> None:
-    folder.write_job(into, recording.job)
-    for rank in recording.ranks.values():
-        folder.write_rank(into, rank)
+    return write(tmp_path, recordings.recording(4, ranks_per_host=2))
 
 
 def test_a_whole_folder_is_read_without_a_word(written: Path) -> None:
@@ -199,12 +190,7 @@ def test_ranks_of_another_model_or_job_are_left_out(written: Path) -> None:
 
 
 def test_a_recording_without_units_is_shown_with_a_word_about_clocks(tmp_path: Path) -> None:
-    whole = recordings.recording()
-    bare = {
-        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
-        for number, rank in whole.ranks.items()
-    }
-    write(tmp_path, replace(whole, ranks=bare))
+    write(tmp_path, recordings.with_iterations(recordings.recording(), lambda one: replace(one, units=())))
     (problem,) = folder.read_folder(tmp_path).problems
     assert "no gradients were exchanged" in problem
 
@@ -280,11 +266,12 @@ def drawn(
 
 def wrong(recording: Recording, clocks: dict[int, tuple[float, float]]) -> Recording:
     """Of each of these ranks the clock shows so much more, and gains so much."""
-    moved = {
-        rank: recordings.shifted(recording.ranks[rank], by_s=by_s, drift=drift)
-        for rank, (by_s, drift) in clocks.items()
-    }
-    return replace(recording, ranks={**recording.ranks, **moved})
+
+    def moved(rank: RankRecording) -> RankRecording:
+        by_s, drift = clocks[rank.rank]
+        return recordings.shifted(rank, by_s=by_s, drift=drift)
+
+    return recordings.with_ranks(recording, moved, *clocks)
 
 
 def moments(rank: RankRecording) -> list[float]:
@@ -335,14 +322,8 @@ def test_several_hosts_whose_ranks_share_clocks_are_aligned_with_each_other() ->
 
 
 def test_a_rank_without_units_is_aligned_as_when_the_recording_began() -> None:
-    true = drawn(3, seed=3)
-    silent = replace(
-        true.ranks[2],
-        offset_s=-0.05,
-        round_trip_s=4e-5,
-        iterations=tuple(replace(step, units=()) for step in true.ranks[2].iterations),
-    )
-    aligned = align(replace(true, ranks={**true.ranks, 2: silent}))
+    silent = recordings.with_iterations(drawn(3, seed=3), lambda one: replace(one, units=()), 2)
+    aligned = align(recordings.with_ranks(silent, lambda rank: replace(rank, offset_s=-0.05, round_trip_s=4e-5), 2))
     assert aligned.lines[2].known is Known.START
     assert aligned.at(2, 1000.0) == pytest.approx(999.95)
     assert aligned.lines[2].error_s == pytest.approx(2e-5)
@@ -352,24 +333,12 @@ def test_a_rank_without_units_is_aligned_as_when_the_recording_began() -> None:
 def test_ranks_that_meet_only_through_another_are_aligned() -> None:
     true = drawn(3, seed=5)
 
-    def kept(rank: int, buffer: int) -> tuple[RecordedIteration, ...]:
-        """Units of the ranks 0 and 1 are of buffer 0, those of 1 and 2 of buffer 1."""
-        return tuple(
-            replace(
-                step,
-                units=tuple(
-                    replace(unit, unit=replace(unit.unit, buffer=unit.unit.start % 2))
-                    for unit in step.units
-                    if rank == 1 or unit.unit.start % 2 == buffer
-                ),
-            )
-            for step in true.ranks[rank].iterations
-        )
+    def every_other(first: int) -> Callable[[RecordedIteration], RecordedIteration]:
+        return lambda step: replace(step, units=step.units[first::2])
 
-    chain = {
-        rank: replace(true.ranks[rank], iterations=kept(rank, buffer)) for rank, buffer in ((0, 0), (1, 0), (2, 1))
-    }
-    true = replace(true, ranks=chain)
+    # Rank 1 takes part in all units, ranks 0 and 2 in every other one.
+    true = recordings.with_iterations(true, every_other(0), 0)
+    true = recordings.with_iterations(true, every_other(1), 2)
     told = wrong(true, {1: (0.03, 0.0), 2: (-0.05, 0.0)})
     bound_s = (smallest_round_trip_s(drawn(3, seed=5), 0, 1) + smallest_round_trip_s(drawn(3, seed=5), 1, 2)) / 2
     assert align(told).lines[2].known is Known.UNITS
@@ -399,9 +368,9 @@ def test_steps_and_phases_of_each_rank_are_told() -> None:
     first, _ = rank_rows(shown)
     assert list(first) == ["rank", "step_s", "data_s", "forward_s", "backward_s", "update_s", "exposed_s"]
     assert list(first.values()) == [0, *(pytest.approx(one) for one in (0.1, 0.005, 0.025, 0.05)), None, 0.01]
-    bare = {number: replace(rank, detail=Detail.UNITS, clock_error_s=0.0) for number, rank in shown.ranks.items()}
-    assert lines(replace(shown, ranks=bare)) == ("3 iterations of 2 ranks on 1 host, units only", "one clock")
-    none = replace(shown, ranks={number: replace(rank, iterations=()) for number, rank in shown.ranks.items()})
+    bare = recordings.with_ranks(shown, lambda rank: replace(rank, detail=Detail.UNITS, clock_error_s=0.0))
+    assert lines(bare) == ("3 iterations of 2 ranks on 1 host, units only", "one clock")
+    none = recordings.with_ranks(shown, lambda rank: replace(rank, iterations=()))
     assert set(rank_rows(none)[0].values()) == {0, None}
 
 
@@ -409,8 +378,8 @@ def test_how_clocks_were_found_is_said() -> None:
     apart = recordings.recording(2, ranks_per_host=1)
     assert "2 ranks on 2 hosts" in lines(apart)[0]
     assert lines(apart)[1].startswith("clocks are aligned by the units, within ")
-    silent = replace(apart.ranks[1], iterations=tuple(replace(one, units=()) for one in apart.ranks[1].iterations))
-    assert "what was asked for at the start, within 20 µs" in lines(replace(apart, ranks={**apart.ranks, 1: silent}))[1]
+    silent = recordings.with_iterations(apart, lambda one: replace(one, units=()), 1)
+    assert "what was asked for at the start, within 20 µs" in lines(silent)[1]
 
 
 # ── trace file ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -467,8 +436,7 @@ def test_a_unit_has_the_same_name_and_id_on_all_ranks_and_what_queues_is_told_ap
 
 
 def test_ranks_whose_clocks_differ_stand_on_one() -> None:
-    whole = recordings.recording(2, ranks_per_host=1)
-    found = entries(replace(whole, ranks={**whole.ranks, 1: recordings.shifted(whole.ranks[1], by_s=3.0)}))
+    found = entries(wrong(recordings.recording(2, ranks_per_host=1), {1: (3.0, 0.0)}))
     begins = [tracks(found)[rank, "steps"][0]["ts"] for rank in (0, 1)]
     assert begins[1] == pytest.approx(begins[0], abs=2e4)  # units of 20 ms
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import GLOO, made_job, plan_of, record
-from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played, times
+from fakes.replays import DURATIONS, LINK, SIZES, on_one_host, over_a_link, played, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,15 +149,7 @@ def test_ranks_that_are_alike_are_replayed_once(capacity: float) -> None:
 
 
 def test_a_straggler_stays_a_rank_of_its_own() -> None:
-    durations = (0.02, 0.01, 0.03, 0.02)
-    job = made_job(
-        durations_s={0: durations, 1: durations, 2: durations, 3: tuple(2 * seconds for seconds in durations)},
-        sizes=SIZES,
-        plan=plan_of(SIZES, (1, 4)),
-        link=LINK,
-        hosts={0: 0, 1: 0, 2: 2, 3: 2},
-        capacity=2.0,
-    )
+    job = over_a_link(ranks=4, slow={3: 2.0}, hosts={0: 0, 1: 0, 2: 2, 3: 2}, capacity=2.0)
     assert symmetric(job).ranks == (0, 2, 3)
     assert times(symmetric(job)).iteration_s == pytest.approx(times(job).iteration_s)
 
@@ -198,29 +190,15 @@ def test_a_slow_link_is_most_of_the_step() -> None:
 
 
 def test_a_straggler_is_called_by_name_for_what_it_takes_longer() -> None:
-    durations = (0.02, 0.01, 0.03, 0.02)
-    job = made_job(
-        durations_s={0: durations, 1: durations, 2: tuple(2 * seconds for seconds in durations)},
-        sizes=SIZES,
-        plan=plan_of(SIZES, (4,)),
-        link=LinkModel(alpha_s=0.0, throughput=(1e9,)),
-        data_s={0: 0.01, 1: 0.01, 2: 0.01},
-    )
+    fast, data_s = LinkModel(alpha_s=0.0, throughput=(1e9,)), dict.fromkeys(range(3), 0.01)
+    job = over_a_link(ranks=3, slow={2: 2.0}, cuts=(4,), link=fast, data_s=data_s, iterations=1)
     found = shares(job)
     assert found["waits for rank 2's backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
     assert found["is the backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
 
 
 def test_a_loader_that_only_one_rank_waits_for_is_called_by_name() -> None:
-    durations = (0.02, 0.01, 0.03, 0.02)
-    job = made_job(
-        durations_s=dict.fromkeys(range(4), durations),
-        sizes=SIZES,
-        plan=plan_of(SIZES, (4,)),
-        link=LINK,
-        data_s={3: 0.5},
-    )
-    found = parts(played(job))
+    found = parts(played(over_a_link(ranks=4, cuts=(4,), data_s={3: 0.5})))
     assert found[0].words == "waits for rank 3's data loader"
     assert found[0].describe().endswith("% of the step waits for rank 3's data loader")
     assert found[0].seconds == pytest.approx(0.5)
@@ -282,12 +260,12 @@ def test_one_rank_like_all_others(
     host_s: float,
 ) -> None:
     link = LinkModel(alpha_s=alpha_s, throughput=throughput, host_s=host_s)
-    plan = plan_of(SIZES, cuts, streams=streams)
-    job = made_job(
-        durations_s={0: durations_s, 1: durations_s}, sizes=SIZES, plan=plan, link=link, copy_s=0.0, update_s=0.0
-    )
-    profile = Profile.from_durations(durations_s, forward_s=0.02)
-    simulated = Simulator(layout=job.buffers[0].layout, profile=profile, link=link).run(plan)
+    job = over_a_link(
+        durations_s={0: durations_s, 1: durations_s}, cuts=cuts, streams=streams, link=link, copy_s=0.0, update_s=0.0,
+        iterations=1,
+    )  # fmt: skip
+    (buffer,), profile = job.buffers, Profile.from_durations(durations_s, forward_s=0.02)
+    simulated = Simulator(layout=buffer.layout, profile=profile, link=link).run(buffer.plan)
     assert times(job).iteration_s == pytest.approx(simulated.iteration_s)
 
 
@@ -303,26 +281,19 @@ def test_one_rank_like_all_others(
 def test_ranks_that_share_a_host(
     durations_s: list[float], cuts: tuple[int, ...], streams: int, ranks: int, capacity: float, busy: float
 ) -> None:
-    plan, s_per_byte = plan_of(SIZES, cuts, streams=streams), 2e-6
-    host = SharedHost(ranks=ranks, processors=capacity)
-    job = made_job(
-        durations_s=dict.fromkeys(range(ranks), durations_s),
-        sizes=SIZES,
-        plan=plan,
-        seconds_per_byte=s_per_byte,
-        capacity=capacity,
-        busy=busy,
-        forward_s=dict.fromkeys(range(ranks), 0.0),
-        copy_s=0.0,
-        update_s=0.0,
-    )
+    host, s_per_byte = SharedHost(ranks=ranks, processors=capacity), 2e-6
+    job = on_one_host(
+        durations_s=dict.fromkeys(range(ranks), durations_s), cuts=cuts, streams=streams, seconds_per_byte=s_per_byte,
+        capacity=capacity, busy=busy, forward_s=dict.fromkeys(range(ranks), 0.0), copy_s=0.0, update_s=0.0,
+        iterations=1,
+    )  # fmt: skip
+    (buffer,) = job.buffers
     # The profile and the probe were taken where all ranks were at work.
     measured_s = [seconds / host.server.share(ranks) for seconds in durations_s]
     alone = host.server.share(max(1.0, ranks * busy)) / s_per_byte
     link = LinkModel(alpha_s=0.0, throughput=tuple(n * alone for n in (1, 2, 3)), busy=busy)
-    simulated = Simulator(
-        layout=job.buffers[0].layout, profile=Profile.from_durations(measured_s), link=link, host=host
-    ).run(plan)
+    simulator = Simulator(layout=buffer.layout, profile=Profile.from_durations(measured_s), link=link, host=host)
+    simulated = simulator.run(buffer.plan)
     assert times(job).iteration_s == pytest.approx(simulated.iteration_s)
 
 
@@ -368,21 +339,12 @@ CUTS = [(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]
 def test_another_plan_takes_what_a_job_with_it_takes(
     cuts: tuple[int, ...], streams: int, others: tuple[int, ...], other_streams: int, recorded: bool
 ) -> None:
-    def job(cuts: tuple[int, ...], streams: int) -> JobModel:
-        return made_job(
-            durations_s={0: (0.02, 0.01, 0.03, 0.02), 1: (0.03, 0.01, 0.01, 0.02)},
-            sizes=SIZES,
-            plan=plan_of(SIZES, cuts, streams=streams),
-            link=LINK,
-            copy_s=0.0,
-            iterations=2,
-        )
-
-    was = job(cuts, streams)
+    durations_s = {0: DURATIONS, 1: (0.03, 0.01, 0.01, 0.02)}
+    was = over_a_link(durations_s=durations_s, cuts=cuts, streams=streams, copy_s=0.0)
     if recorded:
         was = job_model(histories(record(was)))
     asked = with_plans(was, {0: plan_of(SIZES, others, streams=other_streams)})
-    expected = times(job(others, other_streams))
+    expected = times(over_a_link(durations_s=durations_s, cuts=others, streams=other_streams, copy_s=0.0))
     assert times(asked).iteration_s == pytest.approx(expected.iteration_s, rel=1e-3)
     assert times(asked).backward_s == pytest.approx(expected.backward_s, rel=1e-3)
 
@@ -437,35 +399,21 @@ def test_a_probed_route_can_be_asked_for_though_nothing_used_it() -> None:
 
 # ── what if ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DURATIONS = (0.02, 0.01, 0.03, 0.02)
-
-
-def job_on(link: LinkModel, *, ranks: int = 2, streams: int = 2, slow: float = 1.0, data_s: float = 0.0) -> JobModel:
-    return made_job(
-        durations_s={
-            rank: tuple(seconds * (slow if rank == 1 else 1.0) for seconds in DURATIONS) for rank in range(ranks)
-        },
-        sizes=SIZES,
-        plan=plan_of(SIZES, (1, 2, 4), streams=streams),
-        link=link,
-        data_s={0: data_s} if data_s else None,
-    )
-
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_a_link_that_one_unit_fills_scales(factor: float) -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
     other = replace(link, throughput=(1e5 * factor, 1e5 * factor))
-    asked = with_link(job_on(link), 1e5 * factor / PAYLOAD * wire_bytes_per_byte(2))
-    assert times(asked).iteration_s == pytest.approx(times(job_on(other)).iteration_s)
+    asked = with_link(over_a_link(link=link), 1e5 * factor / PAYLOAD * wire_bytes_per_byte(2))
+    assert times(asked).iteration_s == pytest.approx(times(over_a_link(link=other)).iteration_s)
 
 
 def test_a_faster_link_helps_flows_only_side_by_side() -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e5, 1.2e5))
-    faster = with_link(job_on(link), 4e5 / PAYLOAD * wire_bytes_per_byte(2))
+    faster = with_link(over_a_link(link=link), 4e5 / PAYLOAD * wire_bytes_per_byte(2))
     expected = LinkModel(alpha_s=0.001, throughput=(1e5, 2e5, 3e5, 4e5))
-    assert times(faster).iteration_s == pytest.approx(times(job_on(expected)).iteration_s)
-    alone = job_on(link, streams=1)
+    assert times(faster).iteration_s == pytest.approx(times(over_a_link(link=expected)).iteration_s)
+    alone = over_a_link(link=link, streams=1)
     unchanged = with_link(alone, 4e5 / PAYLOAD * wire_bytes_per_byte(2))
     assert times(unchanged).iteration_s == pytest.approx(times(alone).iteration_s)
 
@@ -478,8 +426,8 @@ def test_there_is_no_link_on_one_host() -> None:
 
 
 def test_more_ranks_on_more_hosts_reduce_in_a_larger_ring() -> None:
-    asked = with_ranks(job_on(LINK), 4)
-    expected = job_on(LINK.rescaled(from_ranks=2, to_ranks=4), ranks=4)
+    asked = with_ranks(over_a_link(), 4)
+    expected = over_a_link(link=LINK.rescaled(from_ranks=2, to_ranks=4), ranks=4)
     assert times(asked).iteration_s == pytest.approx(times(expected).iteration_s, rel=1e-6)
     assert len(set(asked.hosts.values())) == 4
     assert len(asked.processors) == 4
@@ -506,17 +454,16 @@ def test_one_rank_has_no_ring() -> None:
 
 
 def test_without_its_straggler_a_job_is_one_that_has_none() -> None:
-    slow, even = job_on(LINK, ranks=3, slow=3.0), job_on(LINK, ranks=3)
+    slow, even = over_a_link(ranks=3, slow={1: 3.0}), over_a_link(ranks=3)
     assert times(slow).iteration_s > 1.3 * times(even).iteration_s
     assert times(without_stragglers(slow)).iteration_s == pytest.approx(times(even).iteration_s)
 
 
 def test_data_that_comes_at_once_is_not_waited_for() -> None:
-    slow, none = job_on(LINK, data_s=0.3), job_on(LINK)
+    slow, none = over_a_link(data_s={0: 0.3}), over_a_link()
     assert times(with_faster_loader(slow, math.inf)).iteration_s == pytest.approx(times(none).iteration_s)
-    assert times(with_faster_loader(slow, 3.0)).iteration_s == pytest.approx(
-        times(job_on(LINK, data_s=0.1)).iteration_s
-    )
+    less_s = times(over_a_link(data_s={0: 0.1})).iteration_s
+    assert times(with_faster_loader(slow, 3.0)).iteration_s == pytest.approx(less_s)
     with pytest.raises(ReplayError, match="0 times as fast"):
         with_faster_loader(slow, 0)
 
@@ -524,7 +471,9 @@ def test_data_that_comes_at_once_is_not_waited_for() -> None:
 def test_half_the_bytes_take_half_the_link() -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
     fast = LinkModel(alpha_s=0.001, throughput=(2e5, 2e5))
-    assert times(with_less_traffic(job_on(link), 0.5)).iteration_s == pytest.approx(times(job_on(fast)).iteration_s)
+    assert times(with_less_traffic(over_a_link(link=link), 0.5)).iteration_s == pytest.approx(
+        times(over_a_link(link=fast)).iteration_s
+    )
     with pytest.raises(ReplayError, match="0 times the bytes"):
         with_less_traffic(on_one_host(), 0)
 
@@ -627,14 +576,7 @@ def remedies(job: JobModel) -> tuple[Answer, ...]:
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
-    durations = (0.02, 0.01, 0.03, 0.02)
-    job = made_job(
-        durations_s={0: durations, 1: durations, 2: tuple(9 * seconds for seconds in durations)},
-        sizes=SIZES,
-        plan=plan_of(SIZES, (4,)),
-        link=LINK,
-        data_s=dict.fromkeys(range(3), 0.03),
-    )
+    job = over_a_link(ranks=3, slow={2: 9.0}, cuts=(4,), data_s=dict.fromkeys(range(3), 0.03))
     found = remedies(job)
     words = [one.words for one in found]
     assert words[0] == "no rank were slower than most"

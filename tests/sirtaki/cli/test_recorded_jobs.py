@@ -49,11 +49,7 @@ for step in range(12):
 @pytest.fixture
 def recorded_folder(tmp_path: Path) -> Path:
     """A recording that is there."""
-    recording = recordings.recording()
-    folders.write_job(tmp_path / "recorded", recording.job)
-    for rank in recording.ranks.values():
-        folders.write_rank(tmp_path / "recorded", rank)
-    return tmp_path / "recorded"
+    return written(tmp_path / "recorded", recordings.recording())
 
 
 @pytest.fixture
@@ -228,12 +224,8 @@ def test_a_job_without_its_first_rank_can_be_asked_too(folder: Path, capsys: pyt
 
 
 def test_a_recording_without_units_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recording = record(on_one_host())
-    ranks = {
-        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
-        for number, rank in recording.ranks.items()
-    }
-    folder = written(tmp_path / "bare", replace(recording, ranks=ranks))
+    bare = recordings.with_iterations(record(on_one_host()), lambda one: replace(one, units=()))
+    folder = written(tmp_path / "bare", bare)
     status, out, err = asked(folder, capsys)
     assert status == 0
     assert "no gradients were exchanged" in err
@@ -333,12 +325,8 @@ def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest
     assert optimized(tmp_path, capsys)[0] == 1
     status, _, err = optimized(drawn, capsys, "-o", str(tmp_path / "no" / "where.json"))
     assert (status, err.count("\n"), "the plan cannot be written" in err) == (1, 1, True)
-    recording = record(on_one_host())
-    bare = {
-        number: replace(rank, iterations=tuple(replace(one, units=(), ready=()) for one in rank.iterations))
-        for number, rank in recording.ranks.items()
-    }
-    status, _, err = optimized(written(tmp_path / "bare", replace(recording, ranks=bare)), capsys)
+    bare = recordings.with_iterations(record(on_one_host()), lambda one: replace(one, units=(), ready=()))
+    status, _, err = optimized(written(tmp_path / "bare", bare), capsys)
     assert (status, "no gradients were exchanged, so there is no plan to improve" in err) == (1, True)
     rank_path(drawn, 1).unlink()
     _, _, err = optimized(drawn, capsys)
