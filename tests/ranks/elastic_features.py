@@ -13,6 +13,7 @@ import torch
 from ranks.elastic_member import Worker, hash_of
 
 import sirtaki.torch as hvd
+from sirtaki import watch
 
 MANY = 1 << 20
 
@@ -162,7 +163,62 @@ def compressed() -> None:
     log("hash", hash=hash_of(model), off=off.item())
 
 
-PLAYS = {"compressed": compressed, "waits": waits, "sets": sets, "beginning": beginning, "less_often": less_often}
+class Told(watch.Watcher):
+    """Writes down what the tuner does on this rank."""
+
+    def trial(self, event: watch.TrialEnded) -> None:
+        log("trial", size=hvd.size(), setting=event.setting)
+
+    def decision(self, event: watch.Decision) -> None:
+        log("decision", size=hvd.size(), setting=event.setting, retune=event.retune)
+
+
+SIZES = [3, 2, 3, 4, 3]
+"""Of the world of `tuned`, one after the other: the second one since a rank is killed, the last since one leaves."""
+
+
+def tuned() -> None:
+    """The world shrinks and grows, each time after its warm-up, and remembers."""
+    watch.add(Told())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 600), torch.nn.Linear(600, 60))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, stage=0, step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.stage < len(SIZES):
+            while hvd.size() != SIZES[state.stage]:
+                time.sleep(0.01)
+                state.commit()
+            for _ in range(70):
+                optimizer.zero_grad()
+                model(torch.ones(4, 100)).square().mean().backward()
+                optimizer.step()
+            log("stage", stage=state.stage, size=hvd.size(), hash=hash_of(model))
+            state.stage += 1
+            state.commit()
+            if state.stage == len(SIZES):
+                return
+            if SIZES[state.stage] > hvd.size() and hvd.rank() == 0:
+                there.add()
+            elif state.stage == 1 and there.number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif state.stage == 4 and there.number == 4:
+                there.leave()
+
+    train(state)
+
+
+PLAYS = {
+    "tuned": tuned,
+    "compressed": compressed,
+    "waits": waits,
+    "sets": sets,
+    "beginning": beginning,
+    "less_often": less_often,
+}
 
 if __name__ == "__main__":
     there = Worker(Path(sys.argv[1]))

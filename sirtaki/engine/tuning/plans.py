@@ -61,11 +61,20 @@ class CarriedTuning:
 
     Attributes:
         going_on: another generation follows, so that what an unfinished warm-up has found belongs here.
-        known: by parameters (`key_of`).
     """
 
     going_on: bool = False
-    known: dict[str, Carried] = field(default_factory=dict)
+    _known: dict[str, dict[tuple[int, ...], Carried]] = field(default_factory=dict)
+
+    def leave(self, key: str, carried: Carried) -> None:
+        """Keeps what a generation has found for these parameters (`key_of`), instead of what its place had before."""
+        at = self._known.setdefault(key, {})
+        at.pop(carried.place, None)
+        at[carried.place] = carried
+
+    def of(self, key: str) -> list[Carried]:
+        """What generations have left for these parameters, one a place, the last one first."""
+        return list(self._known.get(key, {}).values())[::-1]
 
 
 def key_of(names: Sequence[str], params: Sequence[torch.Tensor]) -> str:

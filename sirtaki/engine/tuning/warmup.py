@@ -279,7 +279,7 @@ class TuningCoordinator:
         self,
         layouts: Sequence[GradientLayout],
         space: KnobSpace,
-        before: Carried | None = None,
+        before: Sequence[Carried] = (),
         *,
         place: Sequence[int] = (),
     ) -> bool:
@@ -288,30 +288,34 @@ class TuningCoordinator:
         Args:
             layouts: of the gradients.
             space: what may be chosen.
-            before: what the generation before has left, None = nothing.
+            before: what the generations before have left, one a place, the last one first.
             place: of each rank the first one on its host.
         """
         self._layouts = layouts
         self._hit = self._cache.look_up(layouts, space)
-        if self._hit.message:
-            logger.info("%s", self._hit.message)
         if self._hit.exact is not None:
             self._begin(space, None)
-        return self._session is not None or self._go_on_from(before, space, tuple(place))
+        found = self._session is not None or self._go_on_from(before, space, tuple(place))
+        if self._hit.message and self._stays is None:
+            logger.info("%s", self._hit.message)
+        return found
 
-    def _go_on_from(self, before: Carried | None, space: KnobSpace, place: tuple[int, ...]) -> bool:
-        """Whether what ran in the generation before runs on, for good; else what was found then helps the search."""
-        if before is None or before.knobs not in space:
-            return False
-        if before.settled:
-            logger.info("what ran before runs on: %s", before.knobs.describe())
-            self._stays = before.knobs
-        elif before.place == place and before.trials:
-            logger.info("the warm-up goes on after %d trials", len(before.trials))
-            self._hit = replace(self._hit, history=before.trials)
-        else:
-            self._suggested = [before.knobs]
-        return before.settled
+    def _go_on_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> bool:
+        """Whether what ran when ranks were placed as now runs on, for good; else what was found helps the search."""
+        possible = [carried for carried in before if carried.knobs in space]
+        here = next((carried for carried in possible if carried.place == place), None)
+        if here is not None and here.settled:
+            logger.info("what ran before runs on: %s", here.knobs.describe())
+            self._stays = here.knobs
+            return True
+        if here is not None and here.trials:
+            logger.info("the warm-up goes on after %d trials", len(here.trials))
+            self._hit = replace(self._hit, history=here.trials)
+        elif possible:
+            self._suggested = [possible[0].knobs]
+            counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
+            logger.info("tuning anew for %d ranks (hosts: %d), from what ran on %d (hosts: %d)", *counts)
+        return False
 
     def hand_over(self) -> tuple[Knobs, tuple[Trial, ...]] | None:
         """The best until now and all trials of an unfinished warm-up, which ends here; None if there are none."""
@@ -867,7 +871,7 @@ class TunedSynchroniser:
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
-                before = None if self._carried is None else self._carried.known.get(self._key)
+                before = [] if self._carried is None else self._carried.of(self._key)
                 remembered = self._coordinator.recall(
                     self._sync.layouts, self._space, before, place=self._control.hosts
                 )
@@ -1011,7 +1015,7 @@ class TunedSynchroniser:
         What only all ranks together can close is left to the control plane's `reclaim`.
         """
         if self._carried is not None and self._carried.going_on and (self._kept or self._assignment is not None):
-            self._carried.known[self._key] = self._left_behind()
+            self._carried.leave(self._key, self._left_behind())
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self.router.release()]):

@@ -20,7 +20,7 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
-from sirtaki.engine.tuning.plans import Carried, key_of
+from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
 from sirtaki.engine.tuning.trial_log import StepTime
 from sirtaki.engine.tuning.warmup import (
     RETUNE_ITERATIONS,
@@ -262,7 +262,7 @@ def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> C
 
 
 def coordinator(
-    before: Carried | None = None, space: KnobSpace = SPACE, *, goes_on: bool = False, now: tuple[int, ...] = HERE
+    *before: Carried, space: KnobSpace = SPACE, goes_on: bool = False, now: tuple[int, ...] = HERE
 ) -> TuningCoordinator:
     settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
     made = TuningCoordinator(
@@ -285,14 +285,26 @@ def begin(made: TuningCoordinator) -> None:
     made.search(SPACE, SPACE, lambda: None)
 
 
-def test_a_winner_runs_on_without_a_search() -> None:
-    made = coordinator(carried(WINNER, settled=True), goes_on=True, now=ELSEWHERE)
+def test_a_winner_runs_on_where_it_has_won_and_begins_the_search_elsewhere() -> None:
+    made = coordinator(carried(WINNER, settled=True), goes_on=True)
     assert (made.assignment.knobs, made.assignment.purpose) == (WINNER, Purpose.KEPT)
+    elsewhere = coordinator(carried(WINNER, settled=True), now=ELSEWHERE)
+    begin(elsewhere)
+    assert WINNER in tried(elsewhere)[:3]
+
+
+def test_ranks_that_come_back_find_what_they_had_found() -> None:
+    brought = CarriedTuning()
+    brought.leave("model", carried(DEFAULT, settled=True))
+    brought.leave("model", carried(WINNER, settled=True))
+    brought.leave("model", replace(carried(DEFAULT, settled=True), place=ELSEWHERE))
+    brought.leave("other", carried(DEFAULT, settled=True))
+    assert coordinator(*brought.of("model"), goes_on=True).assignment.knobs == WINNER
 
 
 def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
     narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
-    coordinator(carried(WINNER, settled=True), narrow)
+    coordinator(carried(WINNER, settled=True), space=narrow)
 
 
 def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from elastic_jobs import ElasticJob
 from rank_jobs import OVER_MESH, UNTUNED, Job, Launcher, Play, RankCase, on_ranks
-from ranks.elastic_features import WAITS
+from ranks.elastic_features import SIZES, WAITS
+
+from sirtaki.registry.safe_store import open_store
 
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,7 +146,48 @@ def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
     with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
         judge = job.run()
     judge.check(ended=2, killed=1)
-    assert "what ran before runs on" in judge.output
+    assert "what ran before runs on" not in judge.output  # it was found with 3 ranks
+    assert "tuning anew for 2 ranks (hosts: 1), from what ran on 3 (hosts: 1)" in judge.output
+
+
+@pytest.mark.parametrize("registry", ["a file", slow("off")])
+def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_size(
+    launcher: Launcher, tmp_path: Path, registry: str
+) -> None:
+    path = tmp_path / "registry.db"
+    env = {
+        "SIRTAKI_REGISTRY": "off" if registry == "off" else str(path),
+        "SIRTAKI_WARMUP_ITERATIONS": "40",
+        "SIRTAKI_TRANSPORT": "gloo",
+    }
+    with ElasticJob(launcher, tmp_path, ranks=3, env=env, program="elastic_features.py", play="tuned") as job:
+        judge = job.run(100.0)
+    assert {worker for worker, code in judge.codes.items() if code == 0} == {0, 2, 3}, judge.output
+    assert len(judge.codes) == 5
+    assert "Traceback" not in judge.output
+    assert "has failed" not in judge.output
+    ends = [[line for line in judge.lines("stage") if line["stage"] == stage] for stage in range(len(SIZES))]
+    assert [[line["size"] for line in stage] for stage in ends] == [[size] * size for size in SIZES], judge.output
+    assert all(len({line["hash"] for line in stage}) == 1 for stage in ends)
+    begins_s = [0.0, *(max(line["s"] for line in stage) for stage in ends)]
+    tried = [
+        [line for line in judge.lines("trial") if begins_s[stage] < line["s"] < begins_s[stage + 1]]
+        for stage in range(len(SIZES))
+    ]
+    assert all({line["size"] for line in lines} <= {size} for lines, size in zip(tried, SIZES, strict=True)), tried
+    # A size that the job has not had is tuned anew; one that it has had is looked up.
+    for stage in (0, 1, 3):
+        assert len({line["setting"] for line in tried[stage]}) > 1, tried
+    if registry == "off":
+        assert judge.output.count("what ran before runs on") == 2, judge.output
+        return
+    found = re.findall(r"found (?:an unfinished warm-up of )?Sequential on (\d) ranks", judge.output)
+    assert found == ["3", "3"], judge.output
+    store = open_store(str(path))
+    try:
+        assert {entry.topology.world_size for entry in store.entries()} == {2, 3, 4}
+    finally:
+        store.close()
 
 
 # ── features ──────────────────────────────────────────────────────────────────────────────────────────────────────────
