@@ -349,7 +349,8 @@ class Router:
                         return False
         except CommError as err:
             # A rank that drops its optimizer and leaves closes its connections first.
-            raise self._control.failures.cause_of(err) from None
+            cause = self._control.failures.cause_of(err)
+            raise cause from cause.__cause__
         return True
 
     def check(self) -> None:

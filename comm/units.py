@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
+from sirtaki.comm.control.failure import WAIT_SLICE_S, caused, fresh
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
 
@@ -237,8 +237,8 @@ class UnitPipeline:
             low, high = self._position, min(self._position + step, reduction.source.numel())
             try:
                 self._in_flight.append(self._begin(reduction, low, high))
-            except RuntimeError as err:
-                return CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err}")
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
             self._issued += 1
             self._position = high
             if high == reduction.source.numel():

@@ -23,8 +23,17 @@ SirtakiError
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def in_a_line(error: BaseException) -> str:
+    """Type, message and the line that has raised it: what a log says of a fault that a job goes on without."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
 class SirtakiError(Exception):

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, in_a_line
 
 from ..arms.planners import Planner
 from ..arms.techniques import OUR_ARMS, make_arm, third_party_arms
@@ -192,9 +192,8 @@ class BanditArm:
         try:
             return call(self._arms[name])
         except Exception as err:
-            logger.warning(
-                "the search technique %r failed and is left out from now on: %s: %s", name, type(err).__name__, err
-            )
+            words = "the search technique %r failed and is left out from now on, after %d trials: %s"
+            logger.warning(words, name, len(self._told), in_a_line(err))
             logger.debug("where it failed", exc_info=True)
             del self._arms[name]
             return otherwise

@@ -28,7 +28,7 @@ import torch
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
 from sirtaki.comm.control.plane import gather
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.recorder import TracedOperation
@@ -582,6 +582,7 @@ class EagerEngine:
         self.rounds = Rounds(comm, failures, self.pending, open_lanes, members)
         self._failures = failures
         self.rank, self.size = comm.rank, comm.size
+        self._number = comm.rank if members is None else members[comm.rank]
         self.awaited: tuple[str, float] | None = None
         self._turn = threading.Lock()  # of whoever runs rounds
         self._pause_s = 0.0
@@ -671,9 +672,12 @@ class EagerEngine:
         try:
             brought = self.rounds.run(*there)
         except BaseException as err:  # also an interrupt: a round cannot be left half done
-            error = err if isinstance(err, CommError) else CommError(f"eager operations failed: {err!r}")
+            what = f"eager operations failed on rank {self._number} ({', '.join(there[0]):.200})"
+            error = err if isinstance(err, CommError) else caused(CommError(f"{what}: {err!r}"), err)
             self._failures.report(error)
             self.pending.fail(error)
+            if isinstance(err, Exception):
+                raise error from error.__cause__
             raise
         if brought:
             self._pause_s, self.pending.moved_s = 0.0, time.monotonic()

@@ -153,4 +153,10 @@ def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callabl
 
 def fresh(error: CommError) -> CommError:
     """Another exception that says the same: one object raised from several threads would mix their tracebacks."""
-    return type(error)(*error.args)
+    return caused(type(error)(*error.args), error.__cause__)
+
+
+def caused(error: CommError, by: BaseException | None) -> CommError:
+    """The error, with what has led to it, which is shown where it is raised: also in another thread."""
+    error.__cause__ = by
+    return error

@@ -14,7 +14,7 @@ from sirtaki.errors import CommError
 
 from .. import recorder, timeline
 from ..control.communicator import Backend, Communicator, Op, Test
-from ..control.failure import WAIT_SLICE_S, FailureBoard, poll_until
+from ..control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
 from ..device import Device, Event
 from ..recorder import CopySpan, ReadyMoment, Recorder, TracedIteration, TracedUnit
 from ..timeline import Timeline
@@ -131,8 +131,7 @@ class ReadinessNegotiation:
         except CommError as err:
             self._failures.report(err)
         except Exception as err:  # whatever it is, those who wait must hear of it
-            self._failures.report(CommError(f"the negotiation of gradients failed: {err!r}"))
-            raise
+            self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
         finally:
             self._done.set()
 

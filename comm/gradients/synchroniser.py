@@ -36,10 +36,11 @@ import numpy as np
 import torch
 
 from sirtaki.comm.router import Router
-from sirtaki.errors import PlanError
+from sirtaki.errors import CommError, PlanError
 
 from .. import recorder, timeline
 from ..compress import CompressedUnits
+from ..control.failure import WAIT_SLICE_S, caused
 from ..device import Event
 from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_
@@ -72,6 +73,9 @@ logger = logging.getLogger(__name__)
 
 NOTHING = Said()
 
+NAMED_GRADIENTS = 6
+"""Of a unit in which something has failed: of more only the first and the last are named."""
+
 EVERY = range(sys.maxsize)
 """Of counts: all."""
 
@@ -88,7 +92,7 @@ class Iteration:
         deferred: nothing leaves before `flush`.
         trace: collects what a timeline or a recorder wants to know; None = nobody does.
         left: the numbers of the units that have left, in the order in which they did; none while ranks negotiate.
-        works: units under way, in the order in which they left.
+        works, units: what is under way, in the order in which it left.
         first_ready: when the first gradient came; None until then.
         backward_ended: when all gradients had come, or were put in; None until then.
         reduced: when all of them were reduced; None until then.
@@ -106,6 +110,7 @@ class Iteration:
     missing: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    units: list[ScheduledUnit] = field(default_factory=list)
     first_ready: Event | None = None
     backward_ended: Event | None = None
     reduced: Event | None = None
@@ -113,6 +118,14 @@ class Iteration:
     joined: bool = False
     flushed: bool = False
     one_by_one: bool = False
+
+
+def _is_reduced(work: Work) -> bool:
+    """False also where it has failed; never waits."""
+    try:
+        return work.is_done() and work.wait(WAIT_SLICE_S)
+    except CommError:
+        return False
 
 
 class Synchroniser:
@@ -145,6 +158,7 @@ class Synchroniser:
         reduction: Reduction,
         default_plan: Callable[[GradientLayout], CommPlan],
         unused_as_none: bool = False,
+        rank: int | None = None,
     ) -> None:
         """Collective.
 
@@ -156,7 +170,9 @@ class Synchroniser:
             reduction: what is done to every gradient.
             default_plan: the plan of a new layout; the same on all ranks.
             unused_as_none: gradients that no rank has computed are None afterwards, not zeros.
+            rank: by which messages name this one; None = its rank among those of `control`.
         """
+        self._rank = control.rank if rank is None else rank
         self._params, self._names, self.n_params = list(params), list(names), len(params)
         self._control, self._router, self._reduction = control, router, reduction
         self._default_plan, self._unused_as_none = default_plan, unused_as_none
@@ -399,17 +415,22 @@ class Synchroniser:
             self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
         issued = None if now.trace is None else self._device.record_event()
         carrier = self._router if self._compressed is None or self.profiling else self._compressed
-        work = carrier.all_reduce(
-            buffer,
-            unit.start,
-            unit.stop,
-            route=unit.route,
-            stream=unit.stream,
-            threads=unit.threads,
-            op=reduction.op,
-            scale=reduction.postscale,
-        )
+        try:
+            work = carrier.all_reduce(
+                buffer,
+                unit.start,
+                unit.stop,
+                route=unit.route,
+                stream=unit.stream,
+                threads=unit.threads,
+                op=reduction.op,
+                scale=reduction.postscale,
+            )
+        except Exception as err:
+            error = self._with_place(err, unit)
+            raise error from error.__cause__
         now.works.append(work)
+        now.units.append(unit)
         if now.trace is not None:
             now.trace.units.append((unit, work, issued))
 
@@ -482,9 +503,13 @@ class Synchroniser:
         now, device = self._now, self._device
         if self._negotiates:
             assert self._negotiation is not None
-            if not self._negotiation.wait(interrupted):
-                return False
-        if not self._router.wait_for(now.works, interrupted=interrupted):
+            try:
+                if not self._negotiation.wait(interrupted):
+                    return False
+            except CommError as err:
+                error = self._with_place(err)
+                raise error from error.__cause__
+        if not self._wait_for(now.works, now.units, interrupted):
             return False
         self.complete = True
         if device.streams:
@@ -495,6 +520,31 @@ class Synchroniser:
             now.said = self._flags.read()
         self.problem = self._edits.look(self._arrivals, self._buffers.names, now.said)
         return True
+
+    def _wait_for(self, works: Sequence[Work], units: Sequence[ScheduledUnit], interrupted: Interrupted | None) -> bool:
+        """As `Router.wait_for`; an error says in which unit of which iteration this rank was."""
+        try:
+            return self._router.wait_for(works, interrupted=interrupted)
+        except CommError as err:
+            unit = next((unit for unit, work in zip(units, works, strict=True) if not _is_reduced(work)), None)
+            error = self._with_place(err, unit)
+            raise error from error.__cause__
+
+    def _with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
+        """The same error, which says where this rank was: in which iteration, and at which unit of which gradients."""
+        place = f"rank {self._rank}, iteration {self.iteration}"
+        if isinstance(error, CommError) and place in str(error):
+            return error
+        if unit is not None:
+            units, names = self._schedule.units, [self._names[index] for index in unit.members]
+            which = f"unit {units.index(unit) + 1} of {len(units)}" if unit in units else "a unit"
+            few = 0 < len(names) <= NAMED_GRADIENTS
+            what = ", ".join(names) if few else unit.group.layout.describe(unit.start, unit.stop)
+            place += f", {which} ({what}) on stream {unit.stream}"
+        if isinstance(error, CommError):
+            return caused(type(error)(f"{error} ({place})"), error.__cause__)
+        carrier = "communication" if unit is None else unit.route[0].value
+        return caused(CommError(f"{carrier} failed: {error!r} ({place})"), error)
 
     def _last_done(self) -> Event:
         """When the last unit was reduced, which nobody may have waited for then."""
@@ -515,8 +565,9 @@ class Synchroniser:
         """
         now = self._now
         now.one_by_one = True
-        works = [now.works[now.left.index(number)] for number in self._schedule.units_of[index]]
-        return self._schedule.together(index) if self._router.wait_for(works, interrupted=interrupted) else []
+        places = [now.left.index(number) for number in self._schedule.units_of[index]]
+        works, units = [now.works[place] for place in places], [now.units[place] for place in places]
+        return self._schedule.together(index) if self._wait_for(works, units, interrupted) else []
 
     def hand_out_some(self, indices: Sequence[int]) -> None:
         """Hands out gradients that `wait_for` has returned, before all are reduced."""

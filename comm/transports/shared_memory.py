@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sirtaki.comm.control.failure import caused
 from sirtaki.errors import CommError, PeerLostError, TransportError
 from sirtaki.machine import process_fields
 
@@ -360,8 +361,12 @@ class _Stream:
                         self._advance()  # what it did before it ended counts
                         self._lose(rank)
         except Exception as err:  # whatever it is, those who wait must hear of it
-            self._control.failures.report(CommError(f"shared memory failed on rank {self._control.rank}: {err!r}"))
-            raise
+            self._fail(err)
+
+    def _fail(self, err: Exception) -> None:
+        if not isinstance(err, CommError):
+            err = caused(CommError(f"shared memory failed on rank {self._control.rank}: {err!r}"), err)
+        self._control.failures.report(err)
 
     def _advance(self) -> bool:
         """Moves every unit that can move; False if none could."""
@@ -409,21 +414,20 @@ class _Stream:
 
     def _finish_crossings(self) -> None:
         """Second thread: hands the shares that other nodes have added to on to the ranks of this node."""
-        while (crossing := self._crossing.get()) is not None:
-            task, work = crossing
-            try:
+        try:
+            while (crossing := self._crossing.get()) is not None:
+                task, work = crossing
                 while not work.wait(timeout_s=0.1):
                     self._control.failures.check()
-            except CommError as err:
-                self._control.failures.report(err)
-                return
-            start, stop = self._bounds(task)
-            share = task.buffer.tensor[start:stop]
-            for local_rank, peer in enumerate(task.buffer.peers):
-                if local_rank != self._me:
-                    peer[start:stop].copy_(share)
-            self._publish()
-            self._doorbell.ring_own()
+                start, stop = self._bounds(task)
+                share = task.buffer.tensor[start:stop]
+                for local_rank, peer in enumerate(task.buffer.peers):
+                    if local_rank != self._me:
+                        peer[start:stop].copy_(share)
+                self._publish()
+                self._doorbell.ring_own()
+        except Exception as err:  # whatever it is, those who wait must hear of it
+            self._fail(err)
 
     def _publish(self) -> None:
         self._counters[REDUCED, self._me] += 1

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sirtaki.errors import in_a_line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationEnded:
@@ -140,14 +142,19 @@ def remove(watcher: Watcher) -> None:
         watching.remove(watcher)
 
 
-def tell_all(say: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None) -> None:
-    """Tells each of these, None = of all; one that raises is removed."""
+def tell_all(
+    say: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None, *, iteration: int | None = None
+) -> None:
+    """Tells each of these, None = of all; one that raises is removed. `iteration`: in which that is, for the log."""
     for watcher in tuple(watching if watchers is None else watchers):
         try:
             say(watcher)
-        except Exception:
+        except Exception as err:
             remove(watcher)
-            logger.warning("%s has failed and watches no more", type(watcher).__name__, exc_info=True)
+            when = "" if iteration is None else f" in iteration {iteration}"
+            words = "%s has failed%s and watches no more: %s"
+            logger.warning(words, type(watcher).__name__, when, in_a_line(err))
+            logger.debug("where it failed", exc_info=True)
 
 
 def begin(event: GenerationBegun) -> None:

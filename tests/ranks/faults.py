@@ -5,10 +5,14 @@ import signal
 import sys
 import time
 from enum import Enum
+from typing import NoReturn
 
 import torch
 
 import sirtaki.torch as hvd
+from sirtaki.comm.transports import shared_memory
+from sirtaki.comm.transports.gloo import GlooTransport
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
 
 
 class Fault(Enum):
@@ -23,7 +27,13 @@ class Fault(Enum):
     STOP_CALLING = "stop_calling"
     EXIT_IN_C = "exit_in_c"
     FORK = "fork"
+    TRANSPORT = "transport"
+    TRANSPORT_THREAD = "transport_thread"
     MISMATCH = "mismatch"  # of all ranks, at the beginning
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise ZeroDivisionError("a broken transport")
 
 
 def commit(fault: Fault) -> None:
@@ -42,6 +52,10 @@ def commit(fault: Fault) -> None:
             time.sleep(60)
         case Fault.EXIT_IN_C:
             os._exit(5)
+        case Fault.TRANSPORT:
+            SharedMemoryTransport.all_reduce = GlooTransport.all_reduce = broken  # type: ignore[method-assign]
+        case Fault.TRANSPORT_THREAD:
+            shared_memory.reduce_share = broken
         case Fault.FORK:  # which is none
             if (child := os.fork()) == 0:
                 sys.exit(4)

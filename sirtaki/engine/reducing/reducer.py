@@ -274,6 +274,7 @@ class GradientReducer:
                 arms=self.options.arms,
                 carried=None if self._job.elastic is None else self._job.elastic.tuning,
                 overlaps=self.options.overlaps,
+                rank=self._job.rank,
             )
             self._hooks.callback(self.tuned.close)
             self._sync = self.tuned.synchroniser

@@ -22,7 +22,7 @@ from sirtaki.autotune.meta.session import Remembered, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import GradientLayout, Route
-from sirtaki.errors import PlanError, TuningError
+from sirtaki.errors import PlanError, TuningError, in_a_line
 from sirtaki.machine import host_kind
 from sirtaki.measures import LinkModel, faster
 from sirtaki.registry.entry import Entry, Provenance, make_key
@@ -272,8 +272,9 @@ class TuningCache:
             key = self._job.key
             self._own = self._with_store(lambda store: store.lookup(key))
             return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
-        except Exception:  # whatever others have stored, the user's training goes on
-            logger.warning("what earlier jobs have found is left alone", exc_info=True)
+        except Exception as err:  # whatever others have stored, the user's training goes on
+            logger.warning("what earlier jobs have found is left alone: %s", in_a_line(err))
+            logger.debug("where it failed", exc_info=True)
             return CacheHit()
 
     def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> Job | None:
@@ -369,8 +370,9 @@ class TuningCache:
                 )
             starts = adapted_all(self._neighbours, job)
             proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
-        except Exception:  # as in `look_up`
-            logger.warning("what similar jobs have found is left alone", exc_info=True)
+        except Exception as err:  # as in `look_up`
+            logger.warning("what similar jobs have found is left alone: %s", in_a_line(err))
+            logger.debug("where it failed", exc_info=True)
             return []
         self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
         return proposals

@@ -38,7 +38,7 @@ from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.errors import PlanError, TransportError
+from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster
 from sirtaki.settings import Settings
 from sirtaki.watch import watchers
@@ -78,8 +78,9 @@ SEED = 0
 def _attempt(action: Callable[[], _T], otherwise: _T) -> _T:
     try:
         return action()
-    except Exception:
-        logger.warning("tuning goes on without planners", exc_info=True)
+    except Exception as err:
+        logger.warning("tuning goes on without planners: %s", in_a_line(err))
+        logger.debug("where they failed", exc_info=True)
         return otherwise
 
 
@@ -204,9 +205,13 @@ def _guarded(
     def guarded(self: TuningCoordinator, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
-        except Exception:
+        except Exception as err:
             stays = "the default" if self._stays is None else "what ran before"
-            logger.warning("tuning has failed and ends here; %s runs from now on", stays, exc_info=True)
+            used = 0 if self._session is None else self._session.result.iterations_used
+            when = f" after {used} iterations" if used else ""
+            words = "tuning has failed%s and ends here; %s runs from now on: %s"
+            logger.warning(words, when, stays, in_a_line(err))
+            logger.debug("where it failed", exc_info=True)
             self._session, self.failed = None, True
 
     return guarded
@@ -421,7 +426,7 @@ class TuningCoordinator:
                 communication_s=min(spans_s),
                 best_s=best_s,
             )
-            watchers.tell_all(lambda watcher: watcher.trial(event))
+            watchers.tell_all(lambda watcher: watcher.trial(event), iteration=iteration)
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
@@ -479,7 +484,7 @@ class TuningCoordinator:
                 n_trials=result.n_trials,
                 retune=self._retuning,
             )
-            watchers.tell_all(lambda watcher: watcher.decision(event))
+            watchers.tell_all(lambda watcher: watcher.decision(event), iteration=iteration)
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self._stays = result.knobs
@@ -732,6 +737,7 @@ class TunedSynchroniser:
         arms: Sequence[Arm] | None = None,
         carried: CarriedTuning | None = None,
         overlaps: bool = False,
+        rank: int | None = None,
     ) -> None:
         """Collective.
 
@@ -744,6 +750,7 @@ class TunedSynchroniser:
             arms: search techniques, None = the usual ones.
             carried: of the generations of this job; None where ranks stay.
             overlaps: iterations are to end in the next forward pass; rank 0's holds for all.
+            rank: by which messages name this one; None = its rank among those of `control`.
 
         Raises:
             ConfigError: on all ranks; the user's plan cannot be read, and ranks stay.
@@ -771,6 +778,7 @@ class TunedSynchroniser:
             reduction=reduction,
             default_plan=self._default_plan,
             unused_as_none=settings.unused_as_none,
+            rank=rank,
         )
         self.knobs = self._default
         self._total_bytes, self._told_s = total_bytes, math.nan
@@ -853,7 +861,7 @@ class TunedSynchroniser:
             n_bytes=self._total_bytes,
             tuning=self.tuning,
         )
-        watchers.tell_all(lambda watcher: watcher.iteration(event))
+        watchers.tell_all(lambda watcher: watcher.iteration(event), iteration=event.number)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ from sirtaki.comm.gradients.buffers import FLAG_COUNT, Pace, Reduction
 from sirtaki.comm.gradients.schedule import IterationPace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import CommPlan, GradientLayout
-from sirtaki.comm.transports.contract import NOTHING_TO_DO
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, Work
 from sirtaki.errors import CommError, PlanError, TransportError
 
 RANKS = 3
@@ -101,6 +101,43 @@ class Made:
     @property
     def grads(self) -> list[list[float] | None]:
         return [None if param.grad is None else param.grad.tolist() for param in self.params]
+
+
+# ── where it failed ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Broken(Work):
+    def wait(self, timeout_s: float) -> bool:
+        raise CommError("a cable is out")
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("at", ["leaving", "under way"])
+def test_an_error_says_once_in_which_iteration_and_at_which_gradients_it_came(profiled: bool, at: str) -> None:
+    made = Made(2, 3, 1, cuts=(2, 5))
+    if profiled:
+        made.profiled()
+    reduce = made.router.all_reduce
+
+    def fail(buffer: Any, start: int, stop: int, **how: Any) -> Work:
+        if profiled and start != 2:
+            return reduce(buffer, start, stop, **how)
+        if at == "leaving":
+            raise ZeroDivisionError("no such stream")
+        return Broken()
+
+    made.router.all_reduce = fail  # type: ignore[method-assign]
+
+    def iterate() -> None:
+        made.come(0, 1, 2)
+        made.sync.finish()
+
+    with pytest.raises(CommError) as caught:
+        iterate()
+    said = str(caught.value)
+    assert said.count(f"rank 0, iteration {2 if profiled else 0}, ") == 1, said
+    assert ("unit 2 of 3 (p1) on stream 0" if profiled else "a unit (p2 … ") in said
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) == (at == "leaving")
 
 
 # ── when units leave ─────────────────────────────────────────────────────────────────────────────────────────────

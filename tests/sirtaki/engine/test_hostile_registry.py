@@ -196,6 +196,7 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     coordinator.end(iteration=0)
     coordinator.remember()
+    assert not any(record.exc_info for record in caplog.records if record.levelno >= logging.WARNING)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([warning for warning in warnings if says in warning]) == 1
     assert coordinator.assignment.knobs in SPACE

@@ -43,6 +43,27 @@ def test_a_failing_rank_ends_the_job_and_is_named(
     assert "done" not in job.stdout
 
 
+@pytest.mark.parametrize(
+    ("fault", "transport"),
+    [
+        ("transport", "gloo"),
+        ("transport_thread", "shared_memory"),
+        pytest.param("transport", "shared_memory", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_below_training_says_where_training_was_and_is_told_once(
+    run_ranks: RunRanks, fault: str, transport: str
+) -> None:
+    env = {**STALL, "SIRTAKI_TRANSPORT": transport, "SIRTAKI_TUNE": "0"}
+    job = run_ranks("faults.py", 2, fault, env=env, check=False, timeout_s=90)
+    assert job.returncode == 1, job.stderr
+    assert job.stderr.count("(rank 1, iteration 10, unit 1 of 1 (") == 1, job.stderr
+    assert "0.weight" in job.stderr
+    assert "ZeroDivisionError: a broken transport" in job.stderr
+    assert "Exception in thread" not in job.stderr
+    assert "done" not in job.stdout
+
+
 def test_what_ranks_disagree_about_is_told_in_full_by_rank_0_and_in_a_line_by_the_others(run_ranks: RunRanks) -> None:
     job = run_ranks("faults.py", 3, "mismatch", env={**STALL, "SIRTAKI_TUNE": "0"}, check=False, timeout_s=90)
     assert job.returncode == 1

@@ -178,11 +178,11 @@ def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_si
     # A size that the job has not had is tuned anew; one that it has had is looked up.
     for stage in (0, 1, 3):
         assert len({line["setting"] for line in tried[stage]}) > 1, tried
+    # Where turns scatter nothing is proved, and what the registry has is no result: the job's own stays then.
+    again = re.findall(r"found Sequential on 3 ranks|what ran before runs on", judge.output)
+    assert len(again) == 2, judge.output
     if registry == "off":
-        assert judge.output.count("what ran before runs on") == 2, judge.output
         return
-    found = re.findall(r"found (?:an unfinished warm-up of )?Sequential on (\d) ranks", judge.output)
-    assert found == ["3", "3"], judge.output
     store = open_store(str(path))
     try:
         assert {entry.topology.world_size for entry in store.entries()} == {2, 3, 4}
