@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "a missing wait",
         SYNCHRONISER,
-        "if not self._router.wait_for(now.works, interrupted=interrupted):",
+        "if not self._wait_for(now.works, now.units, interrupted):",
         "if interrupted and interrupted():",
         OF_SYNCHRONISER,
     ),
