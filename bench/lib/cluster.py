@@ -319,7 +319,7 @@ nsenter --target $pid --net sh -eu -c '
         for node in range(len(hostnames))
     )
     bridge = "ip link set lo up\nip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
-    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nexec sleep infinity\n"
+    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # and buries orphans
 
 
 def _link_classes(device: str, shape: LabShape) -> str:

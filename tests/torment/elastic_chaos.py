@@ -1,11 +1,12 @@
 """Elastic jobs whose ranks, agents, drivers and hosts are hit at random in every phase, with a ledger that is checked.
 
-    elastic_chaos.py SEED STRIKES [JOB_STRIKES]     a line a job; exit status 1 if one has lost or repeated anything
+    elastic_chaos.py SEED STRIKES [JOB_STRIKES [KIND …]]     a line a job; exit status 1 if one has lost or repeated
 
 Each job has two to six ranks on one to three emulated hosts, an agent each, and trains `ranks/elastic_member.py`, whose
 log says what each rank has done: iterations with their samples and the hash of the parameters, commits, generations.
 A strike waits for a phase (a commit, a rank that leaves its generation, meets the others, opens the next one, begins
-to train; a checkpoint that is being written; a trial of the warm-up) and then kills or stops. The ledger
+to train; a checkpoint that is being written; a warm-up's finals) and then kills or stops, takes the checkpoint folder
+away, or has a wall clock jump by hours. Root also cuts hosts and links off, and fills the disk. The ledger
 (`elastic_jobs.Judge`) holds: ranks are equal at each commit, no commit that has returned is lost, no sample of an epoch
 is seen twice but for those that fill up a deal, none is left out, and, where sums are added in one order, the bits are
 those of one process that plays all ranks. Nothing may be left: no process, no file of a checkpoint half written.
@@ -17,11 +18,12 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,37 +36,62 @@ from elastic_jobs import Judge, LaunchedJob  # noqa: E402
 from rank_jobs import UNTUNED, environment  # noqa: E402
 from ranks.elastic_member import Plan  # noqa: E402
 
-PROGRAM = TESTS / "ranks" / "elastic_member.py"
+from bench.lib.cluster import CUT, WHOLE, LabShape, NetLab, why_unavailable  # noqa: E402
+from sirtaki.torch.elastic.checkpoints import CheckpointFolder  # noqa: E402
+
+PROGRAM, CLOCK = TESTS / "ranks" / "elastic_member.py", Path(__file__).parent / "wall_clock"
 PHASES = ("any", "commit", "left", "joined", "met", "open", "train", "iteration", "writes")
-STRIKES = ("rank", "rank", "rank 0", "two ranks", "all but one", "again", "agent", "driver", "pause", "host", "disk")
-RECOVER_S, END_S, LEFT_S = 90.0, 60.0, 15.0
+STRIKES = ("rank", "rank", "rank 0", "two ranks", "all but one", "again", "agent", "driver", "pause", "disk", "clock")
+OF_HOSTS = ("host", "cut", "deaf", "link")  # stopped; no packets; none that come to it; none between it and another one
+IN_LAB = ("cut", "deaf", "link", "full")
+RECOVER_S, END_S = 90.0, 60.0
 HOST_STOPS_S = 13.0  # a driver gives its agent up after 10
+HOSTS = ("sirtaki-n0", "sirtaki-n1", "sirtaki-n2")  # as `NetLab` calls them
+
+INSIDE = "SIRTAKI_TEST_INSIDE"
+"""Set to `mount` in a mount namespace of its own, then to the lab's agent on its first node, where jobs begin."""
+
+DISK = Path("/mnt")
+"""In the lab, a disk of 2 MiB for checkpoints."""
+
+LAB = os.environ.get(INSIDE, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a job is made: slots by host, whether an agent may take a lost driver's place, and what varies besides."""
+    """How a job is made: slots by host, whether an agent may take a lost driver's place, and what varies besides.
+
+    `is_apart`: hosts have networks of their own, over which sums are added in an order of the transport's.
+    """
 
     slots: dict[str, int]
     goes_on: bool
+    is_apart: bool
     is_tuned: bool
     writes: bool
     strikes: list[tuple[str, str]] = field(default_factory=list)  # what, and in which phase
 
 
-def draw(rng: random.Random, strikes: int) -> Shape:
+def draw(rng: random.Random, strikes: int, among: Sequence[str] = ()) -> Shape:
     hosts = rng.randint(1, 3)
     ranks = rng.randint(max(2, hosts), 6 if hosts > 1 else 4)
-    slots = Counter({"abc"[number]: 1 for number in range(hosts)})
-    slots.update(rng.choice("abc"[:hosts]) for _ in range(ranks - hosts))
-    goes_on = hosts > 1 and rng.random() < 0.4
-    kinds = [kind for kind in STRIKES if (goes_on or kind != "driver") and (hosts > 1 or kind not in ("agent", "host"))]
+    slots = Counter(HOSTS[:hosts])
+    slots.update(rng.choice(HOSTS[:hosts]) for _ in range(ranks - hosts))
+    goes_on, is_tuned, writes = hosts > 1 and rng.random() < 0.4, rng.random() < 0.3, rng.random() < 0.6
+    is_apart = LAB != "" and hosts > 1 and rng.random() < 0.6
+    never = {*(() if LAB else IN_LAB), *(() if goes_on else ("driver",)), *(() if writes else ("disk", "full"))}
+    never |= {"agent", *OF_HOSTS} if hosts == 1 else set() if is_apart else {"cut", "deaf", "link"}
+    kinds = [kind for kind in among or (*STRIKES, *OF_HOSTS, "full") if kind not in never] or ["rank"]
+    drawn = [(rng.choice(kinds), rng.choice(PHASES)) for _ in range(strikes)]
+    if is_tuned:
+        drawn[0] = drawn[0][0], "finals"
     return Shape(
         slots=dict(sorted(slots.items())),
         goes_on=goes_on,
-        is_tuned=rng.random() < 0.3,
-        writes=rng.random() < 0.6,
-        strikes=[(rng.choice(kinds), rng.choice(PHASES)) for _ in range(strikes)],
+        is_apart=is_apart,
+        is_tuned=is_tuned,
+        writes=writes,
+        strikes=drawn,
     )
 
 
@@ -78,16 +105,23 @@ class Job(LaunchedJob):
         self._lines: dict[int, list[dict[str, Any]]] = {}
         self._offsets: dict[int, int] = {}
         plan = {"iterations": 10**6, "until_told": True, "pause_s": 0.005, "samples": 2000}
-        env = UNTUNED
+        self._checkpoints = (DISK / folder.name if LAB else folder) / "checkpoints"
+        self._clocks, self._trials = folder / "clocks", folder / "trials"
+        self._clocks.mkdir()
+        env = environment(folder / "cache", UNTUNED)
+        env = {**env, "PYTHONPATH": f"{CLOCK}{os.pathsep}{env['PYTHONPATH']}", "SIRTAKI_TEST_CLOCKS": str(self._clocks)}
         if shape.is_tuned:
-            env = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "200"}
+            env |= {"SIRTAKI_WARMUP_ITERATIONS": "200", "SIRTAKI_TRIAL_LOG": str(self._trials)}
         if shape.writes:
-            env = {**env, "SIRTAKI_CHECKPOINT_DIR": str(folder / "checkpoints"), "SIRTAKI_CHECKPOINT_S": "0.2"}
+            env |= {"SIRTAKI_CHECKPOINT_DIR": str(self._checkpoints), "SIRTAKI_CHECKPOINT_S": "0.2"}
         hosts = ",".join(f"{host}:{slots}" for host, slots in shape.slots.items())
-        words = ["-H", hosts, "-np", str(sum(shape.slots.values())), "--min-np", "1", "--agent-command", "{command}"]
+        # Apart, an agent has a session of its own: what ends the driver's side of its connection does not end it.
+        starts = f"{LAB} {{host}} setsid --wait {{command}}" if shape.is_apart else "{command}"
+        words = ["-H", hosts, "-np", str(sum(shape.slots.values())), "--min-np", "1", "--agent-command", starts]
+        words += ["--network-interface", "eth0"] if shape.is_apart else []
         words += ["--blacklist-cooldown-range", "1", "2", "--on-driver-loss", "go-on" if shape.goes_on else "end"]
         words += [sys.executable, PROGRAM, folder, json.dumps(plan)]
-        super().__init__(folder, words, environment(folder / "cache", env))
+        super().__init__(folder, words, env)
         self._driver = self.process.pid
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,7 +151,7 @@ class Job(LaunchedJob):
             if generation > newest:
                 newest, found = generation, {}
             if generation == newest:
-                with suppress(OSError):
+                with suppress(OSError, StopIteration):  # it has just ended
                     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     host = next(each for each in environ if each.startswith(b"HOROVOD_HOSTNAME=")).partition(b"=")[2]
                     found[pid] = begun["rank"], host.decode()
@@ -138,9 +172,10 @@ class Job(LaunchedJob):
             assert time.monotonic() < deadline_s, f"{what} within {limit_s:g} s: no\n{self.text()}"
             time.sleep(0.02)
 
-    def text(self) -> str:
+    def text(self, most: int = 6000) -> str:
+        """What the job has said, the last of each file."""
         files = [self.folder / "out", self.folder / "err", *self.folder.glob("sirtaki-*.log")]
-        return f"{self._shape}\n{self.done}\n" + "\n".join(path.read_text()[-6000:] for path in files)
+        return f"{self._shape}\n{self.done}\n" + "\n".join(path.read_text()[-most:] for path in files)
 
     # ── strikes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,7 +184,8 @@ class Job(LaunchedJob):
         ranks = sum(self._shape.slots.values())
         self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train")
         for what, phase in self._shape.strikes:
-            least = 3 if what in ("two ranks", "driver", "agent", "host") and ranks > 2 else 2
+            least = 3 if what in ("two ranks", "driver", "agent", *OF_HOSTS) and ranks > 2 else 2
+            least = ranks if what == "clock" else least
             self.expect(lambda least=least: len(self._members()) >= least, RECOVER_S, f"{least} of {ranks} train")
             self._wait_for(phase)
             self._strike(what, phase)
@@ -159,13 +195,14 @@ class Job(LaunchedJob):
         self._check()
 
     def _wait_for(self, phase: str) -> None:
-        """Something happens in that phase from now on, or does not within a second."""
+        """Something happens in that phase from now on, or does not within a second, or 30 for a warm-up's finals."""
         begin_s = time.monotonic()
-        while time.monotonic() < begin_s + 1.0:
-            if phase == "any":
-                break
-            if phase == "writes":
-                if list(self.folder.glob("checkpoints/writing-*")):
+        while phase != "any" and time.monotonic() < begin_s + (30.0 if phase == "finals" else 1.0):
+            if phase == "finals":
+                if self._trials.exists() and '"finals"' in self._trials.read_text():
+                    break
+            elif phase == "writes":
+                if list(self._checkpoints.glob("writing-*")):
                     return
             else:
                 newest = [line for log in self._logs().values() for line in log[-3:]]
@@ -202,42 +239,90 @@ class Job(LaunchedJob):
             self._kill(self._driver)
             self.expect(lambda: self._successor() is not None, RECOVER_S, "another driver takes over")
             self._driver = self._successor() or 0
-        elif what in ("agent", "host"):
+        elif what in ("agent", *OF_HOSTS):
             self._hit_host(what, members, pids)
-        elif what == "disk" and self._shape.writes:
-            folder = self.folder / "checkpoints"
+        elif what == "clock":
+            self._move_clock(rng.choice([*pids, *self._agents().values(), self._driver]), pids)
+        elif what == "full":
+            self._fill_disk()
+        elif what == "disk":
+            folder = self._checkpoints
             with suppress(OSError):  # nothing can be written where a file is in a folder's place
-                folder.rename(aside := self.folder / "aside")
+                folder.rename(aside := folder.with_name("aside"))
                 folder.write_text("full")
                 time.sleep(0.5)
                 folder.unlink()
                 aside.rename(folder)
 
+    def _move_clock(self, pid: int, pids: list[int]) -> None:
+        """Hours forward or back in one process; all go on."""
+        (self._clocks / str(pid)).write_text(str(self._rng.choice([-1, 1]) * self._rng.uniform(3600, 12 * 3600)))
+        since_s = time.monotonic() + 2.0
+        self.expect(lambda: self._train_since(since_s, pids), RECOVER_S, f"all go on after {pid}'s clock has jumped")
+
+    def _train_since(self, s: float, pids: list[int]) -> bool:
+        """All of them have done an iteration that ended later."""
+        logs = self._logs()
+        return all(any(line["what"] == "iteration" and line["s"] > s for line in logs[pid][-9:]) for pid in pids)
+
+    def _fill_disk(self) -> None:
+        """Nothing committed is lost, it is told, and writing goes on when there is room again."""
+        newest = CheckpointFolder(self._checkpoints).newest
+        self.expect(newest, RECOVER_S, "there is a checkpoint")
+        told = self._refusals()
+        with (DISK / "filling").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        self.expect(lambda: self._refusals() > told, RECOVER_S, "it is told that it is full")
+        before = newest()
+        (DISK / "filling").unlink()
+        assert before is not None, "no checkpoint is left"
+        self.expect(lambda: (found := newest()) and found.number > before.number, RECOVER_S, "it is written again")
+
+    def _refusals(self) -> int:
+        return self.text(most=10**9).count("could not be written")
+
     def _hit_host(self, what: str, members: dict[int, tuple[int, str]], pids: list[int]) -> None:
         """One that the others can do without: a driver must know most members, or half of them with rank 0."""
-        hosts = Counter(host for _, host in members.values())
-        agents = self._agents()
+        hosts, agents = Counter(host for _, host in members.values()), self._agents()
         free = [
             host for host, count in hosts.items()
-            if host in agents and 2 * count < len(pids) and host != members[pids[0]][1]
+            if host in agents and 2 * count < len(pids) and host != members[pids[0]][1] and not self._has_driver(host)
         ]  # fmt: skip
-        if not free or (what == "host" and self._driver_is_of(agents[free[0]])):
+        if not free:
+            self.done.pop()
             return
         host = self._rng.choice(free)
-        if self._driver_is_of(agents[host]):
-            return
         if what == "agent":
             self._kill(agents[host])
             return
-        there = [agents[host], *(pid for pid in pids if members[pid][1] == host)]
-        for number, pause_s in ((signal.SIGSTOP, HOST_STOPS_S), (signal.SIGCONT, 0.0)):
-            for pid in there:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(pause_s)
+        ranks = [pid for pid in pids if members[pid][1] == host]
+        there = {agents[host], *ranks}
+        if what == "host":
+            for number, pause_s in ((signal.SIGSTOP, HOST_STOPS_S), (signal.SIGCONT, 0.0)):
+                for pid in there:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                time.sleep(pause_s)
+        else:
+            other = self._rng.choice([each for each in hosts if each != host])
+            hurt(what, host, other)
+            time.sleep(self._rng.uniform(5.0, 20.0))
+            heal(host, other)
+        since_s = time.monotonic() + 3.0
         # An agent that may take a driver's place looks for one, and waits two minutes for others to come to its own.
         limit_s = 240.0 if self._shape.goes_on else RECOVER_S
-        self.expect(lambda: not set(there) & set(self.processes()), limit_s, "those that were given up end")
+        self.expect(
+            lambda: not there & set(self.processes()) or (what != "host" and self._train_since(since_s, ranks)),
+            limit_s,
+            f"{host} goes on, or those that were given up end",
+        )
+
+    def _has_driver(self, host: str) -> bool:
+        """The driver runs there: the first one where jobs begin, each other one where its agent is."""
+        first = self._shape.is_apart and host == HOSTS[0] and self._driver == self.process.pid
+        agent = self._agents().get(host)
+        return first or (agent is not None and self._driver_is_of(agent))
 
     def _driver_is_of(self, agent: int) -> bool:
         """That agent has started the driver."""
@@ -272,9 +357,9 @@ class Job(LaunchedJob):
         judge._check_commits()
         history = judge.effective()
         judge._check_samples(history)
-        if not self._shape.is_tuned:  # whose streams add in other orders
+        if not (self._shape.is_tuned or self._shape.is_apart):  # where streams and transports add in other orders
             judge._check_reference(history)
-        assert not list(self.folder.glob("checkpoints/writing-*")) or self.killed, self.text()
+        assert not list(self._checkpoints.glob("writing-*")) or self.killed, self.text()
         assert "Traceback" not in self.text().replace("PeerLostError", ""), self.text()
 
     def clear(self) -> None:
@@ -285,14 +370,59 @@ class Job(LaunchedJob):
         self.process.wait()
 
 
+# ── a lab ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tc_of(host: str) -> list[list[str]]:
+    """What changes the queues of packets that come to a host, and that leave it."""
+    port = ["nsenter", "--target", "1", "--net", "tc", "qdisc", "replace", "dev", f"port{HOSTS.index(host)}", "root"]
+    return [port, [LAB, host, "tc", "qdisc", "replace", "dev", "eth0", "root"]]
+
+
+def hurt(what: str, host: str, other: str) -> None:
+    """Has packets be dropped without a word, until `heal`."""
+    into, out_of = tc_of(host)
+    if what == "link":  # they go to a neighbour that nobody is
+        for here, there in ((host, other), (other, host)):
+            neighbour = f"10.77.0.{HOSTS.index(there) + 1} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+            subprocess.run([LAB, here, "ip", "neigh", "replace", *neighbour.split()], check=True)
+    for queue in {"cut": [into, out_of], "deaf": [into], "link": []}[what]:
+        subprocess.run([*queue, *CUT.split()], check=True)
+
+
+def heal(host: str, other: str) -> None:
+    """Undoes all of it."""
+    for queue in tc_of(host):
+        subprocess.run([*queue, *WHOLE.split()], check=True)
+    for here in (host, other):
+        subprocess.run([LAB, here, "ip", "neigh", "flush", "all", "nud", "permanent"], check=True)
+
+
+def in_lab() -> int | None:
+    """Runs this program in a lab that is gone afterwards; None where it is in one, or this machine has none."""
+    if INSIDE not in os.environ and (why := why_unavailable()):
+        print(f"without {', '.join(IN_LAB)}: {why}", flush=True)
+        return None
+    if INSIDE not in os.environ:
+        os.environ[INSIDE] = "mount"
+        os.execvp("unshare", ["unshare", "--mount", sys.executable, *sys.argv])
+    if LAB != "mount":
+        return None
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(DISK)], check=True)
+    with NetLab(LabShape(nodes=len(HOSTS), link_bits_per_s=10**9, flow_bits_per_s=10**9)) as lab:
+        return lab.popen(0, [sys.executable, *sys.argv], env={INSIDE: str(lab.agent)}).wait()
+
+
 def main() -> int:
-    seed, strikes = int(sys.argv[1]), int(sys.argv[2])
-    each = int(sys.argv[3]) if len(sys.argv) > 3 else 10
+    if (code := in_lab()) is not None:
+        return code
+    seed, strikes, each = int(sys.argv[1]), int(sys.argv[2]), int([*sys.argv, "10"][3])
     done = killed = failed = number = 0
-    while done < strikes:
+    kinds = Counter[str]()
+    while done < strikes and number < strikes:
         rng = random.Random(f"{seed} {number}")
         with tempfile.TemporaryDirectory(prefix="elastic-chaos-") as name:
-            begin_s, shape = time.monotonic(), draw(rng, min(each, strikes - done))
+            begin_s, shape = time.monotonic(), draw(rng, min(each, strikes - done), sys.argv[4:])
             job = Job(shape, Path(name), rng)
             wrong = ""
             try:
@@ -302,13 +432,13 @@ def main() -> int:
             finally:
                 job.clear()
         done, killed, failed = done + len(job.done), killed + job.killed, failed + bool(wrong)
-        kind = f"{shape.slots} {'go-on ' * shape.goes_on}{'tuned ' * shape.is_tuned}{'writes' * shape.writes}"
+        kinds.update(each.partition(" in ")[0] for each in job.done)
+        traits = {"go-on": shape.goes_on, "apart": shape.is_apart, "tuned": shape.is_tuned, "writes": shape.writes}
+        kind = " ".join([str([*shape.slots.values()]), *(trait for trait, there in traits.items() if there)])
         took = f"{len(job.done)} strikes, {job.killed} kills in {time.monotonic() - begin_s:.0f} s"
         print(f"{seed}/{number} {kind}: {took}: {wrong or 'right'}", flush=True)
-        if not job.done:
-            break
         number += 1
-    print(f"{number} jobs, {done} strikes, {killed} kills, {failed} jobs wrong", flush=True)
+    print(f"{number} jobs, {done} strikes {dict(kinds)}, {killed} kills, {failed} jobs wrong", flush=True)
     return int(failed > 0)
 
 
