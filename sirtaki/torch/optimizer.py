@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import sys
@@ -11,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -366,6 +366,11 @@ TRIALS = 2
 COMPILED = "torch.compile is used, whose graphs read parameters past Python: step() waits for all gradients"
 
 
+def _stop_watching(reference: weakref.ref[OverlappedOptimizer]) -> None:
+    if (optimizer := reference()) is not None:  # else it watches no more
+        optimizer._stop_watching()
+
+
 class OverlappedOptimizer(AveragingOptimizer):
     """What is mixed into the class of the wrapped optimizer in the place of `AveragingOptimizer`.
 
@@ -424,13 +429,13 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._updates = None
         self.__dict__.pop("_knows_reads", None)
         if self._gradients is not None and not self._refusal:
-            self._partial = PartialStep(self, self._kind)
+            self._partial, this = PartialStep(self, self._kind), weakref.proxy(self)
             self._updates = PutOffUpdates(
                 self._gradients,
                 self._partial,
-                allowed=self._may_put_off,
-                seen=lambda: self._tell_once(WAITED),
-                closed=self._stop_watching,
+                allowed=lambda: bool(this._may_put_off()),
+                seen=lambda: this._tell_once(WAITED),
+                closed=partial(_stop_watching, weakref.ref(self)),
             )
             self._updates.use()
 
@@ -697,8 +702,6 @@ def DistributedOptimizer(
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
     current = job.current()
-    if any(True for _ in current.participants):
-        gc.collect()  # one that the script has dropped may lie in a reference cycle, and would go on reducing
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:
         raise ConfigError("overlap_forward does not go with op=Adasum, which combines updates, not gradients")

@@ -49,26 +49,33 @@ def as_at_step(device: torch.device) -> Iterator[None]:
 
 
 class PartialStep:
-    """The step that an optimizer's script has asked for last."""
+    """The step that an optimizer's script has asked for last; it does not keep the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
         """`kind`: the class whose `step` updates parameters."""
-        self._optimizer, self._step = optimizer, bare_step(kind)
+        self._reference, self._step = weakref.ref(optimizer), bare_step(kind)
         self._options: list[dict[str, Any]] = []
         self._group_of: dict[int, int] = {}
         self.running = False
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose step it is."""
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
+
     def begin(self) -> None:
         """A step is asked for: what its groups say now holds for all its updates, whatever is written there later."""
         self._options, self._group_of = [], {}
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             self._group_of |= {id(param): number for param in group["params"]}
             self._options.append({name: _copy(value) for name, value in group.items() if name != "params"})
 
     def others(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The optimizer's parameters without these."""
         without = {id(param) for param in params}
-        every = (param for group in self._optimizer.param_groups for param in group["params"])
+        every = (param for group in self.optimizer.param_groups for param in group["params"])
         return [param for param in every if id(param) not in without]
 
     def update(self, params: Iterable[torch.Tensor]) -> None:
@@ -81,7 +88,8 @@ class PartialStep:
             return
         groups = [{**self._options[number], "params": members[number]} for number in sorted(members)]
         device = groups[0]["params"][0].device
-        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        optimizer = self.optimizer
+        whole = optimizer.param_groups
         self.running = True
         try:
             with as_at_step(device):
@@ -558,6 +566,7 @@ class PutOffUpdates:
         self._waiting: set[int] = set()
         self._gradient_of: dict[int, torch.Tensor | None] = {}
         self._zeroing: dict[int, Zeroing] = {}
+        self._keeps: torch.optim.Optimizer | None = None  # while something is put off: its script may drop it
 
     def use(self) -> None:
         """The optimizer's reducers are as they are now; called again when they change."""
@@ -594,7 +603,7 @@ class PutOffUpdates:
             return True
 
     def _hold(self) -> None:
-        self._waiting = set(range(len(self._params)))
+        self._waiting, self._keeps = set(range(len(self._params))), self._partial.optimizer
         hold(self._params, self)
 
     def withdraw(self) -> None:
@@ -603,6 +612,7 @@ class PutOffUpdates:
             if (reducer := self._reducer) is not None and reducer.phase is Phase.GATED:
                 self._let_go_all()
                 reducer.reduce()
+                self._keeps = None
 
     def _let_go_all(self) -> None:
         for number in self._waiting:
@@ -659,6 +669,7 @@ class PutOffUpdates:
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
             if not arrived:  # this rank is needed elsewhere
                 self._let_go_all()
+                self._keeps = None
                 return
             params = [self._params[number] for number in arrived]
             self._waiting.difference_update(arrived)
@@ -694,6 +705,7 @@ class PutOffUpdates:
                 if number in self._waiting:
                     self.arrive(self._params[number])
             self._gradients.finish()
+            self._keeps = None
 
     def close(self) -> None:
         """Nothing will be put off any more; see `ForwardGate`."""
@@ -705,3 +717,4 @@ class PutOffUpdates:
             self._let_go_all()
             self._gradient_of.clear()
             self._zeroing.clear()
+            self._keeps = None
