@@ -276,6 +276,13 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
+    """Complex ones as pairs of numbers, which torch.distributed does for all-reduces only, where the sum is theirs."""
+    if ReduceRecipe.of(opts.reduceOp, 1).op != TorchOp.SUM:
+        return tensors
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Some ranks; every rank calls the same operations in the same order."""
 
@@ -362,6 +369,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        outputs, inputs = _as_real(outputs, opts), [_as_real(each, opts) for each in inputs]
         if not _is_ours([*outputs, *(tensor for each in inputs for tensor in each)]):
             return self._ask("reduce_scatter", outputs, inputs, opts)
         parts, (output,) = inputs[0], outputs
@@ -375,6 +383,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.reduce_scatter_tensor`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        output, tensor = _as_real([output, tensor], opts)
         if not _is_ours([output, tensor]):
             return self._ask("_reduce_scatter_base", output, tensor, opts)
         if tensor.numel() != self.size() * output.numel() or tensor.dtype != output.dtype:
@@ -501,14 +510,34 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
-    def reduce(self, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
-        return self._ask_contiguous("reduce", tensors, *args, **options)
+        opts = dist.ReduceOptions() if opts is None else opts
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        known = isinstance(opts, dist.ReduceOptions) and _is_ours(outputs)
+        if not known or (recipe := ReduceRecipe.of(opts.reduceOp, self.size())).op == opts.reduceOp:
+            return self._ask_contiguous("reduce", tensors, opts, *args, **options)
+        plain = outputs[0].detach()
+        total = plain.reshape(-1).clone()
+        recipe.prepare_(total)
+        asked = dist.ReduceOptions()
+        asked.reduceOp, asked.rootRank, asked.timeout = dist.ReduceOp(recipe.op), opts.rootRank, opts.timeout
+
+        def end() -> None:
+            if self.rank() == opts.rootRank:
+                recipe.divide_(total)
+                plain.copy_(total.view(plain.shape))
+
+        return lasting(FollowedWork([self._inner.reduce([total], asked)], end, outputs))
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
+
+    def all_to_all_single(self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.all_to_all_single`; contiguous or not, as for `broadcast`."""
+        return self._ask_contiguous("alltoall_base", output, tensor.detach().contiguous(), *args, **options)
 
     def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as above
         """As `_ask`, with contiguous copies of tensors that are not, from which they are filled at the end."""
@@ -527,7 +556,6 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     allgather = _left_to_inner("allgather")
     all_gather_single = _left_to_inner("_allgather_base")
-    all_to_all_single = _left_to_inner("alltoall_base")
     send = _left_to_inner("send")
     recv = _left_to_inner("recv")
 

@@ -1,5 +1,7 @@
 """Process groups of the backend "sirtaki" do what one process would do, and what Gloo's do."""
 
+import pytest
+from conftest import RunRanks
 from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
 
 # As on hosts of one rank each, and of two: over Gloo, in both ways.
@@ -25,3 +27,17 @@ def test_the_backend_gives_what_one_process_gives(play: Play, rank_case: RankCas
 @on_ranks("torch_backend_training", *JOBS)
 def test_what_trains_over_the_backend_trains_as_one_process(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_drawn_sequences_of_collectives_give_what_gloo_gives(run_ranks: RunRanks, ranks: int) -> None:
+    output = run_ranks("torch_backend_reference.py", ranks, 60, env=OVER_MESH).stdout
+    assert output.count("60 sequences agree") == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [OVER_MESH, FLAT, NODES], ids=["host", "gloo", "nodes"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_drawn_sequences_give_what_gloo_gives(run_ranks: RunRanks, ranks: int, env: dict[str, str]) -> None:
+    output = run_ranks("torch_backend_reference.py", ranks, 400, 1, env=env, timeout_s=110).stdout
+    assert output.count("400 sequences agree") == ranks
