@@ -231,6 +231,16 @@ def test_links_of_the_pages_at_the_top_lead_somewhere(name: str) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
+def test_pages_that_have_moved_lead_to_a_heading_that_exists() -> None:
+    moved = sorted(DOCS.rglob("*.html"))
+    assert moved
+    for page in moved:
+        path, anchor = re.findall(r'href="([^#"]+)#([^"]+)"', page.read_text())[0]
+        titles = re.findall(r"^#+ (.+)$", (page.parent / path).with_suffix(".md").read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}, page
+        assert not page.with_suffix(".md").exists(), page
+
+
 def test_pages_reach_no_other_host() -> None:
     """Pictures, scripts and styles lie in the site; links that a reader clicks are another matter."""
     for page in PAGES:
