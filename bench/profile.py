@@ -212,18 +212,17 @@ def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[st
 
 def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
     """The same with all moments (`…_s`, but not lengths) as a clock shows them that is wrong by so much."""
-    if isinstance(value, tuple):
-        return tuple(moved(each, by_s, drift, since_s) for each in value)
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
+    names = [each.name for each in fields(value)] if is_dataclass(value) else getattr(value, "_fields", ())
+    if not names:
+        return tuple(moved(each, by_s, drift, since_s) for each in value) if isinstance(value, tuple) else value
     changed = {}
-    for each in fields(value):
-        inside = getattr(value, each.name)
-        if isinstance(inside, float) and each.name.endswith("_s") and each.name not in LENGTHS:
-            changed[each.name] = inside + by_s + drift * (inside - since_s)
+    for name in names:
+        inside = getattr(value, name)
+        if isinstance(inside, float) and name.endswith("_s") and name not in LENGTHS:
+            changed[name] = inside + by_s + drift * (inside - since_s)
         elif isinstance(inside, tuple):
-            changed[each.name] = moved(inside, by_s, drift, since_s)
-    return replace(value, **changed)
+            changed[name] = moved(inside, by_s, drift, since_s)
+    return value._replace(**changed) if hasattr(value, "_replace") else replace(value, **changed)
 
 
 def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool = True) -> Recording:

@@ -335,7 +335,7 @@ def _rank_entries(
             yield span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
         for ready in iteration.ready:
             names = buffers[ready.buffer].layout.names
-            yield {**on_track(names[ready.index] if names else "", "gradients", "i"), "s": "t", "ts": us(ready.ready_s)}
+            yield {**on_track(names[ready.place] if names else "", "gradients", "i"), "s": "t", "ts": us(ready.ready_s)}
         free_s: dict[str, float] = {}
         for done in sorted(iteration.units, key=lambda done: done.issue_s):
             unit, layout = done.unit, buffers[done.unit.buffer].layout

@@ -6,14 +6,15 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sirtaki.autotune.model.replayer import Activity, Phase, Server
-from sirtaki.comm.plan import Route
+from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
 
 from .alignment import align
-from .recording import Buffer, Copy, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
+from .recording import Buffer, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
 
 GradientKey = tuple[int, int]
 """(buffer, place in its layout)."""
@@ -22,7 +23,7 @@ OperationKey = tuple[int, int, int]
 """(buffer, start, stop) of a unit, elements of the flat buffer; (-1, place in the iteration, 0) of anything else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What the thread that trains does between two moments at which something else depends on it.
 
@@ -181,7 +182,7 @@ Clock = Callable[[float], float]
 """From a rank's clock to the job's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """What a training thread does for a while; moments of the job's clock.
 
@@ -221,36 +222,21 @@ class Wait:
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
     """The whole iteration without a gap, waiting not told apart yet."""
 
-    def stretch(
-        one: Operator | PhaseSpan | Copy,
-        phase: Phase,
-        activity: Activity,
-        name: str = "",
-        module: ModuleKey | None = None,
-    ) -> Stretch:
-        return Stretch(
-            begin_s=clock(one.begin_s),
-            end_s=clock(one.end_s),
-            activity=activity,
-            phase=phase,
-            name=name,
-            module=module,
-        )
-
-    def usual(phase: Phase) -> Activity:
-        return Activity.DATA if phase is Phase.DATA else Activity.COMPUTE
+    def stretch(one: Operator | PhaseSpan, name: str = "", module: ModuleKey | None = None) -> Stretch:
+        activity = Activity.DATA if one.phase is Phase.DATA else Activity.COMPUTE
+        return Stretch(clock(one.begin_s), clock(one.end_s), activity, one.phase, name, module=module)
 
     begin_s, end_s = clock(iteration.begin_s), clock(iteration.end_s)
-    spans = [stretch(one, one.phase, usual(one.phase)) for one in iteration.spans]
+    spans = [stretch(one) for one in iteration.spans]
     known = [
-        stretch(one, one.phase, usual(one.phase), one.name, modules[one.module].key if one.module >= 0 else None)
+        stretch(one, one.name, modules[one.module].key if one.module >= 0 else None)
         for one in iteration.operators
         if one.lane == 0
     ]
     for copy in iteration.copies:
         at_s = clock(copy.begin_s)
         phase = next((span.phase for span in spans if span.begin_s <= at_s < span.end_s), Phase.OTHER)
-        known.append(stretch(copy, phase, Activity.COPY, "copy gradients"))
+        known.append(Stretch(at_s, clock(copy.end_s), Activity.COPY, phase, "copy gradients"))
     full: list[Stretch] = []
     now_s = begin_s
     for one in sorted(known, key=lambda one: one.begin_s):
@@ -264,19 +250,15 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
 
 def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
     """Time in which nothing is recorded but, perhaps, the phase."""
-
-    def other(from_s: float, to_s: float) -> Stretch:
-        return Stretch(begin_s=from_s, end_s=to_s, activity=Activity.COMPUTE, phase=Phase.OTHER)
-
     now_s = begin_s
     for span in spans:
         if now_s < span.end_s and span.begin_s < end_s:
             if span.begin_s > now_s:
-                yield other(now_s, span.begin_s)
+                yield Stretch(now_s, span.begin_s, Activity.COMPUTE, Phase.OTHER)
             now_s, from_s = min(span.end_s, end_s), max(span.begin_s, now_s)
             yield replace(span, begin_s=from_s, end_s=now_s)
     if end_s > now_s:
-        yield other(now_s, end_s)
+        yield Stretch(now_s, end_s, Activity.COMPUTE, Phase.OTHER)
 
 
 def with_waits(full: Sequence[Stretch], waits: Iterable[Wait]) -> list[Stretch]:
@@ -296,8 +278,8 @@ def _tell_apart(full: list[Stretch], wait: Wait) -> None:
         # Something was done then, so nobody waited: the result is needed later, when backward() returns at the soonest.
         place = max(place + 1, backward_end)
         before = full[place - 1]
-        one = Stretch(begin_s=before.end_s, end_s=before.end_s, activity=Activity.COMPUTE, phase=before.phase)
         begin_s = end_s = before.end_s
+        one = Stretch(end_s, end_s, Activity.COMPUTE, before.phase)
         full.insert(place, one)
     else:
         begin_s = min(max(one.begin_s, wait.begin_s), wait.end_s)
@@ -334,13 +316,13 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
         marks: cut it.
         work_s: how much a thread got done from one moment to another, in seconds on a processor of its own.
     """
-    ready: dict[float, list[GradientKey]] = defaultdict(list)
-    issued: dict[float, list[OperationKey]] = defaultdict(list)
+    ready: dict[float | None, list[GradientKey]] = defaultdict(list)
+    issued: dict[float | None, list[OperationKey]] = defaultdict(list)
     for moment_s, gradient in marks.ready:
         ready[moment_s].append(gradient)
     for moment_s, key in marks.issued:
         issued[moment_s].append(key)
-    cuts = sorted(ready.keys() | issued.keys())
+    cuts = sorted({moment_s for moment_s, _ in (*marks.ready, *marks.issued)})
     found: list[Piece] = []
     place = 0
     for one in full:
@@ -348,17 +330,9 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
         waits = tuple((key, marks.seen.get(key, 0.0)) for key in one.waits)
 
         def piece(from_s: float, to_s: float, cut_s: float | None, one: Stretch = one) -> Piece:
-            return Piece(
-                activity=one.activity,
-                phase=one.phase,
-                name=one.name,
-                seconds=0.0 if one.waits else work_s(from_s, to_s) if one.computes else to_s - from_s,
-                computes=one.computes,
-                waits=waits,  # noqa: B023  it is called before the next stretch's
-                ready=() if cut_s is None else tuple(ready.get(cut_s, ())),
-                issues=() if cut_s is None else tuple(issued.get(cut_s, ())),
-                module=one.module,
-            )
+            seconds = 0.0 if one.waits else work_s(from_s, to_s) if one.computes else to_s - from_s
+            moments = tuple(ready.get(cut_s, ())), tuple(issued.get(cut_s, ()))
+            return Piece(one.activity, one.phase, seconds, one.name, one.computes, waits, *moments, one.module)  # noqa: B023
 
         while place < len(cuts) and (cuts[place] <= one.end_s or one.end_s >= full[-1].end_s):
             until_s = max(now_s, min(cuts[place], one.end_s))
@@ -408,43 +382,42 @@ def barriers(
     layouts = {buffer.number: buffer.layout for buffer in buffers}
     issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
     done: dict[OperationKey, dict[int, float]] = defaultdict(dict)
-    what: dict[OperationKey, tuple[Activity, str, int, str, Route | None]] = {}
+    what: dict[OperationKey, dict[str, Any]] = {}
     for rank, iteration in iterations.items():
         clock = clocks[rank]
         for one in iteration.units:
-            unit, layout = one.unit, layouts[one.unit.buffer]
-            key = (unit.buffer, unit.start, unit.stop)
+            key = (one.buffer, one.start, one.stop)
             issued[key][rank], done[key][rank] = clock(one.issue_s), clock(one.done_s)
-            lane = f"{unit.route[0].value} stream {unit.stream}"
-            n_bytes = (unit.stop - unit.start) * layout.itemsize_bytes
-            name = layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}"
-            what[key] = Activity.UNIT, lane, n_bytes, name, unit.route
+            what[key] = unit_fields(key, layouts[one.buffer], one.route, one.stream)
         for place, other in enumerate(iteration.collectives):
             key = (-1, place, 0)
             issued[key][rank], done[key][rank] = clock(other.begin_s), clock(other.end_s)
-            what[key] = Activity.COLLECTIVE, f"{other.kind}s", other.n_bytes, other.name, None
+            told = {"lane": f"{other.kind}s", "n_bytes": other.n_bytes, "name": other.name}
+            what[key] = {"key": key, "activity": Activity.COLLECTIVE, **told}
     found = []
     for key in sorted(issued, key=lambda key: (max(issued[key].values()), key)):
-        activity, lane, n_bytes, name, route = what[key]
+        lane = what[key]["lane"]
         begin_s = max(*issued[key].values(), free_s.get(lane, 0.0))
         done_s = {rank: max(moment_s, begin_s) for rank, moment_s in done[key].items()}
         free_s[lane] = max(done_s.values())
+        lag_s, ranks = free_s[lane] - min(done_s.values()), tuple(sorted(issued[key]))
         found.append(
-            Barrier(
-                key=key,
-                activity=activity,
-                lane=lane,
-                ranks=tuple(sorted(issued[key])),
-                n_bytes=n_bytes,
-                name=name,
-                route=route,
-                issued_s=issued[key],
-                begin_s=begin_s,
-                done_s=done_s,
-                lag_s=max(done_s.values()) - min(done_s.values()),
-            )
+            Barrier(**what[key], ranks=ranks, issued_s=issued[key], begin_s=begin_s, done_s=done_s, lag_s=lag_s)
         )
     return found
+
+
+def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
+    """What an `Operation` says of a unit, whatever it costs."""
+    _, start, stop = key
+    return {
+        "key": key,
+        "activity": Activity.UNIT,
+        "lane": f"{route[0].value} stream {stream}",
+        "n_bytes": (stop - start) * layout.itemsize_bytes,
+        "name": layout.describe(start, stop) if layout.names else f"unit {start}",
+        "route": route,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -516,7 +489,7 @@ def histories(recording: Recording) -> Histories:
             bare = stretches(one, clocks[rank], recording.ranks[rank].modules)
             full[rank] = with_waits(bare, _waits(rank, one, mine, reducers))
             marks[rank] = Marks(
-                ready=[(clocks[rank](ready.ready_s), (ready.buffer, ready.index)) for ready in one.ready],
+                ready=[(clocks[rank](ready.ready_s), (ready.buffer, ready.place)) for ready in one.ready],
                 issued=[(barrier.issued_s[rank], barrier.key) for barrier in mine],
                 seen={barrier.key: barrier.done_s[rank] - barrier.end_s for barrier in mine},
             )
@@ -661,12 +634,15 @@ def job_model(histories: Histories) -> JobModel:
     def probed_of(one: Operation) -> LinkModel | None:
         return None if one.route is None else job.links.get(one.route)
 
+    def startup_s(one: Barrier) -> float:
+        known = probed_of(one)
+        return 0.0 if known is None else min(known.alpha_s, one.end_s - one.begin_s)
+
     processors = _processors([place for place in job.placement if place.rank in hosts])
     used_by = {rank: use for group in processors for use in [processor_use(group, histories)] for rank in group.ranks}
     across = [one for one in recorded if one.activity is Activity.UNIT and histories.crosses_hosts(one)]
     probed = [known for one in across if (known := probed_of(one)) is not None]
-    link: Server | None = None
-    notes = []
+    link, notes = None, list[str]()
     if probed:
         link = link_server(replace(probed[0], throughput=without_dents(probed[0].throughput)))
     elif across:
@@ -675,16 +651,9 @@ def job_model(histories: Histories) -> JobModel:
             "the link between hosts was not probed (the job was not tuned), so it is taken for one that a single unit "
             "fills"
         )
-
-    def startup_s(one: Operation, length_s: float) -> float:
-        known = probed_of(one)
-        return 0.0 if known is None else min(known.alpha_s, length_s)
-
     on_link = None
     if link is not None:
-        on_link = ShareClock(
-            link, [(one.begin_s + startup_s(one, one.end_s - one.begin_s), one.end_s, 1) for one in across]
-        )
+        on_link = ShareClock(link, [(one.begin_s + startup_s(one), one.end_s, 1) for one in across])
 
     def priced(one: Barrier) -> Operation:
         length_s = one.end_s - one.begin_s
@@ -693,14 +662,13 @@ def job_model(histories: Histories) -> JobModel:
         if on_link is None or not histories.crosses_hosts(one):
             clock, busy = used_by[one.ranks[0]]
             return replace(one, processor_s=clock.between(one.begin_s, one.end_s), busy=busy)
-        fixed_s = startup_s(one, length_s)
-        known = probed_of(one)
-        return replace(
-            one,
-            fixed_s=fixed_s,
-            link_s=on_link.between(one.begin_s + fixed_s, one.end_s),
-            host_s=0.0 if known is None else min(known.host_s, length_s - fixed_s),
-        )
+        fixed_s, known = startup_s(one), probed_of(one)
+        link_s = on_link.between(one.begin_s + fixed_s, one.end_s)
+        host_s = 0.0 if known is None else min(known.host_s, length_s - fixed_s)
+        return replace(one, fixed_s=fixed_s, link_s=link_s, host_s=host_s)
+
+    def played(step: Step) -> Mapping[int, Program]:
+        return {rank: pieces(mine, step.marks[rank], used_by[rank][0].between) for rank, mine in step.stretches.items()}
 
     used = {one.key[0] for one in recorded}
     return JobModel(
@@ -715,14 +683,7 @@ def job_model(histories: Histories) -> JobModel:
         links=job.links,
         link=link,
         iterations=tuple(
-            Iteration(
-                programs={
-                    rank: pieces(mine, step.marks[rank], used_by[rank][0].between)
-                    for rank, mine in step.stretches.items()
-                },
-                operations=tuple(map(priced, step.barriers)),
-            )
-            for step in histories.steps
+            Iteration(programs=played(step), operations=tuple(map(priced, step.barriers))) for step in histories.steps
         ),
         begin_s=histories.begin_s,
         notes=tuple(notes),

@@ -14,7 +14,7 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple, TypeVar
 
@@ -213,7 +213,7 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
     pairs = {block.a + count: own[block.b + count] for block in blocks for count in range(block.size)}
     for place, operator in pairs.items():
         after = tuple(last[pairs[maker]] for maker in found[place].after if maker in pairs)
-        operators[first[operator]] = replace(operators[first[operator]], after=after)
+        operators[first[operator]] = operators[first[operator]]._replace(after=after)
     return tuple(operators)
 
 
@@ -238,13 +238,26 @@ class LiveStorage(NamedTuple):
     holds: Holds
 
 
-def address_of(tensor: torch.Tensor) -> Address | None:
-    """(device, address) of its storage; None if it has none of its own, such as a sparse or a fake one."""
+Extent = tuple[str, int, int]
+"""(device, address, bytes) of a storage."""
+
+
+def _extent(tensor: object) -> Extent | None:
+    """Where a tensor's storage lies; None if it has none of its own, such as a sparse, a fake or a meta one."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
     try:
         storage = tensor.untyped_storage()
-        return (str(storage.device), storage.data_ptr()) if storage.nbytes() else None
+        found = str(storage.device), storage.data_ptr(), storage.nbytes()
     except Exception:  # classes of others may raise anything
         return None
+    return found if found[2] and found[0] != "meta" else None
+
+
+def address_of(tensor: torch.Tensor) -> Address | None:
+    """(device, address) of its storage; None if it has none of its own."""
+    extent = _extent(tensor)
+    return None if extent is None else extent[:2]
 
 
 def live_storages() -> list[LiveStorage]:
@@ -252,33 +265,30 @@ def live_storages() -> list[LiveStorage]:
 
     Of a CUDA device also what no tensor of Python's shows, as one. Files that are mapped are left out.
     """
-    tensors, modules, optimizers = list[torch.Tensor](), list[nn.Module](), list[torch.optim.Optimizer]()
+    things: dict[type, list[Any]] = {torch.Tensor: [], nn.Module: [], torch.optim.Optimizer: []}
     for thing in gc.get_objects():
-        for kind, kept in ((torch.Tensor, tensors), (nn.Module, modules), (torch.optim.Optimizer, optimizers)):
+        for kind, kept in things.items():
             if issubclass(type(thing), kind):  # not isinstance, which may run code of proxies
                 kept.append(thing)
+    tensors, modules, optimizers = things.values()
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
     states = [state for each in optimizers for state in vars(each).get("state", {}).values()]
-    kinds: dict[Holds, Iterable[object]] = {
+    kinds: dict[Holds, Iterable[Any]] = {
         Holds.PARAMETERS: parameters,
         Holds.GRADIENTS: [one.grad for one in parameters],
         Holds.MODULE_BUFFERS: [one for each in modules for one in (vars(each).get("_buffers") or {}).values()],
         Holds.OPTIMIZER: [one for state in states if isinstance(state, dict) for one in state.values()],
         Holds.OTHER: tensors,
     }
-    lying = [
-        (holds, one, extent)
-        for holds, some in kinds.items()
-        for one in some
-        if isinstance(one, torch.Tensor) and (extent := _extent(one)) is not None
-    ]
-    wholes = _wholes({extent for _, _, extent in lying})
+    extents = {id(one): extent for some in kinds.values() for one in some if (extent := _extent(one)) is not None}
+    wholes = _wholes(set(extents.values()))
     found: dict[Address, LiveStorage] = {}
-    for holds, one, extent in lying:
+    for holds, one in ((holds, one) for holds, some in kinds.items() for one in some if id(one) in extents):
+        extent = extents[id(one)]
         device, address, n_bytes = whole = wholes.get(extent, extent)
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
             continue  # what is mapped lies in a file, or in memory that other ranks share, whose own it may be
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # a part of a larger storage, or of a larger tensor
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
@@ -287,15 +297,6 @@ def live_storages() -> list[LiveStorage]:
         if left > 0:
             found[device, UNSEEN] = LiveStorage(device, UNSEEN, left, Holds.OTHER)
     return list(found.values())
-
-
-Extent = tuple[str, int, int]
-"""(device, address, bytes) of a storage."""
-
-
-def _extent(tensor: torch.Tensor) -> Extent | None:
-    address = address_of(tensor)
-    return None if address is None or address[0] == "meta" else (*address, tensor.untyped_storage().nbytes())
 
 
 def _wholes(extents: Iterable[Extent]) -> dict[Extent, Extent]:
@@ -439,6 +440,11 @@ class Event:
     annotation: bool = False
     sequence: int = -1
     launch: int = 0
+
+    @property
+    def lane(self) -> tuple[bool, int]:
+        """What it runs on, one at a time."""
+        return self.on_device, self.thread
 
     @property
     def is_backward(self) -> bool:
@@ -631,7 +637,7 @@ class StepOperators:
 
 def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators], tuple[str, ...]]:
     """Return the operators of each step, and the names of the lanes, the training thread's being the first."""
-    keys = sorted({(event.on_device, event.thread) for event in seen.events} - {(False, seen.thread)})
+    keys = sorted({event.lane for event in seen.events} - {(False, seen.thread)})
     names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
     lanes = {key: number for number, key in enumerate([(False, seen.thread), *keys])}
     module_of_call = [] if seen.calls is None else seen.calls.modules()[1]
@@ -640,15 +646,8 @@ def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators]
         call = -1
         if seen.calls is not None and not event.on_device:
             call = seen.calls.of_node(event.sequence) if event.is_backward else seen.calls.at(event.begin_s)
-        return Operator(
-            name=_own_name(event.name),
-            lane=lanes[event.on_device, event.thread],
-            begin_s=event.begin_s,
-            end_s=event.end_s,
-            phase=phase,
-            sequence=event.sequence,
-            module=module_of_call[call] if call >= 0 else -1,
-        )
+        name, lane, module = _own_name(event.name), lanes[event.lane], module_of_call[call] if call >= 0 else -1
+        return Operator(name, lane, event.begin_s, event.end_s, phase, event.sequence, module=module)
 
     ordered = sorted(seen.events, key=lambda event: (event.begin_s, -event.end_s))
     begins = [event.begin_s for event in ordered]
@@ -656,13 +655,9 @@ def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators]
     for step in steps:
         events = ordered[bisect_right(begins, step.begin_s) : bisect_right(begins, step.end_s)]
         phases = _phases(step, events)
-        pieces = [
-            (place, piece)
-            for place, (event, phase) in enumerate(phases)
-            for one in (operator(event, phase),)
-            for piece in (_cut(one, step.cuts) if one.lane == 0 else (one,))
-        ]
-        pieces.sort(key=lambda pair: pair[1].begin_s)
+        whole = (operator(event, phase) for event, phase in phases)
+        cut = ((place, (one,) if one.lane else _cut(one, step.cuts)) for place, one in enumerate(whole))
+        pieces = sorted(((place, piece) for place, parts in cut for piece in parts), key=lambda pair: pair[1].begin_s)
         spans = [
             *(PhaseSpan(Phase.DATA, *interval) for interval in _annotated(events, LOADER)),
             *_runs([one for _, one in pieces if one.lane == 0]),
@@ -681,9 +676,8 @@ def _phases(step: Step, events: Sequence[Event]) -> list[tuple[Event, Phase]]:
     """Operators that no other one of their lane has called, those of devices last, and what each is for."""
     ends_s, top = dict[tuple[bool, int], float](), list[Event]()
     for event in events:  # by their begin, the longest first
-        key = event.on_device, event.thread
-        if not event.annotation and event.begin_s >= ends_s.get(key, 0.0):
-            ends_s[key] = event.end_s
+        if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
+            ends_s[event.lane] = event.end_s
             top.append(event)
     on_host = [event for event in top if not event.on_device]
     backward = [event for event in on_host if event.is_backward]
@@ -720,10 +714,10 @@ def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
     for cut_begin_s, cut_end_s in cuts:
         if cut_end_s > begin_s and cut_begin_s < operator.end_s:
             if cut_begin_s - begin_s > LEAST_S:
-                yield replace(operator, begin_s=begin_s, end_s=cut_begin_s)
+                yield operator._replace(begin_s=begin_s, end_s=cut_begin_s)
             begin_s = cut_end_s
     if operator.end_s - begin_s > LEAST_S:
-        yield replace(operator, begin_s=begin_s)
+        yield operator._replace(begin_s=begin_s)
 
 
 def _runs(operators: Sequence[Operator]) -> list[PhaseSpan]:
@@ -732,7 +726,7 @@ def _runs(operators: Sequence[Operator]) -> list[PhaseSpan]:
     for one in operators:
         if one.phase in (Phase.FORWARD, Phase.BACKWARD):
             if found and found[-1].phase is one.phase:
-                found[-1] = replace(found[-1], end_s=max(found[-1].end_s, one.end_s))
+                found[-1] = found[-1]._replace(end_s=max(found[-1].end_s, one.end_s))
             else:
                 found.append(PhaseSpan(one.phase, one.begin_s, one.end_s))
     return found
@@ -763,7 +757,7 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
     def moved(one: _Span) -> _Span:
         """Straight between moments that both have."""
         begin_s, end_s = np.interp([one.begin_s, one.end_s], theirs_s, ours_s)
-        return replace(one, begin_s=float(begin_s), end_s=float(end_s))
+        return one._replace(begin_s=float(begin_s), end_s=float(end_s))
 
     return StepOperators(operators=tuple(map(moved, seen.operators)), spans=tuple(map(moved, seen.spans)))
 
@@ -829,7 +823,7 @@ class _Memory:
                     short_lived.add(live[address])
             elif (place := live.pop(address, None)) is not None:
                 # Else a device tells of what nobody had seen, and which is a part of what is left there.
-                self.allocations[place] = replace(self.allocations[place], end_s=event.at_s)
+                self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 if event.accumulating and place not in short_lived:
                     self._accumulated.add(place)
 
@@ -865,12 +859,12 @@ class _Memory:
         if one.phase is Phase.BACKWARD and (outlives or place in self._accumulated):
             at = bisect_left(self._added_s, (one.begin_s, 0.0))
             added_s = self._added_s[at][1] if at < len(self._added_s) else one.begin_s
-            return replace(one, holds=Holds.GRADIENTS, added_s=max(added_s, one.begin_s))
+            return one._replace(holds=Holds.GRADIENTS, added_s=max(added_s, one.begin_s))
         if one.phase is Phase.UPDATE and outlives:
-            return replace(one, holds=Holds.OPTIMIZER)
+            return one._replace(holds=Holds.OPTIMIZER)
         backward = any(span.phase is Phase.BACKWARD and one.begin_s < span.begin_s < end_s for span in self._spans)
         if one.phase in (Phase.DATA, Phase.FORWARD) and backward:
-            return replace(one, holds=Holds.ACTIVATIONS)
+            return one._replace(holds=Holds.ACTIVATIONS)
         return one
 
     def _call_at(self, calls: ModuleCalls, moment_s: float) -> int:
@@ -892,16 +886,10 @@ class _Memory:
                 place = self._calls.calls[place].parent
         _, modules = self._calls.modules()
         for place, call in self.called:
-            yield ModuleCall(
-                module=modules[place],
-                parent=self._places.get(call.parent, -1),
-                begin_s=call.begin_s,
-                end_s=call.end_s,
-                backward_begin_s=min(backward[place], default=None),
-                backward_end_s=max(backward[place], default=None),
-                inputs=tuple(self._lying_at(call.inputs, call.end_s)),
-                outputs=tuple(self._lying_at(call.outputs, call.end_s)),
-            )
+            passed_s = min(backward[place], default=None), max(backward[place], default=None)
+            tensors = (tuple(self._lying_at(some, call.end_s)) for some in (call.inputs, call.outputs))
+            parent = self._places.get(call.parent, -1)
+            yield ModuleCall(modules[place], parent, call.begin_s, call.end_s, *passed_s, *tensors)
 
     def _lying_at(self, addresses: Sequence[Address], moment_s: float) -> Iterator[int]:
         for address in dict.fromkeys(addresses):

@@ -52,7 +52,6 @@ from .recording import (
     ReadyGradient,
     RecordedIteration,
     RecordedUnit,
-    UnitId,
     clear,
     write_job,
     write_rank,
@@ -151,36 +150,18 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
         spans = tuple(sorted([*backward, *updates], key=lambda span: span.begin_s))
         operators = StepOperators(operators=(), spans=spans)
     ready = [
-        ReadyGradient(buffer=buffer_number(reducer, one.layout), index=one.place, ready_s=one.ready_s)
+        ReadyGradient(buffer_number(reducer, one.layout), one.place, one.ready_s)
         for reducer, traced in draft.traced
         for one in traced.ready
     ]
     units = [
-        RecordedUnit(
-            unit=UnitId(
-                iteration=traced.number,
-                buffer=buffer_number(reducer, unit.layout_number),
-                start=unit.start,
-                stop=unit.stop,
-                route=unit.route,
-                stream=unit.stream,
-            ),
-            issue_s=unit.issued_s,
-            begin_s=unit.began_s,
-            done_s=unit.done_s,
-        )
+        RecordedUnit(traced.number, buffer_number(reducer, unit.layout_number), unit.start, unit.stop, unit.route,
+                     unit.stream, unit.issued_s, unit.began_s, unit.done_s)
         for reducer, traced in draft.traced
         for unit in traced.units
-    ]
+    ]  # fmt: skip
     collectives = [
-        Collective(
-            name=one.name,
-            kind=one.kind,
-            begin_s=one.submitted_s,
-            agreed_s=one.agreed_s,
-            end_s=one.done_s,
-            n_bytes=one.n_bytes,
-        )
+        Collective(one.name, one.kind, one.submitted_s, one.agreed_s, one.done_s, one.n_bytes)
         for one in sorted(draft.operations, key=lambda one: one.submitted_s)
     ]
     copies = [Copy(*copy) for _, traced in draft.traced for copy in traced.copies]

@@ -11,11 +11,10 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,8 +41,7 @@ class Holds(Enum):
     OTHER = "other"  # what is gone soon, and whatever else the script holds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(NamedTuple):
     """A block of memory.
 
     Attributes:
@@ -69,8 +67,7 @@ class Allocation:
     operator: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class Module(NamedTuple):
     """One module.
 
     Attributes:
@@ -89,8 +86,7 @@ class Module:
         return self.root, self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCall:
+class ModuleCall(NamedTuple):
     """One forward pass of one module.
 
     Attributes:
@@ -143,8 +139,7 @@ class Detail(Enum):
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
+class Operator(NamedTuple):
     """One operator that no other one has called. Those of one lane follow each other and never overlap.
 
     Where gradients are copied or waited for in the midst of an operator, it is cut in two around that.
@@ -170,8 +165,7 @@ class Operator:
     module: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseSpan:
+class PhaseSpan(NamedTuple):
     """A phase of one step. The same phase may come several times (accumulation, several models).
 
     Where operators are not recorded, BACKWARD begins with its first ready gradient; what cannot be told is left out.
@@ -187,17 +181,15 @@ def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
     return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyGradient:
-    """A gradient has come: number `index` of the layout of a buffer."""
+class ReadyGradient(NamedTuple):
+    """The gradient at that place of the layout of a buffer has come."""
 
     buffer: int
-    index: int
+    place: int
     ready_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Gradients have been copied into flat buffers, by the thread that computes (on a GPU, by its stream)."""
 
     begin_s: float
@@ -205,8 +197,7 @@ class Copy:
     n_gradients: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitId:
+class UnitId(NamedTuple):
     """What makes a unit the same thing on all ranks that take part in it.
 
     Attributes:
@@ -225,26 +216,34 @@ class UnitId:
     stream: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedUnit:
+class RecordedUnit(NamedTuple):
     """One unit on one rank.
 
     Attributes:
-        unit: which.
+        iteration, buffer, start, stop, route, stream: see `UnitId`.
         issue_s: it was handed to its transport, with all its gradients in the buffer. No rank is done before all have
             issued it.
         begin_s: the transport took it up; None where it does not tell.
         done_s: its result was there.
     """
 
-    unit: UnitId
+    iteration: int
+    buffer: int
+    start: int
+    stop: int
+    route: Route
+    stream: int
     issue_s: float
     begin_s: float | None
     done_s: float
 
+    @property
+    def unit(self) -> UnitId:
+        """Which."""
+        return UnitId(*self[:6])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+
+class Collective(NamedTuple):
     """Another operation between ranks: sparse rows, metrics, whatever a script asks for.
 
     Attributes:
@@ -297,7 +296,7 @@ class RecordedIteration:
     @property
     def joined(self) -> bool:
         """This rank had joined the others, and reduced gradients without steps of its own in it, too."""
-        iterations = {(one.unit.buffer, one.unit.iteration) for one in self.units}
+        iterations = {(one.buffer, one.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
 
     @property
@@ -487,25 +486,6 @@ _T = TypeVar("_T")
 DIGITS = 9
 """Of seconds; clocks tell nanoseconds."""
 
-_ROWS: Mapping[str, type] = {
-    "spans": PhaseSpan,
-    "operators": Operator,
-    "ready": ReadyGradient,
-    "copies": Copy,
-    "units": RecordedUnit,
-    "collectives": Collective,
-    "modules": Module,
-    "allocations": Allocation,
-    "calls": ModuleCall,
-}
-"""Fields whose records are written as rows: the values of their fields, in order."""
-
-_NAMES: Mapping[Any, tuple[str, ...]] = {
-    kind: tuple(field.name for field in fields(kind))
-    for kind in (*_ROWS.values(), UnitId, RankRecording, RecordedIteration, StepMemory)
-}
-_VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
-
 
 def job_to_json(job: JobRecord) -> Json:
     """A JSON-ready dict; `job_from_json` is its inverse."""
@@ -519,7 +499,7 @@ def job_to_json(job: JobRecord) -> Json:
     }
 
 
-def job_from_json(data: Mapping[str, Any]) -> JobRecord:
+def job_from_json(data: Json) -> JobRecord:
     """The job that `job_to_json` described.
 
     Raises:
@@ -531,66 +511,41 @@ def job_from_json(data: Mapping[str, Any]) -> JobRecord:
 
 
 def rank_to_json(rank: RankRecording) -> Json:
-    """A JSON-ready dict; `rank_from_json` is its inverse."""
+    """A JSON-ready dict; `rank_from_json` is its inverse. Named tuples are rows, names of operators are numbers."""
+    found: Json = _rounded(msgspec.to_builtins(rank))
     names: dict[str, int] = {}
-    return {"format": FORMAT_VERSION, **_to_json(rank, names), "operator_names": list(names)}
+    for iteration in found["iterations"]:
+        for row in iteration["operators"]:
+            row[0] = names.setdefault(row[0], len(names))
+    if memory := found["memory"]:
+        asked_by: dict[str, int] = {}
+        for row in memory["allocations"]:
+            row[-1] = asked_by.setdefault(row[-1], len(asked_by))
+        memory["operators"] = list(asked_by)
+    return {"format": FORMAT_VERSION, **found, "operator_names": list(names)}
 
 
-def _to_json(value: Any, names: dict[str, int]) -> Any:
-    """A record, or a value in one, in JSON's types; `names` numbers the operators' names."""
-    kind = type(value)
-    if kind is float:
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
         return round(value, DIGITS)
-    if kind is tuple:
-        return [_to_json(one, names) for one in value]
-    if isinstance(value, Enum):
-        return value.value
-    if kind not in _NAMES:
-        return value
-    if kind is StepMemory:
-        names = {}
-    found: Any = [_to_json(one, names) for one in _VALUES[kind](value)]
-    if kind is Operator:
-        found[0] = names.setdefault(value.name, len(names))
-    elif kind is Allocation:
-        found[-1] = names.setdefault(value.operator, len(names))
-    elif kind is RecordedUnit:
-        found[:1] = found[0]
-    elif kind in (RankRecording, RecordedIteration, StepMemory):
-        found = dict(zip(_NAMES[kind], found, strict=True))
-        return {**found, "operators": list(names)} if kind is StepMemory else found
-    return found
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return list(map(_rounded, value)) if isinstance(value, (list, tuple)) else value
 
 
-def rank_from_json(data: Mapping[str, Any]) -> RankRecording:
-    """What `rank_to_json` described.
+def rank_from_json(data: Json) -> RankRecording:
+    """What `rank_to_json` described, whose names of operators become words again in `data`.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is something else.
     """
-    found, memory = _named(data), data.get("memory")
-    found["iterations"] = [_named(one) for one in data["iterations"]]
-    for iteration in found["iterations"]:
-        for one in iteration["operators"]:
-            one["name"] = data["operator_names"][one["name"]]
-        for one in iteration["units"]:
-            one["unit"] = dict(zip(_NAMES[UnitId], one["unit"], strict=True))
-    if memory is not None:
-        found["memory"] = _named({name: memory[name] for name in memory if name != "operators"})
-        for one in found["memory"]["allocations"]:
-            one["operator"] = memory["operators"][one["operator"]]
-    return msgspec.convert(found, RankRecording)
-
-
-def _named(data: Mapping[str, Any]) -> Json:
-    """Rows with the names of their fields; older versions lack the last ones."""
-    found = dict(data)
-    for name, kind in _ROWS.items():
-        if name == "units" and name in data:
-            found[name] = [dict(zip(_NAMES[kind], (row[:-3], *row[-3:]), strict=True)) for row in data[name]]
-        elif name in data:
-            found[name] = [dict(zip(_NAMES[kind], row, strict=False)) for row in data[name]]
-    return found
+    for iteration in data["iterations"]:
+        for row in iteration["operators"]:
+            row[0] = data["operator_names"][row[0]]
+    if memory := data.get("memory"):
+        for row in memory["allocations"]:
+            row[-1] = memory["operators"][row[-1]]
+    return msgspec.convert(data, RankRecording)
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -699,7 +654,7 @@ def read_folder(folder: str | Path) -> Recording:
     return Recording(job=job, ranks=ranks, problems=tuple(problems))
 
 
-def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Mapping[str, Any]], _T]) -> _T:
+def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json], _T]) -> _T:
     try:
         data = json.loads(unpack(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error) as err:

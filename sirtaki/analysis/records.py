@@ -78,7 +78,7 @@ def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, R
             yield "operators", {**of, **told, "begin_s": operator.begin_s, "end_s": operator.end_s}
         for gradient in one.ready:
             names = layouts[gradient.buffer].names
-            name = names[gradient.index] if names else None
+            name = names[gradient.place] if names else None
             yield "gradients", {**of, "buffer": gradient.buffer, "name": name, "ready_s": gradient.ready_s}
         for done in one.units:
             unit, layout = done.unit, layouts[done.unit.buffer]

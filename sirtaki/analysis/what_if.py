@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
@@ -30,13 +31,12 @@ from .job_model import (
     OperationKey,
     Piece,
     Program,
-    Step,
-    Stretch,
+    unit_fields,
 )
 from .recording import Buffer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnitCost:
     """Cost of a unit by its size on one route, with everything to itself.
 
@@ -73,22 +73,19 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
             f"nothing is known of {route[0].value} {route[1].value}: neither was it probed nor did units use it "
             f"(known: {', '.join(words) or 'none'})"
         )
-    lag_s = statistics.fmean([one.lag_s for one in units]) if units else 0.0
-    busy = statistics.fmean([one.busy for one in units]) if units else 1.0 if probed is None else probed.busy
-    host_s = 0.0
+    lag_s = statistics.fmean(one.lag_s for one in units) if units else 0.0
+    busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
-        startup_s, s_per_byte = _fitted(units)
-    else:
-        startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
-        host_s = probed.host_s if across else 0.0
-        if units and across:
-            # Start-up is the probes'; how long the link takes is the recording's.
-            s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
-        elif units:
-            recorded_s = sum(one.processor_s for one in units)
-            s_probed = sum(startup_s + one.n_bytes * s_per_byte for one in units)
-            startup_s, s_per_byte = startup_s * recorded_s / s_probed, s_per_byte * recorded_s / s_probed
-    return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
+        return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
+    startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
+    if units and across:
+        # Start-up is the probes'; how long the link takes is the recording's.
+        s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
+    elif units:
+        scale = sum(one.processor_s for one in units) / sum(startup_s + one.n_bytes * s_per_byte for one in units)
+        startup_s, s_per_byte = startup_s * scale, s_per_byte * scale
+    host_s = probed.host_s if across else 0.0
+    return UnitCost(startup_s, s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
 
 
 def _fitted(units: Sequence[Operation]) -> tuple[float, float]:
@@ -156,23 +153,14 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operatio
     layout = buffer.layout
     for unit in buffer.plan.units:
         route = (buffer.plan.transport, unit.algorithm)
-        cost, n_bytes = costs[route], unit.numel * layout.itemsize_bytes
-        moving_s = n_bytes * cost.s_per_byte
-        yield Operation(
-            key=(buffer.number, unit.start, unit.stop),
-            activity=Activity.UNIT,
-            lane=f"{buffer.plan.transport.value} stream {unit.stream}",
-            ranks=buffer.ranks,
-            n_bytes=n_bytes,
-            name=layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}",
-            route=route,
-            fixed_s=cost.startup_s if cost.across else 0.0,
-            link_s=moving_s if cost.across else 0.0,
-            host_s=cost.host_s,
-            processor_s=0.0 if cost.across else cost.startup_s + moving_s,
-            busy=cost.busy,
-            lag_s=cost.lag_s,
-        )
+        cost = costs[route]
+        moving_s = unit.numel * layout.itemsize_bytes * cost.s_per_byte
+        costs_s: dict[str, Any] = {"processor_s": cost.startup_s + moving_s}
+        if cost.across:
+            costs_s = {"fixed_s": cost.startup_s, "link_s": moving_s}
+        costs_s |= {"host_s": cost.host_s, "busy": cost.busy, "lag_s": cost.lag_s}
+        key = (buffer.number, unit.start, unit.stop)
+        yield Operation(**unit_fields(key, layout, route, unit.stream), ranks=buffer.ranks, **costs_s)
 
 
 class _Reissue:
@@ -396,23 +384,19 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     """
     if not factor > 0:
         raise ReplayError(f"gradients cannot travel in {factor} times the bytes")
-    return _with_units(
-        job,
-        lambda one: replace(
-            one,
-            n_bytes=round(one.n_bytes * factor),
-            link_s=one.link_s * factor,
-            processor_s=one.processor_s * factor,
-        ),
-    )
+
+    def smaller(one: Operation) -> Operation:
+        costs: dict[str, Any] = {"link_s": one.link_s * factor, "processor_s": one.processor_s * factor}
+        return replace(one, n_bytes=round(one.n_bytes * factor), **costs)
+
+    return _with_units(job, smaller)
 
 
 def _with_durations(job: JobModel, factor: Callable[[int, Piece], float]) -> JobModel:
-    return job.changed(
-        program=lambda rank, program: tuple(
-            replace(piece, seconds=piece.seconds * factor(rank, piece)) for piece in program
-        )
-    )
+    def timed(rank: int, program: Program) -> Program:
+        return tuple(replace(piece, seconds=piece.seconds * factor(rank, piece)) for piece in program)
+
+    return job.changed(program=timed)
 
 
 def _with_units(job: JobModel, changed: Callable[[Operation], Operation]) -> JobModel:
@@ -681,49 +665,31 @@ def daydream(histories: Histories, job: JobModel) -> StepTimes:
         ReplayError: no units were recorded, so no bandwidth is known.
     """
     rate = bandwidth(job)
-    found = [_times(step, rank, job.buffers, rate) for step in histories.steps for rank in histories.ranks]
-    iteration_s, forward_s, backward_s = (statistics.fmean(times) for times in zip(*found, strict=True))
-    return StepTimes(
-        iteration_s=iteration_s,
-        phases_s={Phase.FORWARD: forward_s, Phase.BACKWARD: backward_s},
-        spread_s=0.0,
-        iterations=len(histories.steps),
-    )
-
-
-def _times(step: Step, rank: int, buffers: Sequence[Buffer], rate: float) -> tuple[float, float, float]:
-    """Iteration, forward and backward pass of one rank."""
-    at = _without_waits(step.stretches[rank])
-    layouts = {buffer.number: buffer.layout for buffer in buffers}
-    sent_s = 0.0
-    for moment_s, (buffer, index) in sorted(step.marks[rank].ready):
-        layout = layouts[buffer]
-        sent_s = max(sent_s, at(moment_s)) + layout.sizes[index] * layout.itemsize_bytes / rate
-    whole_s = at(step.stretches[rank][-1].end_s)
-    spans = {
-        phase: [(at(one.begin_s), at(one.end_s)) for one in step.stretches[rank] if one.phase is phase]
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    }
-    backward = spans[Phase.BACKWARD] or [(whole_s, whole_s)]
-    exposed_s = max(0.0, sent_s - backward[-1][1])
-    forward_s, backward_s = (sum(end_s - begin_s for begin_s, end_s in mine) for mine in spans.values())
-    return whole_s + exposed_s, forward_s, backward_s + exposed_s
-
-
-def _without_waits(stretches: Sequence[Stretch]) -> Callable[[float], float]:
-    """From the job's clock to one that begins with these and stands while the rank waits for others."""
-    begins_s = [one.begin_s for one in stretches]
-    shown_s, now_s = [], 0.0
-    for one in stretches:
-        shown_s.append(now_s)
-        now_s += 0.0 if one.waits else one.end_s - one.begin_s
-
-    def at(moment_s: float) -> float:
-        place = max(0, bisect_right(begins_s, moment_s) - 1)
-        one = stretches[place]
-        return shown_s[place] + (0.0 if one.waits else min(moment_s, one.end_s) - one.begin_s)
-
-    return at
+    sizes = {buffer.number: (buffer.layout.sizes, buffer.layout.itemsize_bytes) for buffer in job.buffers}
+    times_s: list[tuple[float, float, float]] = []
+    for step in histories.steps:
+        for rank, stretches in step.stretches.items():
+            # Waiting left out, which stops the rank's clock: how far it is when each stretch begins, and at its end.
+            computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
+            shown_s = list(accumulate(computes_s, initial=0.0))
+            begins_s = [one.begin_s for one in stretches]
+            sent_s = 0.0
+            for moment_s, (number, index) in sorted(step.marks[rank].ready):
+                place = max(0, bisect_right(begins_s, moment_s) - 1)
+                come_s = shown_s[place] + min(moment_s - begins_s[place], computes_s[place])
+                elements, itemsize_bytes = sizes[number]
+                sent_s = max(sent_s, come_s) + elements[index] * itemsize_bytes / rate
+            in_phase_s: dict[Phase, float] = defaultdict(float)
+            backward_end_s = whole_s = shown_s[-1]
+            for one, seconds, end_s in zip(stretches, computes_s, shown_s[1:], strict=True):
+                in_phase_s[one.phase] += seconds
+                backward_end_s = end_s if one.phase is Phase.BACKWARD else backward_end_s
+            exposed_s = max(0.0, sent_s - backward_end_s)
+            passes_s = in_phase_s[Phase.FORWARD], in_phase_s[Phase.BACKWARD] + exposed_s
+            times_s.append((whole_s + exposed_s, *passes_s))
+    iteration_s, forward_s, backward_s = (statistics.fmean(times) for times in zip(*times_s, strict=True))
+    phases_s = {Phase.FORWARD: forward_s, Phase.BACKWARD: backward_s}
+    return StepTimes(iteration_s=iteration_s, phases_s=phases_s, spread_s=0.0, iterations=len(histories.steps))
 
 
 def bandwidth(job: JobModel) -> float:

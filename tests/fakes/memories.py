@@ -68,10 +68,9 @@ def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
             )
         )
     found += [
-        replace(
-            _made(GRADIENT, Holds.GRADIENTS, Phase.BACKWARD, 2.0 * blocks - n + 0.5, 2.0 * blocks - n + 0.8, n + 1),
-            added_s=2.0 * blocks - n + 0.6,
-        )
+        _made(
+            GRADIENT, Holds.GRADIENTS, Phase.BACKWARD, 2.0 * blocks - n + 0.5, 2.0 * blocks - n + 0.8, n + 1
+        )._replace(added_s=2.0 * blocks - n + 0.6)
         for n in reversed(range(blocks))
     ]
     return StepMemory(
@@ -111,7 +110,7 @@ def recorded_job(blocks: int = 4, *, of: Sequence[int] = (0,), kind: str = "Bloc
     ranks = dict(found.ranks)
     for number in of:
         layers, memory = ranks[number].modules, chain(blocks)
-        calls = tuple(replace(one, module=one.module + len(layers)) for one in memory.calls)
+        calls = tuple(one._replace(module=one.module + len(layers)) for one in memory.calls)
         ranks[number] = replace(
             ranks[number],
             modules=(*layers, *modules(blocks, kind=kind)),

@@ -26,7 +26,6 @@ from sirtaki.analysis.recording import (
     RecordedIteration,
     RecordedUnit,
     Recording,
-    UnitId,
     write_job,
     write_rank,
 )
@@ -199,17 +198,9 @@ def record(
                 if piece.activity is Activity.COPY:
                     copies.append(Copy(begin_s=start_s, end_s=end_s, n_gradients=1))
                 elif piece.name:
-                    operators.append(
-                        Operator(
-                            name=piece.name,
-                            lane=0,
-                            begin_s=start_s,
-                            end_s=end_s,
-                            phase=piece.phase,
-                            module=-1 if piece.module is None else keys.setdefault(piece.module, len(keys)),
-                        )
-                    )
-                ready += [ReadyGradient(buffer=0, index=index, ready_s=end_s) for _, index in piece.ready]
+                    module = -1 if piece.module is None else keys.setdefault(piece.module, len(keys))
+                    operators.append(Operator(piece.name, 0, start_s, end_s, piece.phase, module=module))
+                ready += [ReadyGradient(0, index, end_s) for _, index in piece.ready]
                 issued += [(key, end_s) for key in piece.issues]
                 now_s = end_s
             recorded_units = []
@@ -217,22 +208,13 @@ def record(
                 unit = next(unit for unit in buffer.plan.units if unit.start == start)
                 name = buffer.layout.describe(start, stop)
                 done_s = units[number, name][1]
-                recorded_units.append(
-                    RecordedUnit(
-                        unit=UnitId(iteration=number, buffer=0, start=start, stop=stop, route=GLOO, stream=unit.stream),
-                        issue_s=issue_s,
-                        begin_s=None,
-                        done_s=done_s,
-                    )
-                )
+                recorded_units.append(RecordedUnit(number, 0, start, stop, GLOO, unit.stream, issue_s, None, done_s))
             iterations.append(
                 RecordedIteration(
                     number=number,
                     begin_s=begin_s,
                     end_s=now_s,
-                    spans=tuple(
-                        PhaseSpan(phase=phase, begin_s=from_s, end_s=to_s) for phase, (from_s, to_s) in spans.items()
-                    ),
+                    spans=tuple(PhaseSpan(phase, *span) for phase, span in spans.items()),
                     operators=tuple(operators) if detail is Detail.OPERATORS else (),
                     ready=tuple(ready),
                     copies=tuple(copies),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sirtaki.analysis.recording import (
@@ -70,10 +71,8 @@ def job(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> 
 
 def unit(iteration: int, number: int, issue_s: float, done_s: float) -> RecordedUnit:
     planned = KNOBS.to_plan(LAYOUT).units[number]
-    identity = UnitId(
-        iteration=iteration, buffer=0, start=planned.start, stop=planned.stop, route=ROUTE, stream=planned.stream
-    )
-    return RecordedUnit(unit=identity, issue_s=issue_s, begin_s=None if number else issue_s + 1e-4, done_s=done_s)
+    identity = UnitId(iteration, 0, planned.start, planned.stop, ROUTE, planned.stream)
+    return RecordedUnit(*identity, issue_s, None if number else issue_s + 1e-4, done_s)
 
 
 def iteration(number: int, *, late_s: float = 0.0) -> RecordedIteration:
@@ -84,47 +83,18 @@ def iteration(number: int, *, late_s: float = 0.0) -> RecordedIteration:
         number=number,
         begin_s=begin_s,
         end_s=begin_s + STEP_S,
-        spans=tuple(
-            PhaseSpan(phase=phase, begin_s=begin_s + from_s, end_s=begin_s + to_s) for phase, from_s, to_s in phases
-        ),
+        spans=tuple(PhaseSpan(phase, begin_s + from_s, begin_s + to_s) for phase, from_s, to_s in phases),
         operators=(
-            Operator(
-                name="aten::linear",
-                lane=0,
-                begin_s=begin_s + 0.006,
-                end_s=begin_s + 0.03,
-                phase=Phase.FORWARD,
-                sequence=7,
-            ),
-            Operator(
-                name="AddmmBackward0",
-                lane=0,
-                begin_s=begin_s + 0.031,
-                end_s=begin_s + 0.05 + late_s,
-                phase=Phase.BACKWARD,
-                sequence=7,
-                after=(0,),
-            ),
+            Operator("aten::linear", 0, begin_s + 0.006, begin_s + 0.03, Phase.FORWARD, 7),
+            Operator("AddmmBackward0", 0, begin_s + 0.031, begin_s + 0.05 + late_s, Phase.BACKWARD, 7, (0,)),
         ),
-        ready=(
-            ReadyGradient(buffer=0, index=0, ready_s=begin_s + 0.04),
-            ReadyGradient(buffer=0, index=1, ready_s=begin_s + 0.05 + late_s),
-        ),
-        copies=(Copy(begin_s=begin_s + 0.05 + late_s, end_s=begin_s + 0.051 + late_s, n_gradients=1),),
+        ready=(ReadyGradient(0, 0, begin_s + 0.04), ReadyGradient(0, 1, begin_s + 0.05 + late_s)),
+        copies=(Copy(begin_s + 0.05 + late_s, begin_s + 0.051 + late_s, 1),),
         units=(
             unit(number, 0, begin_s + 0.041, begin_s + 0.06),
             unit(number, 1, begin_s + 0.052 + late_s, begin_s + 0.09),
         ),
-        collectives=(
-            Collective(
-                name="loss",
-                kind="allreduce",
-                begin_s=begin_s + 0.091,
-                agreed_s=begin_s + 0.092,
-                end_s=begin_s + 0.093,
-                n_bytes=4,
-            ),
-        ),
+        collectives=(Collective("loss", "allreduce", begin_s + 0.091, begin_s + 0.092, begin_s + 0.093, 4),),
         exposed_s=0.01,
     )
 
@@ -159,14 +129,16 @@ def shifted(recorded: RankRecording, *, by_s: float, drift: float = 0.0) -> Rank
     """What the rank records if its clock shows `by_s` more than it should at the first iteration, and gains `drift`."""
     first_s = recorded.iterations[0].begin_s
 
-    def moved(value: Any, name: str = "") -> Any:
-        if name in MOMENTS and value is not None:
-            return value + by_s + drift * (value - first_s)
-        if is_dataclass(value):
-            return replace(value, **{one.name: moved(getattr(value, one.name), one.name) for one in fields(value)})
-        return tuple(map(moved, value)) if isinstance(value, tuple) else value
+    def moved(one: Any) -> Any:
+        change = one._replace if hasattr(one, "_replace") else partial(replace, one)
+        there = {name: at_s for name in MOMENTS if (at_s := getattr(one, name, None)) is not None}
+        return change(**{name: at_s + by_s + drift * (at_s - first_s) for name, at_s in there.items()})
 
-    return replace(recorded, iterations=moved(recorded.iterations))
+    def of_iteration(one: RecordedIteration) -> RecordedIteration:
+        rows = ("spans", "operators", "ready", "copies", "units", "collectives")
+        return replace(moved(one), **{name: tuple(map(moved, getattr(one, name))) for name in rows})  # type: ignore[no-any-return]
+
+    return replace(recorded, iterations=tuple(map(of_iteration, recorded.iterations)))
 
 
 def with_ranks(recording: Recording, change: Callable[[RankRecording], RankRecording], *ranks: int) -> Recording:

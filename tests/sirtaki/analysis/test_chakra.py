@@ -128,7 +128,7 @@ def test_groups_are_written_where_not_all_ranks_act_together(tmp_path: Path) -> 
 
 def test_a_collective_without_a_name_is_an_error(tmp_path: Path) -> None:
     def strange(one: RecordedIteration) -> RecordedIteration:
-        return replace(one, collectives=tuple(replace(call, kind="gossip") for call in one.collectives))
+        return replace(one, collectives=tuple(call._replace(kind="gossip") for call in one.collectives))
 
     with pytest.raises(RecordingError, match="loss is gossip"):
         written(tmp_path, recordings.with_iterations(recordings.recording(), strange))

@@ -35,7 +35,6 @@ from sirtaki.analysis.recording import (
     RecordedIteration,
     RecordedUnit,
     Recording,
-    UnitId,
 )
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import ReplayError
@@ -116,8 +115,7 @@ def test_iterations_that_negotiate_are_left_out() -> None:
 
 
 def unit(start: int, stop: int, issue_s: float, done_s: float, stream: int = 0) -> RecordedUnit:
-    name = UnitId(iteration=0, buffer=0, start=start, stop=stop, route=GLOO, stream=stream)
-    return RecordedUnit(unit=name, issue_s=issue_s, begin_s=None, done_s=done_s)
+    return RecordedUnit(0, 0, start, stop, GLOO, stream, issue_s, None, done_s)
 
 
 def iteration_of(*units: RecordedUnit, collectives: tuple[Collective, ...] = ()) -> RecordedIteration:

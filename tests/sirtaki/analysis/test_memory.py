@@ -58,7 +58,7 @@ def test_blocks_that_compute_again_hold_what_they_leave_only_then() -> None:
 
 def test_what_is_needed_for_a_while_is_needed_again() -> None:
     memory = chain(2)
-    larger = tuple(replace(one, n_bytes=5000) if one.n_bytes == TEMPORARY else one for one in memory.allocations)
+    larger = tuple(one._replace(n_bytes=5000) if one.n_bytes == TEMPORARY else one for one in memory.allocations)
     peak = MemoryReplay(replace(memory, allocations=larger), 0).peak([1, 2])
     assert peak.n_bytes == THERE + OUTPUT + max(5000, LEFT) + OUTPUT
     assert peak.at_s == 4.0 - 1  # the second block's backward pass begins
@@ -68,7 +68,7 @@ def test_what_a_block_gets_stays_until_it_is_done_again() -> None:
     """Its predecessor's output, which nobody else needs any more."""
     memory = chain(2)
     gone_early = tuple(
-        replace(one, end_s=0.95) if one.n_bytes == OUTPUT and one.begin_s == 0.5 else one for one in memory.allocations
+        one._replace(end_s=0.95) if one.n_bytes == OUTPUT and one.begin_s == 0.5 else one for one in memory.allocations
     )
     early = MemoryReplay(replace(memory, allocations=gone_early), 0)
     assert early.peak().n_bytes == THERE + 2 * LEFT + OUTPUT

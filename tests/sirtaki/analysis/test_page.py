@@ -368,7 +368,7 @@ def test_a_recording_without_memory_says_so(tmp_path: Path) -> None:
 
 def test_names_of_modules_are_escaped(tmp_path: Path) -> None:
     recording = memories.recorded_job()
-    evil = tuple(replace(one, name=f"<b>.{one.name}", kind="<i>") for one in recording.ranks[0].modules)
+    evil = tuple(one._replace(name=f"<b>.{one.name}", kind="<i>") for one in recording.ranks[0].modules)
     text = section(tmp_path, with_ranks(recording, lambda rank: replace(rank, modules=evil), 0))
     assert "&lt;b&gt;" in text
     assert "<b>" not in text
@@ -479,7 +479,7 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
     )
     recording = with_iterations(
         replace(recording, job=job),
-        lambda one: replace(one, operators=tuple(replace(operator, name=EVIL) for operator in one.operators)),
+        lambda one: replace(one, operators=tuple(operator._replace(name=EVIL) for operator in one.operators)),
     )
     page = page_of(tmp_path / "<b>job", recording)
     tags = read(page)

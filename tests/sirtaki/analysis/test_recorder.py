@@ -177,7 +177,7 @@ def test_units_and_gradients_name_their_buffer_among_all_of_the_job() -> None:
     one = recorded(draft(), None)
     assert one.units[0].unit.buffer == buffer_number((0, 2), 1)
     assert one.units[0].unit.iteration == 3
-    assert [(ready.buffer, ready.index) for ready in one.ready] == [
+    assert [(ready.buffer, ready.place) for ready in one.ready] == [
         (buffer_number((0, 2), 0), 2),
         (buffer_number((0, 2), 1), 0),
     ]
