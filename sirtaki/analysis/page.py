@@ -283,16 +283,16 @@ def _bars(found: Findings, parts: Sequence[StepParts], shown: Sequence[StepParts
     kinds = [kind for kind in Kind if any(kind in one.seconds for one in parts)]
     tall = 24 if len(shown) <= 16 else 14 if len(shown) <= 64 else 9
     longest_ms = 1e3 * max(one.step_s for one in parts)
-    plot = Plot(x=(0, longest_ms), y=(0, len(shown)), x_label="ms", y_label="", height=52 + tall * len(shown))
+    plot = Plot.of_rows(len(shown), x=(0, longest_ms), x_label="ms", height=52 + tall * len(shown))
     for row, one in enumerate(shown):
-        left_ms, y = 0.0, len(shown) - 1 - row
+        left_ms = 0.0
         for kind, seconds in one.seconds.items():
             right_ms = left_ms + 1e3 * seconds
             title = f"rank {one.rank}, {kind_words(kind, found)}: {ms(seconds)}, {percent(seconds / one.step_s)}"
-            plot.box((left_ms, right_ms), (y + 0.1, y + 0.9), color=COLORS[kind], title=title)
+            plot.bar((left_ms, right_ms), row, color=COLORS[kind], title=title)
             left_ms = right_ms
     every = 1 if tall * len(shown) <= 1000 else 4
-    ticks = [(len(shown) - 0.5 - row, f"rank {one.rank}") for row, one in enumerate(shown) if row % every == 0]
+    ticks = [(plot.row(row), f"rank {one.rank}") for row, one in enumerate(shown) if row % every == 0]
     yield "<h2>Where each rank’s time goes</h2>"
     yield "<p>Means of the recorded iterations; the parts add up to the step.</p>"
     if len(shown) < len(parts):

@@ -55,6 +55,19 @@ class Plot:
     width: int = WIDTH
     _shapes: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of_rows(cls, rows: int, *, x: tuple[float, float], x_label: str, height: int, width: int = WIDTH) -> Plot:
+        """A plot of bars in rows, the first one at the top."""
+        return cls(x=x, y=(0, rows), x_label=x_label, y_label="", height=height, width=width)
+
+    def row(self, row: int) -> float:
+        """The middle of a row, upwards."""
+        return self.y[1] - 0.5 - row
+
+    def bar(self, x: tuple[float, float], row: int, *, color: str, title: str = "", opacity: float = 1.0) -> None:
+        """A box in a row."""
+        self.box(x, (self.row(row) - 0.4, self.row(row) + 0.4), color=color, title=title, opacity=opacity)
+
     def line(self, points: Sequence[tuple[float, float]], *, color: str, dashed: bool = False) -> None:
         """A polyline."""
         dash = {"stroke_dasharray": "6 4"} if dashed else {}

@@ -6,9 +6,8 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Phase, Replay
 
@@ -68,8 +67,7 @@ def waits_for_gradients(one: Stretch) -> bool:
     return any(buffer >= 0 for buffer, _, _ in one.waits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
+class StepParts(NamedTuple):
     """The kinds of time of one rank's step, means over its iterations.
 
     Attributes:
@@ -94,7 +92,7 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
         for step in histories.steps:
             for one in step.stretches[rank]:
                 total_s[kind_of(one)] += one.end_s - one.begin_s
-        found.append(StepParts(rank=rank, seconds={kind: total_s[kind] / count for kind in Kind if total_s.get(kind)}))
+        found.append(StepParts(rank, {kind: total_s[kind] / count for kind in Kind if total_s.get(kind)}))
     return tuple(found)
 
 
@@ -102,8 +100,7 @@ LEAST_S = 1e-6
 """A unit that ends so shortly after the backward pass is not late."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankExposure:
+class RankExposure(NamedTuple):
     """One rank's waiting for gradients; means of an iteration.
 
     Attributes:
@@ -122,8 +119,7 @@ class RankExposure:
         return self.moving_s + self.held_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateUnit:
+class LateUnit(NamedTuple):
     """A unit that ends after a backward pass. Moments are seconds after the end of that, means of ranks and iterations.
 
     Attributes:
@@ -161,13 +157,10 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
         moving_s = total_s = 0.0
         for step in histories.steps:
             busy = _busy(step.barriers, rank)
-            for one in step.stretches[rank]:
-                if waits_for_gradients(one):
-                    total_s += one.end_s - one.begin_s
-                    moving_s += sum(
-                        max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy
-                    )
-        found.append(RankExposure(rank=rank, moving_s=moving_s / count, held_s=(total_s - moving_s) / count))
+            for one in filter(waits_for_gradients, step.stretches[rank]):
+                total_s += one.end_s - one.begin_s
+                moving_s += sum(max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy)
+        found.append(RankExposure(rank, moving_s / count, (total_s - moving_s) / count))
     return tuple(found)
 
 
@@ -177,9 +170,9 @@ def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
     mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
     for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in mine):
         if found and begin_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end_s)
-        else:
-            found.append((begin_s, end_s))
+            begin_s, before_s = found.pop()
+            end_s = max(before_s, end_s)
+        found.append((begin_s, end_s))
     return found
 
 
@@ -191,9 +184,7 @@ def late_units(histories: Histories) -> tuple[LateUnit, ...]:
     reducers = _reducers(histories)
     for step in histories.steps:
         ends_s = {rank: backward_ends_s(histories, step, rank) for rank in histories.ranks}
-        for one in step.barriers:
-            if one.activity is not Activity.UNIT:
-                continue
+        for one in (one for one in step.barriers if one.activity is Activity.UNIT):
             units[one.key] = one
             after = [
                 (one.issued_s[rank] - end_s, one.begin_s - end_s, one.done_s[rank] - end_s)
@@ -201,15 +192,12 @@ def late_units(histories: Histories) -> tuple[LateUnit, ...]:
                 if (end_s := ends_s[rank].get(reducers[one.key[0]])) is not None
             ]
             moments[one.key] += after
-            if any(done_s > LEAST_S for _, _, done_s in after):
-                times[one.key] += 1
+            times[one.key] += any(done_s > LEAST_S for _, _, done_s in after)
     late = []
-    for key, count in times.items():
-        issue_s, begin_s, done_s = (statistics.fmean(values) for values in zip(*moments[key], strict=True))
+    for key, count in (+times).items():
+        issue_s, begin_s, done_s = map(statistics.fmean, zip(*moments[key], strict=True))
         late_s = statistics.fmean(max(0.0, done) for _, _, done in moments[key])
-        late.append(
-            LateUnit(unit=units[key], issue_s=issue_s, begin_s=begin_s, done_s=done_s, late_s=late_s, times=count)
-        )
+        late.append(LateUnit(units[key], issue_s, begin_s, done_s, late_s, count))
     return tuple(sorted(late, key=lambda one: one.done_s))
 
 
@@ -217,8 +205,7 @@ COPIES = "copies"
 TRAINING = "training thread"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """One box; moments of the job's clock.
 
     Attributes:
@@ -235,8 +222,7 @@ class Span:
     n_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class Lane(NamedTuple):
     """One row.
 
     Attributes:
@@ -261,47 +247,36 @@ def _lanes_of_rank(histories: Histories, step: Step, rank: int) -> Iterator[Lane
     stretches, clock = step.stretches[rank], histories.clocks[rank]
     recorded, reducers = histories.recording.ranks[rank], _reducers(histories)
 
-    def lane(name: str, spans: Iterable[Span]) -> Lane:
-        return Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
+    def lane(name: str, spans: Iterable[Span], under: Sequence[Span] = ()) -> Lane:
+        return Lane(rank, name, tuple(under), tuple(sorted(spans, key=lambda span: span.begin_s)))
 
     named, copies = list[Span](), list[Span]()
     for one in stretches:
         kind = kind_of(one)
         waited = "waits for gradients" if kind is Kind.EXPOSED else "waits for other ranks"
-        span = Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind, name=waited if one.waits else one.name)
+        span = Span(one.begin_s, one.end_s, kind, waited if one.waits else one.name)
         if one.activity is Activity.COPY:
             copies.append(span)
         elif span.name and span.end_s > span.begin_s:
             named.append(span)
-    yield replace(lane(TRAINING, named), under=tuple(_runs(stretches)))
+    yield lane(TRAINING, named, _runs(stretches))
     beside: dict[int, list[Span]] = defaultdict(list)  # other threads, and streams of devices
     for operator in next(one.operators for one in recorded.iterations if one.number == step.number):
         if operator.lane:
-            begin_s, end_s = clock(operator.begin_s), clock(operator.end_s)
-            span = Span(begin_s=begin_s, end_s=end_s, kind=OF_PHASE[operator.phase], name=operator.name)
-            beside[operator.lane].append(span)
+            moments_s = clock(operator.begin_s), clock(operator.end_s)
+            beside[operator.lane].append(Span(*moments_s, OF_PHASE[operator.phase], operator.name))
     for number, spans in sorted(beside.items()):
         yield lane(recorded.lanes[number] if number < len(recorded.lanes) else f"lane {number}", spans)
     if copies:
         yield lane(COPIES, copies)
     ends_s, streams = backward_ends_s(histories, step, rank), defaultdict[str, list[Span]](list)
-    for barrier in step.barriers:
-        if rank not in barrier.issued_s:
-            continue
-        kind = Kind.COLLECTIVE
-        if barrier.activity is Activity.UNIT:
-            backward_end_s = ends_s.get(reducers[barrier.key[0]], math.inf)
-            kind = Kind.EXPOSED if barrier.done_s[rank] > backward_end_s + LEAST_S else Kind.UNIT
-        streams[barrier.lane].append(
-            Span(
-                begin_s=barrier.begin_s,
-                end_s=barrier.done_s[rank],
-                kind=kind,
-                name=barrier.name,
-                issued_s=barrier.issued_s[rank],
-                n_bytes=barrier.n_bytes,
-            )
-        )
+    for each in (each for each in step.barriers if rank in each.issued_s):
+        done_s, kind = each.done_s[rank], Kind.COLLECTIVE
+        if each.activity is Activity.UNIT:
+            backward_end_s = ends_s.get(reducers[each.key[0]], math.inf)
+            kind = Kind.EXPOSED if done_s > backward_end_s + LEAST_S else Kind.UNIT
+        span = Span(each.begin_s, done_s, kind, each.name, each.issued_s[rank], each.n_bytes)
+        streams[each.lane].append(span)
     for name, spans in sorted(streams.items()):
         yield lane(name, spans)
 
@@ -314,41 +289,38 @@ def _runs(stretches: Iterable[Stretch]) -> list[Span]:
         if one.waits or one.activity is Activity.COPY or one.end_s <= one.begin_s:
             continue
         if found and found[-1].kind is kind and found[-1].end_s == one.begin_s:
-            found[-1] = replace(found[-1], end_s=one.end_s)
+            found[-1] = found[-1]._replace(end_s=one.end_s)
         else:
-            found.append(Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind))
+            found.append(Span(one.begin_s, one.end_s, kind))
     return found
 
 
 def coarsened(lanes: Sequence[Lane], least_s: float) -> list[Lane]:
     """Neighbours on a thread that are all of one kind and shorter than that become one box, with the gaps between."""
-    return [replace(lane, spans=tuple(_joined(lane.spans, least_s))) for lane in lanes]
+    return [lane._replace(spans=tuple(_joined(lane.spans, least_s))) for lane in lanes]
 
 
 def _joined(spans: Sequence[Span], least_s: float) -> list[Span]:
     found: list[Span] = []
-    counts: list[int] = []
+    count = 1  # of what the last box is made of
     for one in spans:
         before = found[-1] if found else None
-        short = one.end_s - one.begin_s < least_s and one.issued_s is None
         if (
             before is not None
-            and short
             and before.kind is one.kind
-            and before.end_s - before.begin_s < least_s
-            and one.begin_s - before.end_s < least_s
+            and one.issued_s is None
+            and max(one.end_s - one.begin_s, before.end_s - before.begin_s, one.begin_s - before.end_s) < least_s
         ):
-            counts[-1] += 1
-            what = one.name if before.name in (one.name, f"{counts[-1] - 1} × {one.name}") else "operators"
-            found[-1] = replace(before, end_s=one.end_s, name=f"{counts[-1]} × {what}")
+            what = one.name if before.name in (one.name, f"{count} × {one.name}") else "operators"
+            count += 1
+            found[-1] = before._replace(end_s=one.end_s, name=f"{count} × {what}")
         else:
             found.append(one)
-            counts.append(1)
+            count = 1
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class Leg(NamedTuple):
     """A part of the path; moments of the job's clock.
 
     Attributes:
@@ -387,7 +359,7 @@ def drawn_path(histories: Histories, replay: Replay) -> dict[int, tuple[Leg, ...
         factor = (end - begin) / (last - first) if last > first else 1.0
         begin_s, end_s = (begin + (moment_s - first) * factor for moment_s in (visit.begin_s, visit.end_s))
         number = histories.steps[node.iteration].number
-        found[number].append(Leg(rank=rank, lane=lane, begin_s=begin_s, end_s=end_s))
+        found[number].append(Leg(rank, lane, begin_s, end_s))
     return {number: tuple(legs) for number, legs in found.items()}
 
 

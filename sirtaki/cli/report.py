@@ -211,26 +211,21 @@ def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
     if not any(credit for trial in told for credit in trial.credits.values()):
         yield "<p>None has found a setting that is clearly better than all before, so all have had equal turns.</p>"
     arms = list(dict.fromkeys(arm for trial in told for arm in trial.credits))
-    place = {arm: len(arms) - 1 - row for row, arm in enumerate(arms)}
     last = log.last_iteration
-    plot = Plot(x=(0, last), y=(0, len(arms)), x_label="training iteration", y_label="", height=52 + 20 * len(arms))
+    plot = Plot.of_rows(len(arms), x=(0, last), x_label="training iteration", height=52 + 20 * len(arms))
     ends = [*(trial.iteration for trial in told[1:]), last]
     for trial, end in zip(told, ends, strict=True):
         for arm, credit in trial.credits.items():
             if trial.believed is False and arm in PLANNERS:
                 continue
-            plot.box(
-                (trial.iteration, end),
-                (place[arm] + 0.1, place[arm] + 0.9),
-                color=colors.get(arm, DEFAULT_COLOR),
-                title=f"{arm}: credit {credit:.2g}",
-                opacity=FAINTEST + (1.0 - FAINTEST) * min(max(credit, 0.0), 1.0),
-            )
+            color, opacity = colors.get(arm, DEFAULT_COLOR), FAINTEST + (1.0 - FAINTEST) * min(max(credit, 0.0), 1.0)
+            title = f"{arm}: credit {credit:.2g}"
+            plot.bar((trial.iteration, end), arms.index(arm), color=color, title=title, opacity=opacity)
     for trial in searching(log):
-        if trial.arm in place and trial.succeeded:
-            title = f"{ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
-            plot.dot(trial.iteration, place[trial.arm] + 0.5, color="currentColor", title=title, large=trial.was_best)
-    yield framed(plot.render(y_ticks=[(place[arm] + 0.5, arm) for arm in arms]))
+        if trial.arm in arms and trial.succeeded:
+            title, y = f"{ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}", plot.row(arms.index(trial.arm))
+            plot.dot(trial.iteration, y, color="currentColor", title=title, large=trial.was_best)
+    yield framed(plot.render(y_ticks=[(plot.row(row), arm) for row, arm in enumerate(arms)]))
 
 
 def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
@@ -555,15 +550,12 @@ def _timelines(log: TrialLog) -> Iterator[str]:
 def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
     plan = knobs.to_plan(simulator.layout)
     timeline = simulator.run(plan)
-    rows = plan.streams + 1
-    plot = Plot(x=(0, end_ms), y=(0, rows), x_label="ms", y_label="", height=60 + 22 * rows, width=WIDTH // 2)
-    plot.box((0, 1e3 * timeline.compute_end_s), (rows - 0.9, rows - 0.1), color=COMPUTE_COLOR, title="backward pass")
-    itemsize = simulator.layout.itemsize_bytes
+    rows = ["compute", *(f"stream {number}" for number in range(plan.streams))]
+    plot = Plot.of_rows(len(rows), x=(0, end_ms), x_label="ms", height=60 + 22 * len(rows), width=WIDTH // 2)
+    plot.bar((0, 1e3 * timeline.compute_end_s), 0, color=COMPUTE_COLOR, title="backward pass")
     for index, unit in enumerate(plan.units):
         start_ms, stop_ms = 1e3 * timeline.start_s[index], 1e3 * timeline.stop_s[index]
-        row = rows - 2 - unit.stream
-        title = f"unit {index}: {unit.numel * itemsize} bytes, {start_ms:.2f} to {stop_ms:.2f} ms"
-        color = COLORS[0] if index % 2 else COLORS[5]
-        plot.box((start_ms, stop_ms), (row + 0.1, row + 0.9), color=color, title=title)
-    ticks = [(rows - 0.5, "compute"), *((rows - 1.5 - s, f"stream {s}") for s in range(plan.streams))]
-    return plot.render(y_ticks=ticks)
+        n_bytes = unit.numel * simulator.layout.itemsize_bytes
+        title = f"unit {index}: {n_bytes} bytes, {start_ms:.2f} to {stop_ms:.2f} ms"
+        plot.bar((start_ms, stop_ms), 1 + unit.stream, color=COLORS[0] if index % 2 else COLORS[5], title=title)
+    return plot.render(y_ticks=[(plot.row(row), name) for row, name in enumerate(rows)])
