@@ -66,6 +66,7 @@ class Feature(Enum):
     HOOKED = "tensor hooks of the user's own"
     BROADCAST = "parameters and optimizer state broadcast while training"
     FP16 = "compression"
+    LOSSY = "compression that gives back in the next step what it has lost"
     GROUPED = "groups="
     SUM = "op=Sum"
     SYNCHRONIZED_TWICE = "step() after synchronize() without skip_synchronize()"
@@ -124,6 +125,7 @@ class OptimizerSpec:
 
     Attributes:
         rule: a key of `replica.RULES`.
+        lossy: a key of `replica.LOSSY`, "" = nothing is lost.
         plan_seed: draws a plan every few iterations (where the job tunes), None = tunes nothing.
     """
 
@@ -133,6 +135,7 @@ class OptimizerSpec:
     passes: int = 1
     predivide: float = 1.0
     fp16: bool = False
+    lossy: str = ""
     groups: int = 0
     sparse_as_dense: bool = False
     process_set: tuple[int, ...] = ()
@@ -141,7 +144,8 @@ class OptimizerSpec:
     @property
     def options(self) -> tuple[object, ...]:
         """What two optimizers with a parameter in common must agree on."""
-        return (self.op, self.passes, self.predivide, self.fp16, self.sparse_as_dense, self.process_set)
+        wire = self.fp16, self.lossy
+        return (self.op, self.passes, self.predivide, *wire, self.sparse_as_dense, self.process_set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,7 @@ class Backward(Action):
         again: a second backward pass of the loss that was retained.
         fails_at: the backward pass raises when it comes to this block, and the script catches it.
         scale: the loss is multiplied by it.
+        apart: within `no_sync()`, which only programs over DistributedDataParallel have.
     """
 
     skipped: tuple[int, ...] = ()
@@ -177,6 +182,7 @@ class Backward(Action):
     again: bool = False
     fails_at: int | None = None
     scale: float = 1.0
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +412,8 @@ class Program:
         frozen: parameters that want no gradient at first.
         hooked: parameters with a tensor hook of the user's own.
         environment: settings of the job, without `SIRTAKI_` and in lower case.
+        attached: options of DistributedDataParallel, whose gradients `ddp.attach` reduces for plain optimizers;
+            None = each optimizer is a DistributedOptimizer.
     """
 
     ranks: int
@@ -415,6 +423,7 @@ class Program:
     frozen: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    attached: tuple[str, ...] | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ With SIRTAKI_TEST_RETUNE set, programs that are tuned re-tune at every opportuni
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -24,12 +25,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fakes import hasty, restless
 from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torment import program as actions
 from torment.program import Backward, Program
 from torment.reference import Entry
-from torment.replica import OPERATIONS, Failed, Optimizer, Replica, Values
+from torment.replica import LOSSY, OPERATIONS, Failed, Optimizer, Replica, Values
 
 import sirtaki.torch as hvd
 from sirtaki.autotune.knobs import Cut, Knobs
@@ -37,6 +41,7 @@ from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.gradients.buffers import FLAG_COUNT
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import GradientError
+from sirtaki.torch import ddp
 
 # ── Plays a program on one rank, as a user's script would, and writes down what a user may look at ───────────────────
 
@@ -115,13 +120,12 @@ class Script:
                 self._sets[spec.process_set] = hvd.add_process_set(list(spec.process_set))
             options["process_set"] = self._sets[spec.process_set]
         if spec.plan_seed is not None:
-            transport = TransportKind(dict(self._program.environment).get("transport", "shared_memory"))
-            options["arms"] = [RandomPlans(spec.plan_seed, partial(self._wanted, number), transport)]
+            options["arms"] = [self._plans(spec.plan_seed, partial(self._wanted, number))]
         names = {id(param): name for name, param in self._replica.parameters.items()}
         return hvd.DistributedOptimizer(
             self._replica.optimizer(spec),
             named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
-            compression=hvd.Compression.fp16 if spec.fp16 else hvd.Compression.none,
+            compression=self._compression(spec.lossy, fp16=spec.fp16),
             backward_passes_per_step=spec.passes,
             op=OPERATORS[spec.op],
             gradient_predivide_factor=spec.predivide,
@@ -129,6 +133,16 @@ class Script:
             sparse_as_dense=spec.sparse_as_dense,
             **options,
         )
+
+    def _plans(self, seed: int, params: Callable[[], Sequence[torch.Tensor]]) -> RandomPlans:
+        transport = TransportKind(dict(self._program.environment).get("transport", "shared_memory"))
+        return RandomPlans(seed, params, transport)
+
+    @staticmethod
+    def _compression(lossy: str, *, fp16: bool) -> Any:
+        if lossy:
+            return LOSSY[lossy](hvd.Compression)
+        return hvd.Compression.fp16 if fp16 else hvd.Compression.none
 
     # ── one action each ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -279,6 +293,68 @@ class Script:
         self._look("after join", self._replica.values(self._program.parameters))
 
 
+class Whole(nn.Module):
+    """The blocks of a replica, as the module that DistributedDataParallel wraps."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.blocks, self._output = replica.blocks, replica.output
+
+    def forward(self, *batch: Any, plain: bool) -> torch.Tensor:
+        return self._output(*batch, plain=plain)
+
+
+class AttachedScript(Script):
+    """One rank's part of a program over DistributedDataParallel; its optimizers are plain ones."""
+
+    def __init__(self, program: Program) -> None:
+        """Collective."""
+        super().__init__(program)
+        spec = program.optimizers[0]
+        self._model = DistributedDataParallel(Whole(self._replica), **dict.fromkeys(program.attached or (), True))
+        arms = None
+        if spec.plan_seed is not None:
+            arms = [self._plans(spec.plan_seed, lambda: [p for p in self._model.parameters() if p.requires_grad])]
+        ddp.attach(self._model, arms=arms, compression=self._compression(spec.lossy, fp16=False))
+
+    def _wrap(self, number: int) -> Optimizer:
+        return self._replica.optimizer(self._specs[number])
+
+    def close(self) -> None:
+        super().close()
+        del self._model
+
+    def _backward(self, action: Backward) -> None:
+        with self._model.no_sync() if action.apart else contextlib.nullcontext():
+            loss = self._replica.loss(action, self._number * 100, model=self._model)
+            try:
+                loss.backward(inputs=self._inputs(action))
+            except Failed:
+                if action.fails_at is None:
+                    raise
+
+    def _step(self, action: actions.Step) -> None:
+        self.optimizers[action.optimizer].step()
+        self._stepped(action.optimizer)
+
+    def _aside(self, action: actions.Aside) -> None:
+        if self._rank in action.on or not action.on:
+            self._look("aside", self._replica.look_aside(action, self._number * 100 + 50, self._model))
+
+    def _epoch(self, action: actions.Epoch) -> None:
+        with self._model.join():
+            for batch in range(action.batches[self._rank]):
+                self._model.zero_grad()
+                self._replica.loss(Backward(), self._number * 100 + batch, model=self._model).backward()
+                for number, optimizer in enumerate(self.optimizers):
+                    optimizer.step()
+                    self._stepped(number)
+        for optimizer in self.optimizers:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=action.batches.index(max(action.batches)))
+        self._model.zero_grad()
+        self._look("after join", self._replica.values(self._program.parameters))
+
+
 # ── The worker ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PROGRAMS_PER_INIT = 12
@@ -299,7 +375,7 @@ class Worker:
             self._prepare(program)
             if self._world.rank >= program.ranks:
                 return "idle", None
-            script = Script(program)
+            script = (Script if program.attached is None else AttachedScript)(program)
             trace = script.play()
             script.close()
             del script
@@ -309,10 +385,12 @@ class Worker:
         return "done", trace
 
     def _prepare(self, program: Program) -> None:
-        wanted = (program.ranks, program.environment)
+        wanted = (program.ranks, program.environment, program.attached is None)
         self._played += 1
         if self._running == wanted and self._played % PROGRAMS_PER_INIT:
             return
+        if dist.is_initialized():
+            dist.destroy_process_group()
         hvd.shutdown()
         self._running = wanted
         given = {PREFIX + name.upper(): value for name, value in program.environment}
@@ -321,12 +399,16 @@ class Worker:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
         os.environ.update({**DEFAULTS, **given})
-        hasty.be("SIRTAKI_OVERLAP_FORWARD" in given)
+        hasty.be(bool({"SIRTAKI_OVERLAP_FORWARD", "SIRTAKI_TRANSPORT"} & given.keys()))
         gc.freeze()  # all that is imported by now need not be looked through after each program
         if self._world.rank < program.ranks:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
+        if program.attached is not None and self._world.rank < program.ranks:
+            store = dist.FileStore(f"{sys.argv[1]}.store.{self._played}", program.ranks)
+            dist.init_process_group("gloo", store=store, rank=self._world.rank, world_size=program.ranks)
 
 
+FOLDER = Path(sys.argv[1]).parent
 RETUNES = "SIRTAKI_TEST_RETUNE" in os.environ
 DEFAULTS = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
 
@@ -357,9 +439,8 @@ def end_with(pid: int) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    folder = Path(sys.argv[1]).parent
     # Where each thread is, when the one who asked has waited too long.
-    stacks = (folder / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
+    stacks = (FOLDER / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
     serve(Client(sys.argv[1], family="AF_UNIX"))

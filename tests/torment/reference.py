@@ -332,7 +332,7 @@ class Lockstep:
         if wrapped.spec.fp16 and any(gradient is not None and _largest(gradient) > LARGE for gradient in given):
             raise ValueError("the sum of such gradients is not known in float16")  # the program ends before
         like = next(iter(params.values()))
-        total = _total(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
+        total = total_of(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
         if wrapped.spec.op == "average":
             total = total / len(wrapped.members)
         total = total.to(like.dtype)
@@ -357,7 +357,7 @@ def _largest(gradient: torch.Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _total(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+def total_of(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
     """The sum of gradients, of which those that are not there are zeros; sparse if none is dense."""
     total = torch.zeros(like.shape, dtype=torch.float64)
     if sparse and all(gradient is None or gradient.is_sparse for gradient in given):

@@ -135,6 +135,14 @@ RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=2),
     "lbfgs_search": lambda params: torch.optim.LBFGS(params, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
 }
+LOSSY: dict[str, Callable[[Any], Any]] = {
+    "int8": lambda compression: compression.int8,
+    "fp8": lambda compression: compression.fp8,
+    "topk": lambda compression: compression.topk(0.1),
+    "powersgd": lambda compression: compression.powersgd(2),
+}
+"""Of `hvd.Compression`. What ranks then apply is their own affair, but it is the same on all of them."""
+
 SPARSE_RULES = ("sgd", "adagrad", "sparse_adam")
 
 
@@ -346,8 +354,13 @@ class Replica:
 
     # ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def loss(self, action: Backward, number: int, *, plain: bool = False) -> torch.Tensor:
-        """The loss of this rank's share of batch `number`; `plain`: nothing is checkpointed, compiled or fails."""
+    def loss(
+        self, action: Backward, number: int, *, plain: bool = False, model: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The loss of this rank's share of batch `number`; `plain`: nothing is checkpointed, compiled or fails.
+
+        `model` is called in place of `output`.
+        """
         if action.again:
             if self.retained is None:
                 raise RuntimeError("no loss was retained")
@@ -356,6 +369,20 @@ class Replica:
         dtype = next((param.dtype for param in self.parameters.values()), torch.float64)
         first = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         words = torch.randint(0, WORDS, (ROWS, 2), generator=generator)
+        loss = (model or self.output)(action, first, words, plain=plain).square().mean()
+        if action.penalty:
+            (slope,) = torch.autograd.grad(loss, first, create_graph=True)
+            loss = loss + slope.square().sum()
+        if action.slopes:
+            params = [param for name, param in self._dense(action.inputs) if param.requires_grad]
+            slopes = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True) if params else ()
+            loss = loss + sum(slope.square().sum().to(loss.dtype) for slope in slopes if slope is not None)
+        loss = loss * action.scale
+        self.retained = loss if action.retain else None
+        return loss
+
+    def output(self, action: Backward, first: torch.Tensor, words: torch.Tensor, *, plain: bool) -> torch.Tensor:
+        """What the blocks make of a batch."""
         left_out = action.skipped if self.rank in action.on or not action.on else ()
         x = first
         for place, block in enumerate(self.blocks):
@@ -368,17 +395,7 @@ class Replica:
                 x = checkpoint(run, x, words, use_reentrant=action.checkpoint == "reentrant")
             else:
                 x = run(x, words)
-        loss = x.square().mean()
-        if action.penalty:
-            (slope,) = torch.autograd.grad(loss, first, create_graph=True)
-            loss = loss + slope.square().sum()
-        if action.slopes:
-            params = [param for name, param in self._dense(action.inputs) if param.requires_grad]
-            slopes = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True) if params else ()
-            loss = loss + sum(slope.square().sum().to(loss.dtype) for slope in slopes if slope is not None)
-        loss = loss * action.scale
-        self.retained = loss if action.retain else None
-        return loss
+        return x
 
     def _compile(self, place: int) -> Callable[..., torch.Tensor]:
         if not self._compiled:
@@ -395,10 +412,10 @@ class Replica:
             if self.program.kind_of(name) is not BlockKind.SPARSE
         ]
 
-    def look_aside(self, action: Aside, number: int) -> Values:
+    def look_aside(self, action: Aside, number: int, model: Callable[..., torch.Tensor] | None = None) -> Values:
         """A loss on batch `number`, and by `torch.autograd.grad` its gradients; nothing is accumulated."""
         retained = self.retained
-        loss = self.loss(Backward(), number)
+        loss = self.loss(Backward(), number, model=model)
         self.retained = retained
         if action.forward:
             return {"loss": _array(loss)}

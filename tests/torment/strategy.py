@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from . import program as actions
 from .program import ALL, Action, Backward, BlockKind, Feature, OptimizerSpec, Program
-from .replica import EDITS, IN_PLACE, KEEPS, OPERATIONS, READERS, SCALE
+from .replica import EDITS, IN_PLACE, KEEPS, LOSSY, OPERATIONS, READERS, SCALE
 
 # ── The choices that drawn programs are made of. What `maybe` refuses is what Hypothesis shrinks to ──────────────────
 
@@ -255,6 +255,7 @@ class _Draw(Iterations):
 
     def program(self, environment: dict[str, str]) -> Program:
         self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # which some sets would not have
+        self._compresses = "transport" in environment  # between ranks that share memory, nothing is compressed
         gates = {
             BlockKind.SMALL: Feature.SMALL,
             BlockKind.SINGLE: Feature.SINGLE,
@@ -319,6 +320,8 @@ class _Draw(Iterations):
             options["predivide"] = 2.0
         if self.maybe(6, Feature.FP16):
             options["fp16"] = True
+        elif self._compresses and self.maybe(20, Feature.LOSSY):
+            options["lossy"] = self.one(tuple(LOSSY))
         if self.sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
             options["sparse_as_dense"] = True
         if self._has_sets and self.maybe(10, Feature.PROCESS_SETS):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 from rank_jobs import Launcher
-from torment.program import ALL, QUICK, Backward, BlockKind, Feature, OptimizerSpec, Program, Step, Wait, ZeroGrad
+from torment.attached import AttachedReference, attached_programs
+from torment.program import ALL, QUICK, Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
 from torment.tormentor import BrokenError, Ranks, compare, torment
@@ -28,9 +30,7 @@ def ranks(launcher: Launcher) -> Iterator[Ranks]:
     torch.set_num_threads(threads)
 
 
-def draw_and_torment(
-    ranks: Ranks, *, world: int, count: int, environment: dict[str, str], features: frozenset[Feature] = ALL
-) -> None:
+def draw_and_torment(ranks: Ranks, drawn: SearchStrategy[Program], count: int) -> None:
     @settings(
         max_examples=count,
         derandomize=True,
@@ -39,7 +39,7 @@ def draw_and_torment(
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(program=programs(world, environment=environment, features=features))
+    @given(program=drawn)
     def train(program: Program) -> None:
         torment(program, ranks)
 
@@ -65,7 +65,26 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, setting: str, ranks: Ranks) -> None:
     environment = dict([setting.split("=")]) if setting else {}
-    draw_and_torment(ranks, world=world, count=count, environment=environment, features=QUICK)
+    draw_and_torment(ranks, programs(world, environment=environment, features=QUICK), count)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("world", "count", "environment"),
+    [
+        (2, 20, {}),
+        (3, 10, {"transport": "gloo"}),
+        *(
+            pytest.param(world, 150, environment, marks=pytest.mark.slow)
+            for world in (2, 3, 4)
+            for environment in environments_of(world)
+        ),
+    ],
+)
+def test_drawn_programs_over_ddp_train_as_one_process_does(
+    world: int, count: int, environment: dict[str, str], ranks: Ranks
+) -> None:
+    draw_and_torment(ranks, attached_programs(world, environment=environment), count)
 
 
 @pytest.mark.slow
@@ -79,7 +98,15 @@ def test_drawn_programs_train_as_one_process_does(world: int, count: int, settin
     ],
 )
 def test_many_drawn_programs_train_as_one_process_does(world: int, environment: dict[str, str], ranks: Ranks) -> None:
-    draw_and_torment(ranks, world=world, count=280, environment=environment)
+    draw_and_torment(ranks, programs(world, environment=environment), 280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(transport: str, ranks: Ranks) -> None:
+    drawn = programs(3, environment={"transport": transport})
+    draw_and_torment(ranks, drawn.filter(lambda program: any(spec.lossy for spec in program.optimizers)), 50)
 
 
 @seed(0)
@@ -89,6 +116,15 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
     assert Program.from_json(program.to_json()) == program
     played = Reference(program, ALL).played
     assert Reference(played, ALL).played == played
+
+
+@seed(0)
+@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(program=attached_programs(3))
+def test_programs_over_ddp_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+    assert Program.from_json(program.to_json()) == program
+    played = AttachedReference(program).played
+    assert AttachedReference(played).played == played
 
 
 # ── the tormentor sees what is wrong ─────────────────────────────────────────────────────────────────────────────────

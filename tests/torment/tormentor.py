@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
+from .attached import AttachedReference
 from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
 from .reference import Entry, Reference
 
@@ -159,10 +160,14 @@ class Ranks:
             output.close()
             connections: dict[int, tuple[Connection, int]] = {}
             listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # it offers no other way
-            for _ in range(self._size):
-                connection = listener.accept()
-                rank, pid = connection.recv()
-                connections[rank] = connection, pid
+            try:
+                for _ in range(self._size):
+                    connection = listener.accept()
+                    rank, pid = connection.recv()
+                    connections[rank] = connection, pid
+            except (TimeoutError, EOFError) as err:
+                self.end()
+                raise BrokenError(f"only ranks {sorted(connections)} have started: {err!r}") from None
         self._connections = [connections[rank][0] for rank in range(self._size)]
         self._pids = [connections[rank][1] for rank in range(self._size)]
         self._new = True
@@ -176,7 +181,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            job.wait(10.0)
+            job.wait(10.0 if self._pids else 0.0)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.killpg(job.pid, signal.SIGKILL)
@@ -199,23 +204,26 @@ def _launcher() -> list[str]:
 
 # ── Comparing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TOLERANCE = {"double": 1e-9, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05}
+TOLERANCE = {"double": 1e-9, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05, "lossy": 1e6}
+
+
+AnyReference = TypeVar("AnyReference", Reference, AttachedReference)
 
 
 class WrongError(AssertionError):
     """A program gives something else on ranks than in one process, or does not come to its end."""
 
 
-def torment(program: Program, ranks: Ranks) -> Reference:
+def torment(program: Program, ranks: Ranks) -> Reference | AttachedReference:
     """Plays what is legitimate of a program.
 
     Raises:
         WrongError: with the program as JSON, so that it can be kept.
     """
-    return replay(Reference(program), ranks)
+    return replay(Reference(program) if program.attached is None else AttachedReference(program), ranks)
 
 
-def replay(reference: Reference, ranks: Ranks) -> Reference:
+def replay(reference: AnyReference, ranks: Ranks) -> AnyReference:
     """Plays a program whose reference is known."""
     played = reference.played
     try:
@@ -237,6 +245,8 @@ def tolerance_of(program: Program) -> float:
     specs += [action.spec for action in program.actions if isinstance(action, Rewrap)]
     if any(spec is not None and spec.fp16 for spec in specs):
         kinds.add("fp16")
+    if any(spec is not None and spec.lossy for spec in specs):
+        kinds.add("lossy")  # only what is None, finite, and equal on all ranks
     return max(TOLERANCE.get(kind, 0.0) for kind in kinds)
 
 

@@ -1,0 +1,308 @@
+"""Programs over DistributedDataParallel with `ddp.attach`: how they are drawn, and what one process says of them.
+
+Gradients are those of `.backward()` on each rank, added to what `.grad` holds. Within `no_sync()` they stay there; any
+other backward pass ends with the mean over all ranks of what `.grad` holds, a rank without one counting as zeros; a
+parameter that has none on any rank keeps none. Passes of `torch.autograd.grad` change nothing. A rank that has joined
+counts as zeros. The optimizers are plain ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from . import program as actions
+from .program import Action, Backward, BlockKind, Feature, OptimizerSpec, Program
+from .reference import DIVERGED, Entry, IllegalError, legal, total_of
+from .replica import LOSSY, OPERATIONS, Optimizer, Replica, Values
+from .strategy import DENSE_RULES, Iterations
+
+# ── How they are drawn ───────────────────────────────────────────────────────────────────────────────────────────────
+
+FEATURES = frozenset(Feature) - {Feature.COMPILED}
+
+OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view")
+
+
+@st.composite
+def attached_programs(draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None) -> Program:
+    """A program for `ranks` ranks."""
+    return _Draw(draw, ranks, FEATURES).program(environment or {})
+
+
+class _Draw(Iterations):
+    """The choices of one program."""
+
+    def program(self, environment: dict[str, str]) -> Program:
+        self.blocks = tuple(self.draw(st.lists(st.sampled_from(list(BlockKind)), min_size=1, max_size=5)))
+        bare = Program(ranks=self.n_ranks, blocks=self.blocks, optimizers=(), actions=())
+        self.names = bare.parameters
+        self.sparse = tuple(name for name in self.names if bare.kind_of(name) is BlockKind.SPARSE)
+        compresses = "transport" in environment  # between ranks that share memory, nothing is compressed
+        lossy = self.one(tuple(LOSSY)) if compresses and self.maybe(20) else ""
+        seed = self.one(range(100)) if self.maybe(35) else None
+        frozen = self.some(self.names)[1:] if self.maybe(15) else ()
+        for owner in range(self.one((1, 1, 2))):
+            mine = [name for name in self.names if int(name.split(".")[0]) % 2 == owner or self.maybe(10)]
+            if mine:
+                sparse = set(mine) & set(self.sparse)
+                rule = self.one(("sgd", "adagrad") if sparse else ("across", *DENSE_RULES))
+                spec = OptimizerSpec(rule=rule, parameters=tuple(mine), lossy=lossy, plan_seed=seed)
+                self.optimizers.append(spec)
+        if not self.optimizers:
+            self.optimizers.append(OptimizerSpec(rule="sgd", parameters=self.names, lossy=lossy, plan_seed=seed))
+        made: list[Action] = []
+        for _ in range(self.draw(st.integers(2, 9))):
+            made += self._of_ddp() if self.maybe(70) else self._in_between()
+        dense = [name for name in self.names if name not in self.sparse]
+        tuned = {} if seed is None else {"warmup_iterations": "1000"}
+        return Program(
+            ranks=self.n_ranks,
+            blocks=self.blocks,
+            optimizers=tuple(self.optimizers),
+            actions=(*made, actions.Recall(), actions.Wait()),
+            frozen=frozen,
+            hooked=self.some(dense) if dense and self.maybe(10) else (),
+            environment=tuple(sorted({**environment, **tuned}.items())),
+            attached=self.some(OPTIONS, 0) if self.maybe(60) else (),
+        )
+
+    def _of_ddp(self) -> list[Action]:
+        """An iteration; its passes but the last are within `no_sync()`, as a rule."""
+        made: list[Action] = []
+        if self.maybe(6):
+            made += [
+                actions.Keep(optimizer=number, how=self._keep(number).how) for number in range(len(self.optimizers))
+            ]
+        elif not self.maybe(12):
+            made.append(actions.ZeroGrad(set_to_none=not self.maybe(30)))
+        passes = [self._pass(()) for _ in range(self.one((1, 1, 1, 2, 3)))]
+        for number, one in enumerate(passes):
+            if self.maybe(8):
+                made.append(self._aside())
+            if self.maybe(6):
+                fails_at = self.one(range(len(self.blocks)))
+                made += [Backward(fails_at=fails_at, apart=self.maybe(30)), actions.ZeroGrad()]
+            inputs = self.some(self.names) if not one.checkpoint and self.maybe(5) else ()
+            made.append(replace(one, inputs=inputs, apart=self.maybe(85 if number + 1 < len(passes) else 5)))
+            if self.maybe(10):
+                made.append(self.eager())
+        made += self._touch()
+        made += [actions.Step(optimizer=number) for number in range(len(self.optimizers)) if not self.maybe(4)]
+        return made
+
+    def _in_between(self) -> list[Action]:
+        number = self.one(range(len(self.optimizers)))
+        choices: list[Callable[[], list[Action]]] = [
+            lambda: [actions.Nudge()],
+            lambda: [actions.Save(), *self._of_ddp(), actions.Load()],
+            lambda: [self.eager()],
+            lambda: [self._aside()],
+            lambda: [self._keep(number), *self._of_ddp(), actions.Recall()],
+            lambda: [self._outside()],
+            lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))],
+            lambda: [actions.Epoch(batches=tuple(self.draw(st.integers(0, 4)) for _ in range(self.n_ranks)), order=())],
+        ]
+        return self.one(choices)()
+
+
+# ── What must come out ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AttachedReference:
+    """Plays such a program on all ranks, in one process.
+
+    Attributes:
+        trace: by rank, what a script may look at.
+        played: the program without what was not legitimate.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
+        self._program = program
+        self._plain: list[list[Optimizer]] = [
+            [replica.optimizer(spec) for replica in self.replicas] for spec in program.optimizers
+        ]
+        self._sparse = {name for name in program.parameters if program.kind_of(name) is BlockKind.SPARSE}
+        self._started: list[tuple[str, int]] = []
+        self._number = 0
+        self._saved = self._failed = self._due = self._uneven = False
+        self.trace: list[list[Entry]] = [[] for _ in self.replicas]
+        played: list[Action] = []
+        for action in program.actions:
+            seen: list[tuple[int, str, Values]] = []
+            self._look: Callable[[int, str, Values], None] = lambda *entry, seen=seen: seen.append(entry)  # type: ignore[misc]
+            try:
+                getattr(self, f"_{type(action).__name__.lower()}")(action)
+            except IllegalError:
+                continue
+            except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
+                break  # PyTorch itself refuses it, and has perhaps done a part
+            for rank, label, values in seen:
+                self.trace[rank].append((self._number, label, values))
+            self._number += 1
+            played.append(action)
+        self.played = replace(program, actions=tuple(played))
+
+    # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _backward(self, action: Backward) -> None:
+        self._pass(action, self._number * 100, range(len(self.replicas)))
+
+    def _pass(self, action: Backward, number: int, active: Sequence[int]) -> None:
+        reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
+        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not (self._due and action.apart), "it would be taken for the pass that forward() has announced")
+        legal(not (reentrant and (action.inputs or penalised)), "not with reentrant checkpoints")
+        fused = any(spec.rule.startswith("fused") for spec in self._program.optimizers)
+        legal(not (penalised and fused), "PyTorch's own fused updates misread gradients of other strides")
+        found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for rank in active:
+            replica = self.replicas[rank]
+            names = [n for n in action.inputs or self._program.parameters if replica.parameters[n].requires_grad]
+            legal(bool(names) or not action.inputs, "nothing to compute")
+            loss = replica.loss(action, number, plain=True)
+            params = replica.select(names)
+            grads = torch.autograd.grad(loss, params, allow_unused=True) if names else ()
+            found[rank] = [(name, grad) for name, grad in zip(names, grads, strict=True) if grad is not None]
+            legal(bool(found[rank]) or not action.inputs, "autograd does not visit the model")
+        self._due = False
+        if action.fails_at is not None:
+            self._failed = True
+            return
+        for rank, mine in found.items():
+            for name, grad in mine:
+                param = self.replicas[rank].parameters[name]
+                param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
+        if not action.apart and len(self.replicas) > 1:
+            for name in self._program.parameters:
+                self._average(name, active)
+
+    def _average(self, name: str, active: Sequence[int]) -> None:
+        params = [self.replicas[rank].parameters[name] for rank in active]
+        if not params[0].requires_grad or all(param.grad is None for param in params):
+            return
+        total = total_of([param.grad for param in params], params[0], sparse=name in self._sparse)
+        mean = (total / len(self.replicas)).to(params[0].dtype)
+        mean = mean.coalesce() if mean.is_sparse else mean
+        for param in params:
+            param.grad = mean.clone() if mean.is_sparse else torch.empty_like(param).copy_(mean)
+
+    def _aside(self, action: actions.Aside) -> None:
+        legal(not (self._uneven and action.on), "once `join()` has been used, DDP's forward() asks all ranks")
+        for rank in action.on or range(len(self.replicas)):
+            self._look(rank, "aside", self.replicas[rank].look_aside(action, self._number * 100 + 50))
+        self._due = True
+
+    # ── steps, and what is done to gradients ─────────────────────────────────────────────────────────────────────
+
+    def _step(self, action: actions.Step) -> None:
+        legal(not self._failed, "what the failed pass has left is unknown")
+        for rank, plain in enumerate(self._plain[action.optimizer]):
+            plain.step()
+            self._stepped(action.optimizer, rank)
+
+    def _stepped(self, number: int, rank: int) -> None:
+        names = self._program.optimizers[number].parameters
+        weights = self.replicas[rank].values(names)
+        if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
+            raise ValueError("what follows is rounding, grown with the weights")
+        self._look(rank, f"optimizer {number}", weights)
+        self._look(rank, f"optimizer {number}", self.replicas[rank].gradients(names))
+
+    def _zerograd(self, action: actions.ZeroGrad) -> None:
+        legal(not self._failed or action.set_to_none, "what came before the failure is unknown")
+        for replica in self.replicas:
+            replica.blocks.zero_grad(action.set_to_none)
+        self._failed = False
+
+    def _edit(self, action: actions.Edit) -> None:
+        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(action.how == "null" or not self._sparse & set(action.parameters), "sparse")
+        for replica in self.replicas:
+            replica.edit(action)
+
+    def _read(self, action: actions.Read) -> None:
+        legal(not self._failed, "what the failed pass has left is unknown")
+        for rank, replica in enumerate(self.replicas):
+            self._look(rank, "read", replica.gradients(action.parameters))
+
+    def _keep(self, action: actions.Keep) -> None:
+        legal(not self._failed, "what the failed pass has left is unknown")
+        names = self._program.optimizers[action.optimizer].parameters
+        for replica, plain in zip(self.replicas, self._plain[action.optimizer], strict=True):
+            replica.kept += replica.keeps(names, action.how)
+            plain.zero_grad()
+
+    def _recall(self, action: actions.Recall) -> None:
+        for rank, replica in enumerate(self.replicas):
+            self._look(rank, "kept", replica.recall())
+
+    def _outside(self, action: actions.Outside) -> None:
+        for rank, replica in enumerate(self.replicas):
+            self._look(rank, f"read by {action.how}", replica.read(action.how))
+
+    # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _nudge(self, action: actions.Nudge) -> None:
+        for replica in self.replicas:
+            replica.nudge()
+
+    def _save(self, action: actions.Save) -> None:
+        for rank, replica in enumerate(self.replicas):
+            replica.save([plain[rank] for plain in self._plain])
+        self._saved = True
+
+    def _load(self, action: actions.Load) -> None:
+        legal(self._saved, "nothing was saved")
+        for rank, replica in enumerate(self.replicas):
+            replica.load([plain[rank] for plain in self._plain])
+
+    def _broadcast(self, action: actions.Broadcast) -> None:
+        legal(not self._failed, "what the failed pass has left is unknown")
+        for replica in self.replicas:
+            replica.blocks.load_state_dict(self.replicas[action.root].blocks.state_dict())
+            replica.blocks.zero_grad()
+
+    def _eager(self, action: actions.Eager) -> None:
+        self._started.append((action.what, self._number))
+        if not action.later:
+            self._wait(actions.Wait())
+
+    def _wait(self, action: actions.Wait) -> None:
+        for what, number in self._started:
+            for rank in range(len(self.replicas)):
+                result = OPERATIONS[what].result(rank, len(self.replicas), number)
+                self._look(rank, f"eager {what}", {"result": result.numpy()})
+        self._started = []
+
+    def _epoch(self, action: actions.Epoch) -> None:
+        """In `model.join()`: `zero_grad(), backward(), step()` for each batch; then all are as the last rank is."""
+        legal(not self._failed and not self._started and any(action.batches), "not now")
+        weights = [replica.values(self._program.parameters) for replica in self.replicas]
+        alike = all(np.array_equal(mine[name], each[name]) for each in weights for mine in weights for name in mine)  # type: ignore[arg-type]
+        states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self.replicas))]
+        legal(alike and len(set(states)) == 1, "nobody knows who is last")
+        for batch in range(max(action.batches)):
+            active = [rank for rank in range(len(self.replicas)) if batch < action.batches[rank]]
+            for rank in active:
+                self.replicas[rank].blocks.zero_grad()
+            self._pass(Backward(), self._number * 100 + batch, active)
+            for number, plain in enumerate(self._plain):
+                for rank in active:
+                    plain[rank].step()
+                    self._stepped(number, rank)
+        self._uneven = True
+        last = action.batches.index(max(action.batches))
+        for rank, replica in enumerate(self.replicas):
+            if rank != last:
+                replica.blocks.load_state_dict(self.replicas[last].blocks.state_dict())
+                for plain in self._plain:
+                    plain[rank].load_state_dict(copy.deepcopy(plain[last].state_dict()))
+            replica.blocks.zero_grad()
+            self._look(rank, "after join", replica.values(self._program.parameters))
