@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from statistics import mean, median
@@ -34,7 +34,7 @@ class Known(Enum):
     START = "start"  # asked for when the recording began; nothing is known of a drift
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ClockLine:
     """What must be added to a clock: `offset_s + drift * (moment_s - origin_s)`.
 
@@ -83,8 +83,8 @@ class Alignment:
 class _Barrier:
     """One unit, by clock: the last issue and the first end of its ranks there."""
 
-    issue_s: Mapping[str, float]
-    done_s: Mapping[str, float]
+    issue_s: dict[str, float] = field(default_factory=dict)
+    done_s: dict[str, float] = field(default_factory=dict)
 
 
 def align(recording: Recording) -> Alignment:
@@ -93,38 +93,28 @@ def align(recording: Recording) -> Alignment:
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
     barriers = _barriers(recording, clocks)
     middles = {clock: _middle_s(recording, clock, clocks) for clock in set(clocks.values())}
-    found = {
-        clocks[reference]: ClockLine(
-            origin_s=middles[clocks[reference]], offset_s=0.0, drift=0.0, error_s=0.0, known=Known.REFERENCE
-        )
-    }
-    found |= _fit(clocks[reference], barriers, middles)
-    first = recording.ranks[reference]
+    first, own_clock = recording.ranks[reference], clocks[reference]
+    found = {own_clock: ClockLine(middles[own_clock], 0.0, 0.0, 0.0, Known.REFERENCE)}
+    found |= _fit(own_clock, barriers, middles)
     for rank, clock in clocks.items():
         if clock not in found:
             own = recording.ranks[rank]
-            found[clock] = ClockLine(
-                origin_s=own.iterations[0].begin_s if own.iterations else 0.0,
-                offset_s=own.offset_s - first.offset_s,
-                drift=0.0,
-                error_s=(own.round_trip_s + first.round_trip_s) / 2,
-                known=Known.START,
-            )
+            begin_s = own.iterations[0].begin_s if own.iterations else 0.0
+            error_s = (own.round_trip_s + first.round_trip_s) / 2
+            found[clock] = ClockLine(begin_s, own.offset_s - first.offset_s, 0.0, error_s, Known.START)
     return Alignment(lines={rank: found[clock] for rank, clock in clocks.items()}, reference=reference)
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_Barrier]:
     """Units with ranks of several clocks."""
-    issue_s: defaultdict[UnitId, dict[str, float]] = defaultdict(dict)
-    done_s: defaultdict[UnitId, dict[str, float]] = defaultdict(dict)
+    found: defaultdict[UnitId, _Barrier] = defaultdict(_Barrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
-        for iteration in rank.iterations:
-            for one in iteration.units:
-                issued, done = issue_s[one.unit], done_s[one.unit]
-                issued[clock] = max(issued.get(clock, one.issue_s), one.issue_s)
-                done[clock] = min(done.get(clock, one.done_s), one.done_s)
-    return [_Barrier(issue_s[unit], done_s[unit]) for unit in issue_s if len(issue_s[unit]) > 1]
+        for one in (one for iteration in rank.iterations for one in iteration.units):
+            barrier = found[one.unit]
+            barrier.issue_s[clock] = max(barrier.issue_s.get(clock, one.issue_s), one.issue_s)
+            barrier.done_s[clock] = min(barrier.done_s.get(clock, one.done_s), one.done_s)
+    return [barrier for barrier in found.values() if len(barrier.issue_s) > 1]
 
 
 def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> float:
@@ -172,49 +162,41 @@ def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, flo
     offset = {clock: number for number, clock in enumerate(others)}
     margin = {clock: 3 * n + number for number, clock in enumerate([reference, *others])}
     moment = 4 * n + 1
-    rows, columns, values, bounds = list[int](), list[int](), list[float](), list[float]()
+    entries, bounds = list[tuple[int, int, float]](), list[float]()  # (row, column, value)
 
-    def at_most(terms: Sequence[tuple[int, float]], bound: float) -> None:
-        for column, value in terms:
-            rows.append(len(bounds))
-            columns.append(column)
-            values.append(value)
+    def at_most(terms: Iterable[tuple[int, float]], bound: float) -> None:
+        entries.extend((len(bounds), column, value) for column, value in terms)
         bounds.append(bound)
 
-    base_s = middles[reference]
     for number, barrier in enumerate(known):
         for clock, issue_s in barrier.issue_s.items():
-            done_s = barrier.done_s[clock]
-            for moment_s, sign in ((issue_s, 1.0), (done_s, -1.0)):
+            for moment_s, sign in ((issue_s, 1.0), (barrier.done_s[clock], -1.0)):
                 line: list[tuple[int, float]] = []
                 if clock != reference:
-                    place = offset[clock]
-                    line = [(place, sign), (n + place, sign * (moment_s - middles[clock]) / half_s)]
-                told_us = (moment_s + coarse[clock] - base_s) * _US
+                    place, since_s = offset[clock], moment_s - middles[clock]
+                    line = [(place, sign), (n + place, sign * since_s / half_s)]
+                told_us = (moment_s + coarse[clock] - middles[reference]) * _US
                 at_most([*line, (moment + number, -sign), (margin[clock], 1.0)], -sign * told_us)
     for place in range(n):
-        at_most([(n + place, 1.0), (2 * n + place, -1.0)], 0.0)
-        at_most([(n + place, -1.0), (2 * n + place, -1.0)], 0.0)
+        for sign in (1.0, -1.0):
+            at_most([(n + place, sign), (2 * n + place, -1.0)], 0.0)
     total = moment + len(known)
     cost = np.zeros(total)
     cost[2 * n : 3 * n] = DRIFT_PRICE
     cost[3 * n : moment] = -1.0
     largest_us = LARGEST_DRIFT * half_s * _US
     limits = [(None, None)] * n + [(-largest_us, largest_us)] * n + [(None, None)] * (total - 2 * n)
-    found = linprog(
-        cost, A_ub=coo_array((values, (rows, columns)), shape=(len(bounds), total)).tocsr(), b_ub=bounds, bounds=limits
-    )
+    rows, columns, values = zip(*entries, strict=True)
+    matrix = coo_array((values, (rows, columns)), shape=(len(bounds), total)).tocsr()
+    found = linprog(cost, A_ub=matrix, b_ub=bounds, bounds=limits)
     solved = found.x / _US if found.x is not None else np.zeros(total)
-    return {
-        clock: ClockLine(
-            origin_s=middles[clock],
-            offset_s=coarse[clock] + float(solved[place]),
-            drift=float(solved[n + place]) / half_s,
-            error_s=abs(float(solved[margin[reference]]) + float(solved[margin[clock]])),
-            known=Known.UNITS,
-        )
-        for clock, place in offset.items()
-    }
+
+    def line_of(clock: str, place: int) -> ClockLine:
+        offset_s, drift = coarse[clock] + float(solved[place]), float(solved[n + place]) / half_s
+        error_s = abs(float(solved[margin[reference]]) + float(solved[margin[clock]]))
+        return ClockLine(middles[clock], offset_s, drift, error_s, Known.UNITS)
+
+    return {clock: line_of(clock, place) for clock, place in offset.items()}
 
 
 # ── summary ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,12 +234,10 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
         total_s: dict[Phase, float] = defaultdict(float)
         for span in (span for step in steps for span in step.spans):
             total_s[span.phase] += span.end_s - span.begin_s
-        row: dict[str, Any] = {"rank": number, "step_s": None, **{f"{phase.value}_s": None for phase in COLUMNS}}
-        row |= {f"{phase.value}_s": total_s[phase] / len(steps) for phase in COLUMNS if phase in total_s}
-        if steps:
-            row["step_s"] = mean(step.end_s - step.begin_s for step in steps)
-        row["exposed_s"] = mean(step.exposed_s for step in steps) if steps else None
-        rows.append(row)
+        step_s = mean(step.end_s - step.begin_s for step in steps) if steps else None
+        phases_s = {f"{phase.value}_s": total_s[phase] / len(steps) if phase in total_s else None for phase in COLUMNS}
+        exposed_s = mean(step.exposed_s for step in steps) if steps else None
+        rows.append({"rank": number, "step_s": step_s, **phases_s, "exposed_s": exposed_s})
     return rows
 
 

@@ -16,8 +16,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, pr
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import RecordingError
 
-from .job_model import Barrier, Histories, OperationKey, Step, pieces
-from .recording import write_whole
+from .job_model import Barrier, Histories, OperationKey, Piece, Step, pieces
+from .recording import RecordedIteration, write_whole
 
 VERSION = "0.0.4"
 """Of the schema, for `GlobalMetadata.version`."""
@@ -163,7 +163,7 @@ class _RankTrace:
         for step in self.histories.steps:
             yield from self._step(step, recorded[step.number])
 
-    def _step(self, step: Step, iteration: Any) -> Iterator[Any]:
+    def _step(self, step: Step, iteration: RecordedIteration) -> Iterator[Any]:
         full, clock = step.stretches[self.rank], self.histories.clocks[self.rank]
         barriers = {one.key: one for one in step.barriers if self.rank in one.ranks}
         spans = sorted(
@@ -173,7 +173,7 @@ class _RankTrace:
         )
         nodes_of: dict[int, int] = {}  # by place of an operator: the last node of it
         if (gap_s := full[0].begin_s - self._now_s) > 0:
-            yield self._alone("between steps", step, Activity.COMPUTE, Phase.OTHER, gap_s)
+            yield self._alone("between steps", step, Piece(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
             self._seen += [self.numbers[step.number, key] for key, _ in piece.waits]
             self._now_s = max([self._now_s, *(barriers[key].done_s[self.rank] for key, _ in piece.waits)])
@@ -182,65 +182,40 @@ class _RankTrace:
             place = _place_at(spans, self._now_s + piece.seconds / 2) if piece.name else None
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
             name = piece.name or f"{piece.phase.value}, between operators"  # the script's own doings have none
-            known = [nodes_of[other] for other in reads if other in nodes_of]
-            yield self._alone(name, step, piece.activity, piece.phase, piece.seconds, known)
+            yield self._alone(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]
             for key in piece.issues:
                 kind = "allreduce" if key[0] >= 0 else iteration.collectives[key[1]].kind.lower()
                 yield self._together(step, barriers[key], kind)
         if self._seen:
-            yield self._alone("the end", step, Activity.COMPUTE, Phase.OTHER, 0.0)
+            yield self._alone("the end", step, Piece(Activity.COMPUTE, Phase.OTHER, 0.0))
 
-    def _alone(
-        self, name: str, step: Step, activity: Activity, phase: Phase, seconds: float, reads: Iterable[int] = ()
-    ) -> Any:
+    def _alone(self, name: str, step: Step, piece: Piece, reads: Iterable[int] = ()) -> Any:
         before, begin_s = self._last, self._now_s
-        self._last, self._now_s = [next(self._own)], begin_s + seconds
-        after = dict.fromkeys([*before, *self._seen, *reads])
-        self._seen.clear()
-        node = self._node(self._last[0], name, COMP_NODE, before, after, begin_s, self._now_s)
-        return _with_attributes(node, is_cpu_op=True, iteration=step.number, activity=activity.value, phase=phase.value)
+        self._last, self._now_s = [next(self._own)], begin_s + piece.seconds
+        seen, self._seen = self._seen, []
+        values = {"iteration": step.number, "activity": piece.activity.value, "phase": piece.phase.value}
+        node = self._node(self._last[0], name, COMP_NODE, before, [*seen, *reads], begin_s, self._now_s)
+        return _with_attributes(node, is_cpu_op=True, **values)
 
     def _together(self, step: Step, one: Barrier, kind: str) -> Any:
         if kind not in COLLECTIVES:
             raise RecordingError(f"{one.name} is {kind}, for which Chakra has no name")
         before, number = self._last_on.get(one.lane, []), self.numbers[step.number, one.key]
         self._last_on[one.lane] = [number]
-        after = dict.fromkeys([*before, *self._last])
-        node = self._node(number, one.name, COMM_COLL_NODE, before, after, one.begin_s, one.done_s[self.rank])
+        node = self._node(number, one.name, COMM_COLL_NODE, before, self._last, one.begin_s, one.done_s[self.rank])
         node.attr.add(name="comm_size", uint64_val=one.n_bytes)
-        return _with_attributes(
-            node,
-            is_cpu_op=False,  # simulators want to hear no
-            iteration=step.number,
-            activity=one.activity.value,
-            phase=Phase.OTHER.value,
-            comm_type=COLLECTIVES[kind],
-            pg_name=str(self.groups[one.ranks]),
-            stream=one.lane,
-        )
+        values = {"iteration": step.number, "activity": one.activity.value, "phase": Phase.OTHER.value}
+        values |= {"comm_type": COLLECTIVES[kind], "pg_name": str(self.groups[one.ranks]), "stream": one.lane}
+        return _with_attributes(node, is_cpu_op=False, **values)  # simulators want to hear no
 
     def _node(
-        self,
-        number: int,
-        name: str,
-        kind: int,
-        before: Iterable[int],
-        after: Iterable[int],
-        begin_s: float,
-        end_s: float,
+        self, number: int, name: str, kind: int, before: list[int], after: list[int], begin_s: float, end_s: float
     ) -> Any:
-        begin_us = _us(begin_s)
-        return self.kind(
-            id=number,
-            name=name,
-            type=kind,
-            ctrl_deps=before,
-            data_deps=after,
-            start_time_micros=begin_us,
-            duration_micros=_us(end_s) - begin_us,
-        )
+        times_us = {"start_time_micros": _us(begin_s), "duration_micros": _us(end_s) - _us(begin_s)}
+        data = dict.fromkeys([*before, *after])
+        return self.kind(id=number, name=name, type=kind, ctrl_deps=before, data_deps=data, **times_us)
 
 
 def _with_attributes(node: Any, **values: bool | int | str) -> Any:

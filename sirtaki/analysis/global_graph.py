@@ -79,18 +79,17 @@ def mean_iteration(job: JobModel) -> JobModel:
 
 def _mean_program(programs: Sequence[Program]) -> Program:
     usual, _ = Counter(_signature(program) for program in programs).most_common(1)[0]
-    alike = [program for program in programs if _signature(program) == usual]
-    return tuple(
-        replace(
-            pieces[0],
-            seconds=statistics.fmean(piece.seconds for piece in pieces),
-            waits=tuple(
-                (key, statistics.fmean(piece.waits[place][1] for piece in pieces))
-                for place, (key, _) in enumerate(pieces[0].waits)
-            ),
+
+    def mean(pieces: Sequence[Piece]) -> Piece:
+        lags_s = (
+            statistics.fmean(lag_s)
+            for lag_s in zip(*([late_s for _, late_s in one.waits] for one in pieces), strict=True)
         )
-        for pieces in zip(*alike, strict=True)
-    )
+        waits = tuple((key, lag_s) for (key, _), lag_s in zip(pieces[0].waits, lags_s, strict=True))
+        return replace(pieces[0], seconds=statistics.fmean(piece.seconds for piece in pieces), waits=waits)
+
+    alike = [program for program in programs if _signature(program) == usual]
+    return tuple(map(mean, zip(*alike, strict=True)))
 
 
 def _mean_operation(same: Sequence[Operation]) -> Operation:
@@ -209,23 +208,24 @@ def global_graph(job: JobModel) -> Graph:
     streams = 1 + max((len({one.lane for one in each.operations}) for each in job.iterations), default=0)
     shared = [group.capacity < count(group.ranks) * (group.threads + streams - 1) for group in job.processors]
 
+    def add(one: Piece | Operation, lane: str, rank: int, number: int, fixed_s: float, works: Sequence[Work]) -> int:
+        phase = one.phase if isinstance(one, Piece) else Phase.OTHER
+        told: dict[str, Any] = {
+            "activity": one.activity,
+            "phase": phase,
+            "rank": rank,
+            "iteration": number,
+            "name": one.name,
+        }
+        nodes.append(Node(lane=lanes.setdefault(lane, len(lanes)), **told, fixed_s=fixed_s, works=tuple(works)))
+        return len(nodes) - 1
+
     def add_piece(number: int, rank: int, piece: Piece) -> int:
         server = place_of[rank]
-        on_server = piece.computes and shared[server]
+        if not (piece.computes and shared[server]):
+            return add(piece, f"rank {rank}", rank, number, piece.seconds, ())
         work = Work(server=server, seconds=piece.seconds, jobs=job.processors[server].threads * count((rank,)))
-        nodes.append(
-            Node(
-                lane=lanes[f"rank {rank}"],
-                activity=piece.activity,
-                phase=piece.phase,
-                rank=rank,
-                iteration=number,
-                name=piece.name,
-                fixed_s=0.0 if on_server else piece.seconds,
-                works=(work,) if on_server else (),
-            )
-        )
-        return len(nodes) - 1
+        return add(piece, f"rank {rank}", rank, number, 0.0, (work,))
 
     def add_operation(number: int, one: Operation) -> int:
         server, works = place_of[one.ranks[0]], []
@@ -235,19 +235,8 @@ def global_graph(job: JobModel) -> Graph:
             works.append(Work(server=messages, seconds=one.host_s))
         if one.processor_s > 0 and shared[server]:
             works.append(Work(server=server, seconds=one.processor_s, jobs=one.busy * count(one.ranks)))
-        nodes.append(
-            Node(
-                lane=lanes.setdefault(one.lane, len(lanes)),
-                activity=one.activity,
-                phase=Phase.OTHER,
-                rank=ALL_RANKS,
-                iteration=number,
-                name=one.name,
-                fixed_s=one.fixed_s + (0.0 if shared[server] else one.processor_s),
-                works=tuple(works),
-            )
-        )
-        place = len(nodes) - 1
+        fixed_s = one.fixed_s + (0.0 if shared[server] else one.processor_s)
+        place = add(one, one.lane, ALL_RANKS, number, fixed_s, works)
         if one.lane in last_on:
             before, lag_s = last_on[one.lane]
             edges.append((before, place, lag_s))
@@ -256,7 +245,7 @@ def global_graph(job: JobModel) -> Graph:
 
     last: dict[int, int] = {}
     for rank in job.ranks:
-        delay = Piece(activity=Activity.COMPUTE, phase=Phase.OTHER, seconds=job.begin_s.get(rank, 0.0), computes=False)
+        delay = Piece(Activity.COMPUTE, Phase.OTHER, job.begin_s.get(rank, 0.0), computes=False)
         last[rank] = add_piece(BEFORE, rank, delay)
     for number, iteration in enumerate(job.iterations):
         places = {one.key: add_operation(number, one) for one in iteration.operations}
@@ -358,11 +347,10 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     """The parts that are worth a line each, and what is left as one."""
     found = parts(replay)
     rest = [part for part in found if part.share < LEAST_SHARE]
-    shown = tuple(part for part in found if part.share >= LEAST_SHARE)
     if not rest:
-        return shown
+        return found
     seconds, share = sum(part.seconds for part in rest), sum(part.share for part in rest)
-    return (*shown, Part(words="is all else", seconds=seconds, share=share))
+    return (*(part for part in found if part not in rest), Part(words="is all else", seconds=seconds, share=share))
 
 
 _OWN = ""  # computing and loading: named by phase and rank

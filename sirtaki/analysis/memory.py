@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from textwrap import fill
 
 from sirtaki.autotune.knobs import format_bytes
@@ -129,9 +130,7 @@ class MemoryReplay:
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        needed_s: dict[int, float] = defaultdict(
-            float
-        )  # until when there must be what calls got, as they are done again
+        needed_s = defaultdict[int, float](float)  # until when what calls got must be there, as they are done again
         for number in recomputed:
             for place in calls[number].inputs:
                 needed_s[place] = max(needed_s[place], calls[number].backward_begin_s or 0.0)
@@ -162,20 +161,14 @@ class MemoryReplay:
 
     def _highest(self, there: Sequence[int], events: Sequence[_Event], passes: int) -> Peak:
         sizes = [_size(one, passes) for one in self.memory.allocations]
-        now = most = sum(sizes[place] for place in there)
-        highest = 0
-        for number, (_, _, sign, place) in enumerate(events, start=1):
-            now += sign * sizes[place]
-            if now > most:
-                most, highest = now, number
+        changes = [(place, sign * sizes[place]) for _, _, sign, place in events]
+        totals = list(accumulate((n_bytes for _, n_bytes in changes), initial=sum(sizes[place] for place in there)))
+        highest = totals.index(max(totals))
         held = Counter({place: sizes[place] for place in there})
-        for _, _, sign, place in events[:highest]:
-            held[place] += sign * sizes[place]
-        return Peak(
-            n_bytes=most,
-            at_s=events[highest - 1][0] if highest else self.memory.begin_s,
-            held={place: n_bytes for place, n_bytes in held.items() if n_bytes},
-        )
+        for place, n_bytes in changes[:highest]:
+            held[place] += n_bytes
+        at_s = events[highest - 1][0] if highest else self.memory.begin_s
+        return Peak(n_bytes=totals[highest], at_s=at_s, held={place: held[place] for place in held if held[place]})
 
 
 def _size(one: Allocation, passes: int) -> int:
@@ -224,9 +217,7 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[Piece]:
             last, gap_s = owner, 0.0
         elif piece.phase is Phase.BACKWARD and owner is not None and owner in owed_s:
             seconds = owed_s.pop(owner)
-            yield Piece(
-                activity=Activity.COMPUTE, phase=Phase.BACKWARD, name=AGAIN, seconds=seconds, module=piece.module
-            )
+            yield Piece(Activity.COMPUTE, Phase.BACKWARD, seconds, AGAIN, module=piece.module)
         yield piece
 
 
@@ -339,17 +330,21 @@ def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
 
 def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     """Several passes, in which modules do their forward pass again."""
+
+    def of(passes: int) -> list[MemoryRemedy]:
+        """For each depth of the model, the one that needs least first."""
+        gentlest = sorted(_gentlest(question, passes=passes), key=lambda one: one[1].n_bytes)
+        return [_both(question, passes, numbers, peak) for numbers, peak in gentlest]
+
+    def fits(found: Sequence[MemoryRemedy]) -> bool:
+        return any(one.peak_bytes <= question.budget_bytes for one in found)
+
     counts = list(_passes(question))
-    most = list(_both(question, counts[-1])) if counts else []
-    if not _any_fits(most, question):
+    most = of(counts[-1]) if counts else []
+    if not fits(most):
         yield from most[:1]  # fewer passes hold more
         return
-    fewer = (list(_both(question, passes)) for passes in counts[:-1])
-    yield from next((found for found in fewer if _any_fits(found, question)), most)
-
-
-def _any_fits(found: Sequence[MemoryRemedy], question: MemoryQuestion) -> bool:
-    return any(one.peak_bytes <= question.budget_bytes for one in found)
+    yield from next(filter(fits, map(of, counts[:-1])), most)
 
 
 PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], ...] = (
@@ -362,23 +357,15 @@ Each yields the remedies that fit, of each kind the gentlest; where none of a ki
 """
 
 
-def _both(question: MemoryQuestion, passes: int) -> Iterator[MemoryRemedy]:
-    """For each depth of the model, the one that needs least first."""
-    for numbers, peak in sorted(_gentlest(question, passes=passes), key=lambda one: one[1].n_bytes):
-        one, other = _recomputed(question, numbers, peak), _accumulated(question, passes, peak.n_bytes)
-        yield MemoryRemedy(
-            words=f"{one.words}, and {other.words}",
-            lines=(*one.lines, *other.lines),
-            peak_bytes=peak.n_bytes,
-            apply=partial(_one_by_one, changes=(one.apply, other.apply)),
-            notes=(*one.notes, *other.notes),
-        )
-
-
-def _one_by_one(job: JobModel, *, changes: Sequence[Callable[[JobModel], JobModel]]) -> JobModel:
-    for change in changes:
-        job = change(job)
-    return job
+def _both(question: MemoryQuestion, passes: int, numbers: Sequence[int], peak: Peak) -> MemoryRemedy:
+    one, other = _recomputed(question, numbers, peak), _accumulated(question, passes, peak.n_bytes)
+    return MemoryRemedy(
+        words=f"{one.words}, and {other.words}",
+        lines=(*one.lines, *other.lines),
+        peak_bytes=peak.n_bytes,
+        apply=lambda job: other.apply(one.apply(job)),
+        notes=(*one.notes, *other.notes),
+    )
 
 
 # ── accumulation ──────────────────────────────────────────────────────────────────────────────────────────────────────
