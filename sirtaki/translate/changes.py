@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 
 import libcst as cst
+import libcst.helpers
+import libcst.matchers as m
 
 from .meaning import Over, RankValues, Training
 from .source import (
@@ -39,8 +41,8 @@ def import_lines(*, hvd: str, ranks: str) -> list[str]:
 def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
     """Puts imports behind the script's own, and lines where it begins to do something."""
     last = _last_import(source)
-    guard = _guard(source)
-    if guard is not None and not _does_something(source, guard):
+    guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
+    if isinstance(guard, cst.If) and not _does_something(source, guard):
         edits.after(last, *imports)
         first = guard.body.body[0]
         assert isinstance(first, cst.BaseStatement)
@@ -53,9 +55,8 @@ def _last_import(source: Source) -> cst.BaseStatement:
     """The last of those at the top, which may stand in a `try`."""
     found: cst.BaseStatement | None = None
     for statement in source.module.body:
-        if isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With):
-            break
-        if isinstance(statement, cst.If) and _is_guard(statement):
+        does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
+        if does or m.matches(statement, GUARD):
             break
         if any(isinstance(node, cst.Import | cst.ImportFrom) for node in walk(statement)):
             found = statement
@@ -64,18 +65,7 @@ def _last_import(source: Source) -> cst.BaseStatement:
     return first
 
 
-def _guard(source: Source) -> cst.If | None:
-    return next((there for there in source.module.body if isinstance(there, cst.If) and _is_guard(there)), None)
-
-
-def _is_guard(statement: cst.If) -> bool:
-    test = statement.test
-    return (
-        isinstance(test, cst.Comparison)
-        and isinstance(test.left, cst.Name)
-        and test.left.value == "__name__"
-        and isinstance(statement.body, cst.IndentedBlock)
-    )
+GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
 
 
 def _does_something(source: Source, guard: cst.If) -> bool:
@@ -85,12 +75,8 @@ def _does_something(source: Source, guard: cst.If) -> bool:
             continue
         for call in source.all(cst.Call, statement):
             name = source.full_name(call.func)
-            last = name.rpartition(".")[2]
-            if last in ("print", "DataLoader", "main", "run", "open") or name.startswith(
-                ("torch.optim.", "torch.save")
-            ):
-                return True
-            if name in source.functions:
+            told = name.rpartition(".")[2] in ("print", "DataLoader", "main", "run", "open")
+            if told or name.startswith(("torch.optim.", "torch.save")) or name in source.functions:
                 return True
     return False
 
@@ -178,9 +164,7 @@ class Optimizers:
         broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
         if target is None:
             self._edits.before(statement, *broadcasts)
-            wrapped = f"{self._hvd}.DistributedOptimizer"
-            extra = f"{named}{options}"
-            self._edits.change(call, lambda inner: _with_arguments(wrapped, inner, extra))
+            self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}}{named}{options})")
         else:
             name = source.code(target)
             line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"
@@ -214,15 +198,14 @@ class Optimizers:
 
     def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
         """What a name was made from in its function: assigned, appended to, or looped over."""
-        symbol = self._source.symbol(name)
-        for assign in self._source.all(cst.Assign):
-            if any(self._source.symbol(target.target) == symbol for target in assign.targets):
+        source, symbol = self._source, self._source.symbol(name)
+        for assign in source.all(cst.Assign):
+            if any(source.symbol(target.target) == symbol for target in assign.targets):
                 yield assign.value
-        for loop in self._source.all(cst.For):
-            for call in self._source.all(cst.Call, loop.body):
-                if called_attribute(call) in ("append", "extend") and any(
-                    self._source.symbol(there) == symbol for there in self._source.all(cst.Name, call.func)
-                ):
+        for loop in source.all(cst.For):
+            for call in source.all(cst.Call, loop.body):
+                grows = called_attribute(call) in ("append", "extend")
+                if grows and any(source.symbol(there) == symbol for there in source.all(cst.Name, call.func)):
                     yield loop.iter
 
     # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
@@ -268,9 +251,7 @@ class Optimizers:
                     found.clear()
                 elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
                     found.append(node)
-            elif (
-                isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted(node.value) != "torch.autograd"
-            ):
+            elif m.matches(node, m.Attribute(attr=m.Name("grad"))) and dotted(node.value) != "torch.autograd":  # type: ignore[attr-defined]
                 found.append(node)
         return found
 
@@ -278,16 +259,9 @@ class Optimizers:
 def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
     """What a call's value is assigned to, if it is just that."""
     assign = source.parent(call)
-    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
-        target = assign.targets[0].target
-        return target if isinstance(target, cst.Name | cst.Attribute) else None
-    return None
-
-
-def _with_arguments(function: str, inner: cst.BaseExpression, extra: str) -> cst.BaseExpression:
-    wrapped = cst.parse_expression(f"{function}(_{extra})")
-    assert isinstance(wrapped, cst.Call)
-    return wrapped.with_changes(args=[wrapped.args[0].with_changes(value=inner), *wrapped.args[1:]])
+    alone = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    target = assign.targets[0].target if alone else None  # type: ignore[attr-defined]  # an Assign
+    return target if isinstance(target, cst.Name | cst.Attribute) else None
 
 
 WRITES = {
@@ -329,7 +303,7 @@ class Output:
             elif name.rpartition(".")[2] in ("tqdm", "trange"):
                 self._bar(call)
             elif call in self._flows.sites and self._flows.sites[call].kind is Kind.WRITER:
-                self._edits.wrap(call.func, f"{self._ranks}.on_root")
+                self._edits.wrap(call.func, f"{self._ranks}.on_root({{it}})")
         for call in self._source.all(cst.Call):
             if self._writes and self._source.full_name(call.func) in READS:
                 self._edits.before(self._source.statement(call), f"{self._hvd}.barrier()  # rank 0 may be writing it")
@@ -353,7 +327,7 @@ class Output:
         if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and not communicates:
             self._edits.put_into(line, f"if {self._hvd}.rank() == 0")
         else:
-            self._edits.wrap(call.func, f"{self._ranks}.on_root")
+            self._edits.wrap(call.func, f"{self._ranks}.on_root({{it}})")
 
     def _folder(self, call: cst.Call) -> None:
         if argument(call, "exist_ok") is None:
@@ -477,13 +451,13 @@ class HandCut:
             self._edits.refuse(site.call, "cannot see which loop trains on this loader")
         cut = [*self._slices(), *self._draws()]
         for loop in self._split_loops():
-            self._edits.wrap(loop.iter, f"map({self._ranks}.share, _)")
+            self._edits.wrap(loop.iter, f"map({self._ranks}.share, {{it}})")
             values.batches.add(loop.iter)
         found = bool(cut or values.batches)
         if not found:
             cut = list(self._whole_sets())
         for node in cut:
-            self._edits.wrap(node, f"{self._ranks}.share")
+            self._edits.wrap(node, f"{self._ranks}.share({{it}})")
             values.batches.add(node)
         if not cut and not found:
             first = self._training.backward_passes()[0]
@@ -493,7 +467,7 @@ class HandCut:
             if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(
                 call
             ):
-                self._edits.wrap(call, f"{self._ranks}.agreed")
+                self._edits.wrap(call, f"{self._ranks}.agreed({{it}})")
         self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
 
     def _trains(self, node: cst.CSTNode) -> bool:

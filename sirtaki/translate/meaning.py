@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import libcst as cst
+import libcst.helpers
 
 from .source import (
     Edits,
@@ -622,7 +623,7 @@ class RankValues:
         earlier = self._wrapped.setdefault(node, over)
         if (earlier is Over.MEAN) is not (over is Over.MEAN):
             self._edits.refuse(node, "is once a mean and once a sum, depending on the caller")
-        self._edits.wrap(node, self._function_for(over))
+        self._edits.wrap(node, f"{self._function_for(over)}({{it}})")
 
     def _function_for(self, over: Over) -> str:
         """What puts such values of all ranks together."""
@@ -933,7 +934,7 @@ class RankValues:
         if value.over is Over.PART and axis is None and name == "mean":
             if call not in self._meant:
                 self._meant.add(call)
-                self._edits.change(call, lambda inner: _mean_of(f"{self._ranks}.mean", inner))
+                self._edits.change(call, lambda inner: _mean_of(f"{self._ranks}.mean({{it}})", inner))
             return MEAN
         followed = value.over in EACH or (value.over is Over.PART and name == "sum")
         return Value(over=over, sure=value.sure and followed)
@@ -980,7 +981,7 @@ class RankValues:
             else:
                 self._edits.note(0, UNWEIGHTED)
         if followed and kinds == {Over.PART}:
-            self._edits.wrap(call.func, f"{self._ranks}.weighted")
+            self._edits.wrap(call.func, f"{self._ranks}.weighted({{it}})")
         return replace(MEAN, sure=followed and (kinds != {Over.PART} or reductions == {"mean"}))
 
     def _reduction(self, call: cst.Call) -> str:
@@ -1052,11 +1053,11 @@ def _multiplied(left: Value, right: Value) -> Value:
     return Value(over=Over.ROWS, dims=max(left.dims, right.dims, 2)) if apart else OWN
 
 
-def _mean_of(function: str, call: cst.BaseExpression) -> cst.BaseExpression:
-    """`function(tensor)` in the place of `tensor.mean()` or `torch.mean(tensor)`."""
+def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
+    """The template of a tensor in the place of `tensor.mean()` or `torch.mean(tensor)`."""
     assert isinstance(call, cst.Call)
     inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute
-    return cst.Call(func=cst.parse_expression(function), args=[cst.Arg(inner)])
+    return cst.helpers.parse_template_expression(template, it=inner)
 
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import Any, TypeVar
 
 import libcst as cst
+import libcst.helpers
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from sirtaki.errors import TranslationError
@@ -95,10 +96,7 @@ class Source:
 
     def function_of(self, node: cst.CSTNode) -> str:
         """The function that a node's names belong to, as "f", "C.f" or "f.g"; empty for the module."""
-        for there in self.above(node):
-            if isinstance(there, cst.FunctionDef):
-                return self.name_of(there)
-        return ""
+        return next((self.name_of(there) for there in self.above(node) if isinstance(there, cst.FunctionDef)), "")
 
     def name_of(self, node: cst.FunctionDef | cst.ClassDef) -> str:
         """Its name with those of the functions and classes that it stands in."""
@@ -107,10 +105,7 @@ class Source:
 
     def class_of(self, node: cst.CSTNode) -> str:
         """The class in one of whose methods a node stands; empty if none."""
-        for there in self.above(node):
-            if isinstance(there, cst.ClassDef):
-                return there.name.value
-        return ""
+        return next((there.name.value for there in self.above(node) if isinstance(there, cst.ClassDef)), "")
 
     def symbol(self, node: cst.BaseExpression) -> Symbol | None:
         """What a name or `self.name` refers to; None for anything else."""
@@ -170,19 +165,12 @@ class Source:
     def _imports(self) -> Iterator[tuple[str, str]]:
         for node in self.all(cst.Import):
             for alias in node.names:
-                name = dotted(alias.name)
-                if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
-                    yield alias.asname.name.value, name
-                else:
-                    yield name.partition(".")[0], name.partition(".")[0]
+                name, package = alias.evaluated_name, alias.evaluated_name.partition(".")[0]
+                yield (alias.evaluated_alias, name) if alias.evaluated_alias else (package, package)
         for statement in self.all(cst.ImportFrom):
-            if isinstance(statement.names, cst.ImportStar) or statement.module is None:
-                continue
-            for alias in statement.names:
-                name = dotted(alias.name)
-                renamed = alias.asname is not None and isinstance(alias.asname.name, cst.Name)
-                as_name = alias.asname.name.value if renamed else name  # type: ignore[union-attr]  # just asked
-                yield as_name, f"{dotted(statement.module)}.{name}"
+            if not isinstance(statement.names, cst.ImportStar) and statement.module is not None:
+                for alias in statement.names:
+                    yield bound_name(alias), f"{dotted(statement.module)}.{alias.evaluated_name}"
 
     def _collect(self) -> None:
         for node in walk(self.module):
@@ -197,8 +185,8 @@ class Source:
     def _bindings(self, function: cst.FunctionDef) -> Iterator[str]:
         for param in parameters(function):
             yield param.name.value
-        elsewhere = {item.name.value for node in self.all(cst.Global, function) for item in node.names}
-        elsewhere |= {item.name.value for node in self.all(cst.Nonlocal, function) for item in node.names}
+        foreign = (node for node in walk(function) if isinstance(node, cst.Global | cst.Nonlocal))
+        elsewhere = {item.name.value for node in foreign for item in node.names}
         own = self.name_of(function)
         for node in walk(function.body):
             for target in targets(node):
@@ -217,14 +205,10 @@ class _Apart(cst.CSTTransformer):
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         if len(updated_node.body) == 1:
             return updated_node
-        *first, last = _lines_of(updated_node.body)
-        return cst.FlattenSentinel(
-            [
-                first[0].with_changes(leading_lines=updated_node.leading_lines),
-                *first[1:],
-                last.with_changes(trailing_whitespace=updated_node.trailing_whitespace),
-            ]
-        )
+        lines = _lines_of(updated_node.body)
+        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
+        return cst.FlattenSentinel(lines)
 
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
@@ -233,10 +217,8 @@ class _Apart(cst.CSTTransformer):
 
 
 def _lines_of(statements: Iterable[cst.BaseSmallStatement]) -> list[cst.SimpleStatementLine]:
-    return [
-        cst.SimpleStatementLine([statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
-        for statement in statements
-    ]
+    alone = (statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for statement in statements)
+    return [cst.SimpleStatementLine([statement]) for statement in alone]
 
 
 def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
@@ -269,6 +251,11 @@ def parameters(function: cst.FunctionDef) -> list[cst.Param]:
     """All that can be given by position, then all by name only."""
     params = function.params
     return [*params.posonly_params, *params.params, *params.kwonly_params]
+
+
+def bound_name(alias: cst.ImportAlias) -> str:
+    """The name that an import gives to what it brings."""
+    return alias.evaluated_alias or alias.evaluated_name
 
 
 def dotted(node: cst.BaseExpression) -> str:
@@ -322,11 +309,11 @@ class Edits:
         """By a function of what stands there once what is inside has changed."""
         self._changes[node].append(change)
 
-    def wrap(self, node: cst.BaseExpression, function: str) -> None:
-        """In a call: `function(node)`, or what `function` says with `_` for the node. A second time does nothing."""
+    def wrap(self, node: cst.BaseExpression, template: str) -> None:
+        """In other code, such as `f({it})`, in which it is `it`. A second time does nothing."""
         if node not in self._wrapped:
             self._wrapped.add(node)
-            self.change(node, lambda inner: _call(function, inner))
+            self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
         """Whether something in an expression changes."""
@@ -403,8 +390,9 @@ def _add(lines: list[str], more: Iterable[str]) -> None:
 
 def keyword(name: str, code: str) -> cst.Arg:
     """`name=code`, as an argument of a call."""
-    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(cst.parse_expression(code), keyword=cst.Name(name), equal=plain)
+    call = cst.parse_expression(f"f({name}={code})")
+    assert isinstance(call, cst.Call)
+    return call.args[0]
 
 
 def with_more(call: cst.BaseExpression, *added: cst.Arg) -> cst.Call:
@@ -422,15 +410,6 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
     statement = cst.parse_statement(f"{head}:\n    pass\n")
     assert isinstance(statement, cst.If | cst.With)
     return statement.with_changes(body=cst.IndentedBlock(body=body))
-
-
-def _call(function: str, inner: cst.BaseExpression) -> cst.Call:
-    """`function(inner)`, or what `function` says with `_` for it."""
-    if function.endswith(", _)"):
-        call = cst.parse_expression(function)
-        assert isinstance(call, cst.Call)
-        return call.with_changes(args=[*call.args[:-1], cst.Arg(inner)])
-    return cst.Call(func=cst.parse_expression(function), args=[cst.Arg(inner)])
 
 
 PASSED_ON = {
@@ -541,14 +520,11 @@ class Flows:
             if func.value in source.classes:
                 init = source.method(func.value, "__init__")
                 return [] if init is None else [init]
-            scope = source.function_of(call)
-            while True:  # the nearest function of that name
-                found = source.functions.get(f"{scope}.{func.value}" if scope else func.value)
-                if found is not None or not scope:
-                    break
-                scope = scope.rpartition(".")[0]
-            if found is not None:
-                return [found]
+            scopes = source.function_of(call).split(".")
+            around = [".".join([*scopes[:depth], func.value]) for depth in range(len(scopes), 0, -1)]
+            for name in (*around, func.value):  # the nearest function of that name
+                if name in source.functions:
+                    return [source.functions[name]]
         elif isinstance(func, cst.Attribute):
             base = func.value
             if isinstance(base, cst.Name) and base.value == "self":

@@ -22,7 +22,7 @@ from .changes import (
     undo_wrapper,
 )
 from .meaning import Loop, RankValues, Training
-from .source import Edits, Flows, Kind, Source, argument, called_attribute, dotted, keyword, walk, with_more
+from .source import Edits, Flows, Kind, Source, argument, bound_name, called_attribute, dotted, keyword, walk, with_more
 
 CALLS = {
     "get_rank": "rank",
@@ -146,7 +146,7 @@ class FromDdp:
             node = statement.body[0]
             if not isinstance(node, cst.Import | cst.ImportFrom) or isinstance(node.names, cst.ImportStar):
                 continue
-            brought = [self._source.imported.get(_bound(alias), "") for alias in node.names]
+            brought = [self._source.imported.get(bound_name(alias), "") for alias in node.names]
             if not set(brought) <= gone or (
                 "torch.distributed" not in brought and "DistributedDataParallel" not in str(brought)
             ):
@@ -164,12 +164,6 @@ class FromDdp:
         first = next(statement for statement in self._source.module.body if _is_import(statement))
         assert isinstance(first, cst.BaseStatement)
         return first
-
-
-def _bound(alias: cst.ImportAlias) -> str:
-    if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
-        return alias.asname.name.value
-    return alias.evaluated_name
 
 
 def _is_import(statement: cst.CSTNode) -> bool:
@@ -234,7 +228,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
         starred = any(arg.star for arg in call.args)
         if (size is None and not starred) or (size is not None and source.code(size) in ("1", "None")):
             edits.refuse(call, "batches of one sample cannot be divided among ranks")
-        edits.wrap(call, f"{ranks}.divided")
+        edits.wrap(call, f"{ranks}.divided({{it}})")
         if size is not None:
             _look_at_size(training, edits, size)
     for loop in training.loops:
@@ -251,7 +245,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
     for other in training.other_loops:
         for name in training.loader_names(other.iter):
             if training.is_divided(name) and name not in training.flows.sites:
-                edits.wrap(name, f"{ranks}.whole")
+                edits.wrap(name, f"{ranks}.whole({{it}})")
         _agree(training, edits, other, ranks)
     edits.note(0, "each batch is divided among the ranks, which must divide its size; learning rates stay as they are")
     if training.other_loops:
@@ -267,7 +261,7 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
         text = source.code(loader)
         edits.before(source.statement(call), f"{text}.sampler.set_epoch({text}.sampler.epoch + 1)")
     else:
-        edits.wrap(loader, f"{ranks}.whole")
+        edits.wrap(loader, f"{ranks}.whole({{it}})")
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
