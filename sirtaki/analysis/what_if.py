@@ -78,9 +78,10 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
     startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
-    if units and across:
-        # Start-up is the probes'; how long the link takes is the recording's.
-        s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
+    if across:
+        # Start-up is the probes'; how long the link takes is the recording's, unless its clocks are too far apart.
+        moved_s = sum(one.link_s for one in units)
+        s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
         scale = sum(one.processor_s for one in units) / sum(startup_s + one.n_bytes * s_per_byte for one in units)
         startup_s, s_per_byte = startup_s * scale, s_per_byte * scale

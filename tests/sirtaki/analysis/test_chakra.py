@@ -11,7 +11,7 @@ from fakes import chakra_files, recordings
 from fakes.played_jobs import record
 from fakes.replays import on_one_host, over_a_link
 
-from sirtaki.analysis.chakra import ALL_RANKS, COMM_COLL_NODE, Written, messages, write_traces
+from sirtaki.analysis.chakra import ALL_RANKS, COMM_COLL_NODE, VERSION, Written, messages, write_traces
 from sirtaki.analysis.job_model import histories
 from sirtaki.analysis.recording import RecordedIteration, Recording
 from sirtaki.errors import RecordingError
@@ -85,6 +85,7 @@ def test_what_an_operator_reads_is_waited_for_and_a_cut_operator_counts_once(tmp
 
 def test_a_rank_that_begins_later_has_a_node_for_it(tmp_path: Path) -> None:
     recording = record(over_a_link())
+    assert chakra_files.read(written(tmp_path, recording).files[1])[0] == VERSION
     first, *others = recording.ranks[1].iterations
     late = replace(recording.ranks[1], iterations=(replace(first, begin_s=first.begin_s + 0.001), *others))
     node = nodes_of(tmp_path, replace(recording, ranks={0: recording.ranks[0], 1: late}))[1][0]
@@ -103,19 +104,10 @@ def test_walking_the_files_gives_the_recorded_steps(tmp_path: Path, recording: R
     clocks = histories(recording).clocks
     for rank, nodes in enumerate(ranks):
         assert all(abs(found[rank, node.number] - node.end_us) <= 1 for node in nodes)
+        assert all(set(node.control) <= set(node.data) for node in nodes)
+        assert all(node.attributes["is_cpu_op"] is (node.kind == chakra_files.COMP_NODE) for node in nodes)
         end_s = recording.ranks[rank].iterations[-1].end_s
         assert max(node.end_us for node in own(nodes)) == pytest.approx(1e6 * clocks[rank](end_s), abs=1)
-
-
-def test_a_file_has_a_version_nodes_and_what_simulators_ask_for(tmp_path: Path) -> None:
-    files = written(tmp_path, record(over_a_link())).files
-    assert [path.name for path in files] == ["job.0.et", "job.1.et"]
-    version, nodes = chakra_files.read(files[0])
-    assert version == "0.0.4"
-    assert {node.kind for node in nodes} == {chakra_files.COMP_NODE, chakra_files.COMM_COLL_NODE}
-    for node in nodes:
-        assert set(node.control) <= set(node.data)
-        assert node.attributes["is_cpu_op"] is (node.kind == chakra_files.COMP_NODE)
 
 
 def test_groups_are_written_where_not_all_ranks_act_together(tmp_path: Path) -> None:

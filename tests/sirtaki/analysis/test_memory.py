@@ -83,10 +83,9 @@ def test_passes_over_parts_hold_parts_and_all_gradients(passes: int) -> None:
 
 
 def test_a_budget_is_for_the_accelerator_where_there_is_one() -> None:
-    assert MemoryReplay(chain()).device == 0
-    assert MemoryReplay(replace(chain(), devices=("cpu", "cuda:0"))).device == 1
-    other = replace(chain(), devices=("cpu", "cuda:0"))
-    assert MemoryReplay(other, 1).peak().n_bytes == 0
+    both = replace(chain(), devices=("cpu", "cuda:0"))
+    assert (MemoryReplay(chain()).device, MemoryReplay(both).device) == (0, 1)
+    assert MemoryReplay(both, 1).peak().n_bytes == 0
 
 
 # ── memory remedies ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,18 +207,14 @@ def test_the_faster_one_of_those_that_fit_is_chosen(gap_s: float, by: str) -> No
     assert found.before.times.iteration_s < chosen_s == pytest.approx(found.after.times.iteration_s)
 
 
-def test_several_at_once_are_a_last_resort() -> None:
+def test_several_at_once_are_a_last_resort_and_where_all_is_too_much_the_least_is_known() -> None:
     found = asked(THERE + 210)
     assert found.chosen is not None
     assert found.chosen.by == "both"
     assert {one.by for one in found.remedies} == {"re-computation", "accumulation", "both"}
-
-
-def test_a_budget_below_all_is_not_met_and_the_least_is_known() -> None:
-    found = asked(100)
-    assert not found.is_met
-    assert found.chosen is None
-    assert THERE < min(one.remedy.peak_bytes for one in found.remedies) < THERE + 210
+    never = asked(100)
+    assert (never.is_met, never.chosen) == (False, None)
+    assert THERE < min(one.remedy.peak_bytes for one in never.remedies) < THERE + 210
 
 
 def test_the_rank_that_holds_most_is_looked_at() -> None:
@@ -227,9 +222,6 @@ def test_the_rank_that_holds_most_is_looked_at() -> None:
     more = replace(recording.ranks[1], memory=memories.chain(BLOCKS + 1), modules=memories.modules(BLOCKS + 1))
     assert highest_rank(recording)[0].rank == 0
     assert highest_rank(replace(recording, ranks={**recording.ranks, 1: more}))[0].rank == 1
-
-
-def test_without_memory_in_the_recording_there_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(RecordingError, match="record the job anew"):
         highest_rank(recordings.recording())
 

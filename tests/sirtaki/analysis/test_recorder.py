@@ -59,7 +59,7 @@ from sirtaki.analysis.recorder import (
     operators_of_drafts,
     recorded,
 )
-from sirtaki.analysis.recording import Allocation, Holds, Operator, PhaseSpan, StepMemory
+from sirtaki.analysis.recording import Holds, Operator, PhaseSpan, StepMemory
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
@@ -70,26 +70,14 @@ from sirtaki.settings import ProfileRequest
 # ── profiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_recording_needs_a_job(tmp_path) -> None:
+def test_what_cannot_be_recorded_is_refused(monkeypatch, tmp_path) -> None:
     with pytest.raises(NotInitializedError), profile(tmp_path):
         pass
-
-
-class _Asked:
-    def __init__(self, **settings):
-
-        self.settings = SimpleNamespace(**settings)
-
-
-def test_at_least_one_iteration_is_recorded(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(profiling, "current", lambda: _Asked(profile=None))
+    asked = SimpleNamespace(settings=SimpleNamespace(profile=None))
+    monkeypatch.setattr(profiling, "current", lambda: asked)
     with pytest.raises(ValueError, match="at least one iteration, not 0"), profile(tmp_path, iterations=0):
         pass
-
-
-def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_path) -> None:
-    asked = _Asked(profile=ProfileRequest(folder=str(tmp_path), iterations=2, operators=False))
-    monkeypatch.setattr(profiling, "current", lambda: asked)
+    asked.settings.profile = ProfileRequest(folder=str(tmp_path), iterations=2, operators=False)
     monkeypatch.setattr(profiling, "_from_environment", None)
     profiling.begin_as_set()
     begun = profiling._from_environment
@@ -128,59 +116,26 @@ def test_nothing_is_written_if_it_never_began(tmp_path, caplog) -> None:
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 
 
-def traced(number: int = 3) -> TracedIteration:
-    unit = TracedUnit(
-        layout_number=1,
-        layout=recordings.LAYOUT,
-        start=0,
-        stop=100,
-        stream=2,
-        route=ROUTE,
-        issued_s=1.4,
-        began_s=None,
-        done_s=1.8,
-    )
-    return TracedIteration(
-        source=None,
-        number=number,
-        profiling=False,
-        first_ready_s=1.2,
-        backward_ended_s=1.5,
-        end_s=1.9,
-        ready=(ReadyMoment(1, 0, 1.3), ReadyMoment(0, 2, 1.2)),
-        copies=(CopySpan(1.35, 1.36, 2),),
-        units=(unit,),
-    )
-
-
 def draft() -> Draft:
-    made = Draft(1.0, traced=[((0, 2), traced())], updates=[(1.9, 2.0)], number=12, end_s=2.0)
-    made.operations.append(
-        TracedOperation(name="loss", kind="ALLREDUCE", submitted_s=1.95, agreed_s=1.96, done_s=1.97, n_bytes=4)
-    )
-    return made
+    unit = TracedUnit(layout_number=1, layout=recordings.LAYOUT, start=0, stop=100, stream=2, route=ROUTE,
+                      issued_s=1.4, began_s=None, done_s=1.8)  # fmt: skip
+    ready, copies = (ReadyMoment(1, 0, 1.3), ReadyMoment(0, 2, 1.2)), (CopySpan(1.35, 1.36, 2),)
+    traced = TracedIteration(source=None, number=3, profiling=False, first_ready_s=1.2, backward_ended_s=1.5,
+                             end_s=1.9, ready=ready, copies=copies, units=(unit,))  # fmt: skip
+    loss = TracedOperation(name="loss", kind="ALLREDUCE", submitted_s=1.95, agreed_s=1.96, done_s=1.97, n_bytes=4)
+    return Draft(1.0, traced=[((0, 2), traced)], updates=[(1.9, 2.0)], number=12, end_s=2.0, operations=[loss])
 
 
-def test_a_step_without_operators_has_what_gradients_tell() -> None:
+def test_a_step_without_operators_has_what_gradients_tell_by_buffers_of_the_whole_job() -> None:
     one = recorded(draft(), None)
     assert (one.number, one.begin_s, one.end_s, one.profiling) == (12, 1.0, 2.0, False)
-    assert [(span.phase, span.begin_s, span.end_s) for span in one.spans] == [
-        (Phase.BACKWARD, 1.2, 1.5),
-        (Phase.UPDATE, 1.9, 2.0),
-    ]
-    assert abs(one.exposed_s - 0.4) < 1e-9
-    assert one.collectives[0].name == "loss"
-    assert one.copies[0].n_gradients == 2
-
-
-def test_units_and_gradients_name_their_buffer_among_all_of_the_job() -> None:
-    one = recorded(draft(), None)
-    assert one.units[0].unit.buffer == buffer_number((0, 2), 1)
-    assert one.units[0].unit.iteration == 3
-    assert [(ready.buffer, ready.place) for ready in one.ready] == [
-        (buffer_number((0, 2), 0), 2),
-        (buffer_number((0, 2), 1), 0),
-    ]
+    assert one.spans == ((Phase.BACKWARD, 1.2, 1.5), (Phase.UPDATE, 1.9, 2.0))
+    assert one.exposed_s == pytest.approx(0.4)
+    assert one.collectives == (("loss", "ALLREDUCE", 1.95, 1.96, 1.97, 4),)
+    assert one.copies == ((1.35, 1.36, 2),)
+    buffers = [buffer_number((0, 2), number) for number in (0, 1)]
+    assert one.units == ((3, buffers[1], 0, 100, ROUTE, 2, 1.4, None, 1.8),)
+    assert one.ready == ((buffers[0], 2, 1.2), (buffers[1], 0, 1.3))
 
 
 def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None:
@@ -211,34 +166,21 @@ def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None
 THERE = {("begin",): 10.0, ("ready", 1): 14.0, ("ready", 0): 16.0, ("end",): 20.0}
 
 
-def seen(*spans_s: tuple[float, float]) -> StepOperators:
-    return StepOperators(
-        operators=tuple(
-            Operator(name=f"op{number}", lane=0, begin_s=begin_s, end_s=end_s, phase=Phase.FORWARD, sequence=number)
-            for number, (begin_s, end_s) in enumerate(spans_s)
-        ),
-        spans=(PhaseSpan(phase=Phase.FORWARD, begin_s=spans_s[0][0], end_s=spans_s[-1][1]),),
-    )
-
-
-def times(found: StepOperators) -> list[tuple[float, float]]:
-    return [(one.begin_s, one.end_s) for one in found.operators]
-
-
-def test_each_part_between_two_moments_is_stretched_by_itself() -> None:
-    here = {("begin",): 100.0, ("ready", 1): 102.0, ("ready", 0): 105.0, ("end",): 105.5}
-    found = borrowed(seen((10.0, 12.0), (14.0, 16.0), (18.0, 20.0)), THERE, here)
-    assert times(found) == [pytest.approx(pair) for pair in ((100.0, 101.0), (102.0, 105.0), (105.25, 105.5))]
+@pytest.mark.parametrize(
+    ("here", "lent"),
+    [  # each part between two moments is stretched by itself; what happened in another order is no common moment
+        ((100.0, 102.0, 105.0, 105.5), [(100.0, 101.0), (102.0, 105.0), (105.25, 105.5)]),
+        ((0.0, 6.0, 5.0, 10.0), [(0.0, 3.0), (6.0, 6 + 4 * 2 / 6), (6 + 4 * 4 / 6, 10.0)]),
+    ],
+)
+def test_operators_are_lent_between_moments_that_both_steps_have(here, lent) -> None:
+    spans_s = ((10.0, 12.0), (14.0, 16.0), (18.0, 20.0))
+    operators = tuple(Operator(f"op{n}", 0, *span_s, Phase.FORWARD, n) for n, span_s in enumerate(spans_s))
+    seen = StepOperators(operators=operators, spans=(PhaseSpan(Phase.FORWARD, 10.0, 20.0),))
+    found = borrowed(seen, THERE, dict(zip(THERE, here, strict=True)))
+    assert [(one.begin_s, one.end_s) for one in found.operators] == [pytest.approx(pair) for pair in lent]
     assert [one.name for one in found.operators] == ["op0", "op1", "op2"]
-    assert (found.spans[0].begin_s, found.spans[0].end_s) == pytest.approx((100.0, 105.5))
-
-
-def test_what_happened_in_another_order_is_no_common_moment() -> None:
-    here = {("begin",): 0.0, ("ready", 1): 6.0, ("ready", 0): 5.0, ("end",): 10.0}
-    found = times(borrowed(seen((10.0, 14.0), (15.0, 16.0), (16.0, 20.0)), THERE, here))
-    assert found[0] == pytest.approx((0.0, 6.0))
-    assert found[2] == (pytest.approx(6 + 4 * 2 / 6), 10.0)
-    assert all(begin_s <= end_s for begin_s, end_s in found)
+    assert found.spans[0][1:] == (pytest.approx(here[0]), pytest.approx(here[3]))
 
 
 # ── clock map ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -273,29 +215,22 @@ def test_the_clock_is_known_within_what_the_quickest_marks_leave_open(
 # ── kineto ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_operators_have_times_of_our_clock() -> None:
+def test_operators_have_times_of_our_clock_annotations_are_none_and_numbers_join_passes() -> None:
+    weight = torch.ones(300, 300, requires_grad=True)
     kineto = StepWatch()
     before_s = time.perf_counter()
-    torch.ones(300, 300).matmul(torch.ones(300, 300))
+    with torch.profiler.record_function("mine"):
+        torch.ones(300, 300).matmul(weight * 2).sum().backward()
     after_s = time.perf_counter()
     kineto.mark()
     seen = kineto.stop()
-    product = next(event for event in seen.events if event.name == "aten::matmul")
+    events = {event.name: event for event in sorted(seen.events, key=lambda event: -event.begin_s)}
+    product = events["aten::matmul"]
     assert before_s - seen.clock.error_s <= product.begin_s < product.end_s <= after_s + seen.clock.error_s
     assert seen.clock.error_s < 1e-3
-    assert product.thread == seen.thread
-    assert not product.on_device
-    assert not any(event.name == "sirtaki.mark" for event in seen.events)
-
-
-def test_annotations_are_no_operators_and_passes_are_joined_by_numbers() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    kineto = StepWatch()
-    with torch.profiler.record_function("mine"):
-        (weight * 2).sum().backward()
-    events = {event.name: event for event in sorted(kineto.stop().events, key=lambda event: -event.begin_s)}
-    assert events["mine"].annotation
-    assert not events["aten::mul"].annotation
+    assert product.lane == (False, seen.thread)
+    assert "sirtaki.mark" not in events
+    assert (events["mine"].annotation, product.annotation) == (True, False)
     assert events["aten::mul"].sequence == events["autograd::engine::evaluate_function: MulBackward0"].sequence >= 0
 
 
@@ -378,26 +313,16 @@ def only(events: list[Event], step: Step = STEP) -> StepOperators:
     return found
 
 
-def test_operators_that_others_have_called_are_left_out_and_phases_are_told_by_pytorchs_names() -> None:
-    assert [(one.name, one.phase) for one in only(USUAL).operators] == [
-        ("aten::stack", Phase.DATA),
-        ("aten::zero_", Phase.OTHER),
-        ("aten::linear", Phase.FORWARD),
-        ("aten::sum", Phase.FORWARD),
-        ("SumBackward0", Phase.BACKWARD),
-        ("AccumulateGrad", Phase.BACKWARD),
-        ("aten::copy_", Phase.OTHER),
-        ("aten::add_", Phase.UPDATE),
-    ]
-
-
-def test_phases_last_from_their_first_operator_to_their_last() -> None:
-    assert [(span.phase, span.begin_s, span.end_s) for span in only(USUAL).spans] == [
-        (Phase.DATA, 0.5, 1.0),
-        (Phase.FORWARD, 2.0, 3.5),
-        (Phase.BACKWARD, 4.0, 6.0),
-        (Phase.UPDATE, 8.0, 9.0),
-    ]
+def test_phases_are_told_by_pytorchs_names_and_what_others_have_called_is_left_out() -> None:
+    found = only(USUAL)
+    assert [(one.name, one.phase) for one in found.operators] == [
+        ("aten::stack", Phase.DATA), ("aten::zero_", Phase.OTHER), ("aten::linear", Phase.FORWARD),
+        ("aten::sum", Phase.FORWARD), ("SumBackward0", Phase.BACKWARD), ("AccumulateGrad", Phase.BACKWARD),
+        ("aten::copy_", Phase.OTHER), ("aten::add_", Phase.UPDATE),
+    ]  # fmt: skip
+    assert found.spans == (
+        (Phase.DATA, 0.5, 1.0), (Phase.FORWARD, 2.0, 3.5), (Phase.BACKWARD, 4.0, 6.0), (Phase.UPDATE, 8.0, 9.0),
+    )  # fmt: skip
 
 
 def test_what_comes_before_the_data_is_not_forward() -> None:
@@ -502,63 +427,61 @@ def test_a_real_step_has_the_edges_that_autograd_knows_and_those_of_its_forward_
     assert len(set.union(*gradients)) == 4
 
 
-def test_what_an_operator_calls_reads_and_makes_for_it() -> None:
-    nodes = [
-        node(2, "aten::ones", makes=(tensor(20, 21),)),
-        node(3, "aten::linear", reads=(tensor(20, 21),)),
-        node(4, "aten::mm", inside=3, makes=(tensor(30, 31),)),
-        node(5, "torch::autograd::AccumulateGrad"),
-        node(6, "aten::add", inside=5, reads=([tensor(30, 31)], 1.0)),
-    ]
-    assert readers(nodes) == (
-        Reader("aten::ones", ()),
-        Reader("aten::linear", (0,)),
-        Reader("AccumulateGrad", (1,)),
-    )
+WRITE = "aten::add_.Tensor(Tensor(a!) self, Tensor other) -> Tensor(a!)"
+A, VIEW, B = tensor(20, 21), tensor(22, 21), tensor(30, 31)
 
 
-def test_writing_in_place_and_views_are_seen_through_the_storage() -> None:
-    write = "aten::add_.Tensor(Tensor(a!) self, Tensor other) -> Tensor(a!)"
-    nodes = [
-        node(2, "aten::ones", makes=(tensor(20, 21),)),
-        node(3, "aten::view", reads=(tensor(20, 21),), makes=(tensor(22, 21),)),
-        node(4, "aten::add_", reads=(tensor(22, 21), 1.0), makes=(tensor(22, 21),), schema=write),
-        node(5, "aten::sum", reads=(tensor(20, 21),)),
-    ]
-    assert [one.after for one in readers(nodes)] == [(), (0,), (0, 1), (0, 2)]
-
-
-def test_annotations_and_other_threads_are_no_operators() -> None:
-    nodes = [
-        node(2, "mine", scope=7),
-        node(3, "aten::ones", inside=2, makes=(tensor(20, 21),)),
-        node(4, "aten::sum", inside=2, reads=(tensor(20, 21),)),
-        node(5, "aten::sin", thread=2),
-    ]
-    assert readers(nodes) == (Reader("aten::ones", ()), Reader("aten::sum", (0,)))
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        pytest.param(
+            [node(2, "aten::ones", makes=(A,)), node(3, "aten::linear", reads=(A,)),
+             node(4, "aten::mm", inside=3, makes=(B,)), node(5, "torch::autograd::AccumulateGrad"),
+             node(6, "aten::add", inside=5, reads=([B], 1.0))],
+            [("aten::ones", ()), ("aten::linear", (0,)), ("AccumulateGrad", (1,))],
+            id="what an operator calls reads and makes for it",
+        ),
+        pytest.param(
+            [node(2, "aten::ones", makes=(A,)), node(3, "aten::view", reads=(A,), makes=(VIEW,)),
+             node(4, "aten::add_", reads=(VIEW, 1.0), makes=(VIEW,), schema=WRITE), node(5, "aten::sum", reads=(A,))],
+            [("aten::ones", ()), ("aten::view", (0,)), ("aten::add_", (0, 1)), ("aten::sum", (0, 2))],
+            id="writing in place and views are seen through the storage",
+        ),
+        pytest.param(
+            [node(2, "mine", scope=7), node(3, "aten::ones", inside=2, makes=(A,)),
+             node(4, "aten::sum", inside=2, reads=(A,)), node(5, "aten::sin", thread=2)],
+            [("aten::ones", ()), ("aten::sum", (0,))],
+            id="annotations and other threads are no operators",
+        ),
+    ],
+)  # fmt: skip
+def test_operators_read_what_others_have_made(nodes, found) -> None:
+    assert list(readers(nodes)) == found
 
 
 def operator(name: str, begin_s: float, *, lane: int = 0) -> Operator:
-    return Operator(name=name, lane=lane, begin_s=begin_s, end_s=begin_s + 1, phase=Phase.FORWARD)
+    return Operator(name, lane, begin_s, begin_s + 1, Phase.FORWARD)
 
 
-def test_the_first_part_of_a_cut_operator_reads_and_its_last_one_is_read() -> None:
-    pieces = [
-        (0, operator("a", 0.0)),
-        (3, operator("elsewhere", 0.5, lane=1)),
-        (1, operator("b", 1.0)),
-        (1, operator("b", 2.0)),
-        (2, operator("c", 3.0)),
-    ]
-    found = (Reader("a", ()), Reader("b", (0,)), Reader("c", (0, 1)))
-    assert [one.after for one in with_edges(pieces, found)] == [(), (), (0,), (), (0, 3)]
+@pytest.mark.parametrize(
+    ("pieces", "found", "after"),
+    [  # of a cut operator the first part reads, the last one is read; what another step does otherwise reads nothing
+        (
+            [(0, operator("a", 0.0)), (3, operator("elsewhere", 0.5, lane=1)), (1, operator("b", 1.0)),
+             (1, operator("b", 2.0)), (2, operator("c", 3.0))],
+            (Reader("a", ()), Reader("b", (0,)), Reader("c", (0, 1))),
+            [(), (), (0,), (), (0, 3)],
+        ),
+        (
+            [(place, operator(name, place)) for place, name in enumerate(("a", "new", "c", "d"))],
+            (Reader("a", ()), Reader("gone", (0,)), Reader("c", (0, 1)), Reader("d", (2,))),
+            [(), (), (0,), (2,)],
+        ),
+    ],
+)  # fmt: skip
+def test_what_was_watched_in_one_step_is_told_of_others(pieces, found, after) -> None:
+    assert [one.after for one in with_edges(pieces, found)] == after
     assert with_edges(pieces, ()) == tuple(one for _, one in pieces)
-
-
-def test_what_another_step_does_otherwise_reads_nothing() -> None:
-    pieces = [(place, operator(name, place)) for place, name in enumerate(("a", "new", "c", "d"))]
-    found = (Reader("a", ()), Reader("gone", (0,)), Reader("c", (0, 1)), Reader("d", (2,)))
-    assert [one.after for one in with_edges(pieces, found)] == [(), (), (0,), (2,)]
 
 
 def test_a_trace_that_cannot_be_read_tells_nothing_but_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -599,18 +522,13 @@ def test_each_storage_is_told_once_and_what_for() -> None:
     assert of(view, found).n_bytes == 4000
 
 
-def test_tensors_without_memory_of_their_own_have_no_address() -> None:
-    assert address_of(torch.empty(0)) is None
-    assert address_of(torch.eye(3).to_sparse()) is None
+def test_what_has_no_memory_of_its_own_is_not_held() -> None:
+    assert address_of(torch.empty(0)) is address_of(torch.eye(3).to_sparse()) is None
     kept = torch.ones(5, device="meta")
-    assert all(one.device != "meta" for one in live_storages())
-    del kept
-
-
-def test_files_that_are_mapped_are_not_held() -> None:
     with tempfile.NamedTemporaryFile() as file:
         mapped = torch.from_file(file.name, shared=True, size=100)
-        assert not any((one.device, one.address) == address_of(mapped) for one in live_storages())
+        found = live_storages()
+    assert not any(one.device == kept.device.type or (one.device, one.address) == address_of(mapped) for one in found)
 
 
 @pytest.mark.gpu
@@ -648,8 +566,7 @@ def test_two_models_are_two_and_a_module_that_is_called_twice_is_one(calls: Modu
     first, second = nn.Sequential(nn.Linear(4, 4)), nn.ReLU()
     second(first(first(torch.ones(1, 4))))
     found, of_calls = calls.modules()
-    assert [(one.name, one.root) for one in found] == [("", 0), ("0", 0), ("", 2)]
-    assert of_calls == [0, 1, 0, 1, 2]
+    assert ([(one.name, one.root) for one in found], of_calls) == ([("", 0), ("0", 0), ("", 2)], [0, 1, 0, 1, 2])
 
 
 def test_a_node_belongs_to_the_innermost_module_that_made_it(calls: ModuleCalls) -> None:
@@ -733,33 +650,26 @@ def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
     }  # fmt: skip
 
 
-def test_what_was_there_before_is_known_from_tensors_and_from_events() -> None:
-    events = (
-        event_in_step(-3.0, 1, 10),
-        event_in_step(-2.0, 2, 20),
-        event_in_step(-1.0, 2, -20),
-        event_in_step(-0.5, 3, 33),
-        event_in_step(1.5, 1, -10),
-    )
-    found = memory_seen(*events, storages=(LiveStorage("cpu", 3, 33, Holds.PARAMETERS),)).allocations
-    there = Allocation(device=0, n_bytes=33, holds=Holds.PARAMETERS)
-    assert found == (Allocation(device=0, n_bytes=10, holds=Holds.OTHER, end_s=1.5), there)
-    assert memory_seen(event_in_step(1.5, 9, -10)).allocations == ()  # of something that nobody has seen
+WEIGHT, UNKNOWN = LiveStorage("cpu", 3, 33, Holds.PARAMETERS), LiveStorage("cpu", UNSEEN, 100, Holds.OTHER)
+BEFORE = ((-3.0, 1, 10), (-2.0, 2, 20), (-1.0, 2, -20), (-0.5, 3, 33), (1.5, 1, -10))
 
 
-def test_what_is_known_by_its_sum_only_counts_but_for_what_events_tell_of() -> None:
-    unseen = LiveStorage("cpu", UNSEEN, 100, Holds.OTHER)
-    assert [one.n_bytes for one in memory_seen(event_in_step(-3.0, 1, 10), storages=(unseen,)).allocations] == [10, 90]
-
-
-def test_an_address_is_used_again() -> None:
-    found = memory_seen(
-        event_in_step(1.0, 1, 10),
-        event_in_step(2.0, 1, -10),
-        event_in_step(2.5, 1, 11),
-        event_in_step(11.0, 1, -11),
-    ).allocations
-    assert [(one.n_bytes, one.end_s) for one in found] == [(10, 2.0), (11, None)]
+@pytest.mark.parametrize(
+    ("events", "storages", "found"),
+    [
+        (BEFORE, (WEIGHT,), [(10, Holds.OTHER, 1.5), (33, Holds.PARAMETERS, None)]),
+        (((1.5, 9, -10),), (), []),  # of something that nobody has seen
+        (((-3.0, 1, 10),), (UNKNOWN,), [(10, Holds.OTHER, None), (90, Holds.OTHER, None)]),  # what is seen counts once
+        (  # an address is used again
+            ((1.0, 1, 10), (2.0, 1, -10), (2.5, 1, 11), (11.0, 1, -11)),
+            (),
+            [(10, Holds.OTHER, 2.0), (11, Holds.ACTIVATIONS, None)],
+        ),
+    ],
+)
+def test_what_was_there_is_known_from_tensors_and_from_events(events, storages, found) -> None:
+    memory = memory_seen(*(event_in_step(*one) for one in events), storages=storages)
+    assert [(one.n_bytes, one.holds, one.end_s) for one in memory.allocations] == found
 
 
 @pytest.mark.slow

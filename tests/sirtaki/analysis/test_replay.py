@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -63,18 +64,13 @@ from sirtaki.measures import LinkModel
 # ── global graph ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ranks_begin_as_far_apart_as_they_did() -> None:
-    job = replace(over_a_link(), begin_s={0: 0.0, 1: 0.25})
-    found = played(job)
+def test_ranks_begin_as_far_apart_as_they_did_and_a_streams_next_unit_waits_for_the_last_rank() -> None:
+    found = played(replace(over_a_link(), begin_s={0: 0.0, 1: 0.25}))
     begins = {node.rank: found.end_s[place] for place, node in enumerate(found.graph.nodes) if node.iteration == BEFORE}
     assert begins == {0: 0.0, 1: 0.25}
-
-
-def test_the_next_unit_of_a_stream_waits_for_the_last_rank() -> None:
-    job = on_one_host(cuts=(1, 4), streams=1)
-    found = played(job.changed(operation=lambda one: replace(one, lag_s=0.5)))
-    units = [place for place, node in enumerate(found.graph.nodes) if node.activity is Activity.UNIT]
-    assert found.start_s[units[1]] - found.end_s[units[0]] == pytest.approx(0.5)
+    found = played(on_one_host(cuts=(1, 4), streams=1).changed(operation=lambda one: replace(one, lag_s=0.5)))
+    first, second, *_ = [p for p, node in enumerate(found.graph.nodes) if node.activity is Activity.UNIT]
+    assert found.start_s[second] - found.end_s[first] == pytest.approx(0.5)
 
 
 # ── coarsening ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,20 +116,14 @@ def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
     assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
 
 
-def test_the_mean_iteration_takes_what_iterations_take_on_average() -> None:
+def test_the_mean_iteration_takes_what_most_iterations_take_on_average() -> None:
     job = over_a_link(iterations=2)
-    slow = {
-        rank: tuple(replace(piece, seconds=3 * piece.seconds) for piece in program)
-        for rank, program in job.iterations[0].programs.items()
-    }
-    uneven = replace(job, iterations=(job.iterations[0], replace(job.iterations[1], programs=slow)))
-    mean = mean_iteration(uneven)
+    slow = job.changed(program=lambda _, mine: tuple(replace(piece, seconds=3 * piece.seconds) for piece in mine))
+    mean = mean_iteration(replace(job, iterations=(job.iterations[0], slow.iterations[1])))
     assert len(mean.iterations) == 1
     forward = next(piece for piece in mean.iterations[0].programs[1] if piece.name == "forward")
     assert forward.seconds == pytest.approx(0.04)
-
-
-def test_an_iteration_that_went_otherwise_counts_for_the_others() -> None:
+    # An iteration that went otherwise counts for the others.
     job = over_a_link(iterations=3)
     odd = {**job.iterations[0].programs, 1: tuple(p for p in job.iterations[0].programs[1] if p.name != "step")}
     mixed = replace(job, iterations=(replace(job.iterations[0], programs=odd), *job.iterations[1:]))
@@ -189,19 +179,15 @@ def test_a_slow_link_is_most_of_the_step() -> None:
     assert found["is the forward pass"] == pytest.approx(0.02 / played(job).total_s)
 
 
-def test_a_straggler_is_called_by_name_for_what_it_takes_longer() -> None:
+def test_a_straggler_and_a_loader_that_one_rank_waits_for_are_called_by_name() -> None:
     fast, data_s = LinkModel(alpha_s=0.0, throughput=(1e9,)), dict.fromkeys(range(3), 0.01)
     job = over_a_link(ranks=3, slow={2: 2.0}, cuts=(4,), link=fast, data_s=data_s, iterations=1)
-    found = shares(job)
-    assert found["waits for rank 2's backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
-    assert found["is the backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
-
-
-def test_a_loader_that_only_one_rank_waits_for_is_called_by_name() -> None:
-    found = parts(played(over_a_link(ranks=4, cuts=(4,), data_s={3: 0.5})))
-    assert found[0].words == "waits for rank 3's data loader"
-    assert found[0].describe().endswith("% of the step waits for rank 3's data loader")
-    assert found[0].seconds == pytest.approx(0.5)
+    share = pytest.approx(0.08 / played(job).total_s, rel=1e-3)
+    assert shares(job)["waits for rank 2's backward pass"] == share
+    assert shares(job)["is the backward pass"] == share
+    loader, *_ = parts(played(over_a_link(ranks=4, cuts=(4,), data_s={3: 0.5})))
+    assert loader.describe().endswith("% of the step waits for rank 3's data loader")
+    assert loader.seconds == pytest.approx(0.5)
 
 
 def test_ranks_that_share_processors_say_so() -> None:
@@ -300,33 +286,30 @@ def test_ranks_that_share_a_host(
 # ── unit costs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_probes_recorded_sizes_tell_start_up_and_rate() -> None:
-    job = on_one_host(cuts=(1, 2, 4))
-    slower = job.changed(operation=lambda one: replace(one, processor_s=one.processor_s + 0.004))
-    found = unit_cost(slower, GLOO, (0, 1))
-    assert (found.startup_s, found.s_per_byte) == (pytest.approx(0.004), pytest.approx(2e-6))
-    assert not found.across
+PROBED = LinkModel(alpha_s=0.001, throughput=(1e6,))
+SCALE = 26_000 * 2e-6 / (26_000 * 1e-6 + 3 * 0.001)  # of what was recorded to what was probed
+UNPROBED, LINKED = on_one_host(cuts=(1, 2, 4)), over_a_link()
 
 
-def test_recorded_units_say_how_fast_the_link_is_and_probes_how_it_starts() -> None:
-    job = over_a_link()
-    slower = job.changed(operation=lambda one: replace(one, link_s=2 * one.link_s))
-    found = unit_cost(slower, GLOO, (0, 1))
-    assert (found.startup_s, found.host_s) == (LINK.alpha_s, LINK.host_s)
-    assert found.s_per_byte == pytest.approx(2e-5)
-
-
-def test_probes_on_one_host_are_scaled_to_what_was_recorded() -> None:
-    probed = LinkModel(alpha_s=0.001, throughput=(1e6,))
-    found = unit_cost(replace(on_one_host(), links={GLOO: probed}), GLOO, (0, 1))
-    bytes_moved, units = 4 * 6500, 3
-    scale = bytes_moved * 2e-6 / (bytes_moved * 1e-6 + units * 0.001)
-    assert (found.startup_s, found.s_per_byte) == (pytest.approx(0.001 * scale), pytest.approx(1e-6 * scale))
-
-
-def test_a_route_that_nobody_knows_is_refused_by_name() -> None:
-    with pytest.raises(ReplayError, match=r"nothing is known of nccl flat: .*\(known: gloo flat\)"):
-        unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1))
+@pytest.mark.parametrize(
+    ("job", "cost"),
+    [
+        (UNPROBED.changed(operation=lambda one: replace(one, processor_s=one.processor_s + 0.004)), (0.004, 2e-6, 0.0)),
+        (LINKED.changed(operation=lambda one: replace(one, link_s=2 * one.link_s)), (LINK.alpha_s, 2e-5, LINK.host_s)),
+        (LINKED.changed(operation=lambda one: replace(one, link_s=0.0)), (LINK.alpha_s, 1e-5, LINK.host_s)),
+        (replace(on_one_host(), links={GLOO: PROBED}), (0.001 * SCALE, 1e-6 * SCALE, 0.0)),
+    ],
+    ids=[
+        "recorded sizes alone",
+        "how fast a link is, and by probes how it starts",
+        "clocks that tell nothing",
+        "probes scaled to what was recorded",
+    ],
+)
+def test_what_a_unit_costs_follows_from_probes_and_recorded_units(job: JobModel, cost: tuple[float, ...]) -> None:
+    found = unit_cost(job, GLOO, (0, 1))
+    assert (found.startup_s, found.s_per_byte, found.host_s) == pytest.approx(cost)
+    assert found.across is (job.link is not None)
 
 
 # ── other plan ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -418,11 +401,22 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
     assert times(unchanged).iteration_s == pytest.approx(times(alone).iteration_s)
 
 
-def test_there_is_no_link_on_one_host() -> None:
-    with pytest.raises(ReplayError, match="all ranks are on one host"):
-        with_link(on_one_host(), 1e9)
-    with pytest.raises(ReplayError, match="must be positive"):
-        with_link(over_a_link(), 0.0)
+@pytest.mark.parametrize(
+    ("ask", "reason"),
+    [
+        (lambda: with_link(on_one_host(), 1e9), "all ranks are on one host"),
+        (lambda: with_link(over_a_link(), 0.0), "must be positive"),
+        (lambda: with_ranks(over_a_link(), 1), "two is the least"),
+        (lambda: with_faster_loader(over_a_link(), 0), "0 times as fast"),
+        (lambda: with_less_traffic(on_one_host(), 0), "0 times the bytes"),
+        (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "no gradients were exchanged"),
+        (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
+         r"nothing is known of nccl flat: .*\(known: gloo flat\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_with_the_reason(ask: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ReplayError, match=reason):
+        ask()
 
 
 def test_more_ranks_on_more_hosts_reduce_in_a_larger_ring() -> None:
@@ -433,24 +427,15 @@ def test_more_ranks_on_more_hosts_reduce_in_a_larger_ring() -> None:
     assert len(asked.processors) == 4
 
 
-def test_more_ranks_on_one_host_share_its_processors() -> None:
+def test_more_ranks_on_one_host_and_nodes_emulated_on_one_machine_share_its_processors() -> None:
     asked = with_ranks(on_one_host(ranks=2, capacity=2.0), 4)
     assert asked.hosts == {0: 0, 1: 0, 2: 0, 3: 0}
     assert asked.processors[0].ranks == (0, 1, 2, 3)
     assert times(asked).forward_s == pytest.approx(2 * times(on_one_host(ranks=2)).forward_s)
-
-
-def test_nodes_emulated_on_one_machine_share_it_still() -> None:
     job = over_a_link()
-    machine = replace(job.processors[0], ranks=(0, 1), capacity=2.0)
-    asked = with_ranks(replace(job, processors=(machine,)), 4)
+    asked = with_ranks(replace(job, processors=(replace(job.processors[0], ranks=(0, 1), capacity=2.0),)), 4)
     assert asked.processors[0].ranks == (0, 1, 2, 3)
     assert len(set(asked.hosts.values())) == 4
-
-
-def test_one_rank_has_no_ring() -> None:
-    with pytest.raises(ReplayError, match="two is the least"):
-        with_ranks(over_a_link(), 1)
 
 
 def test_without_its_straggler_a_job_is_one_that_has_none() -> None:
@@ -464,18 +449,12 @@ def test_data_that_comes_at_once_is_not_waited_for() -> None:
     assert times(with_faster_loader(slow, math.inf)).iteration_s == pytest.approx(times(none).iteration_s)
     less_s = times(over_a_link(data_s={0: 0.1})).iteration_s
     assert times(with_faster_loader(slow, 3.0)).iteration_s == pytest.approx(less_s)
-    with pytest.raises(ReplayError, match="0 times as fast"):
-        with_faster_loader(slow, 0)
 
 
 def test_half_the_bytes_take_half_the_link() -> None:
-    link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
-    fast = LinkModel(alpha_s=0.001, throughput=(2e5, 2e5))
-    assert times(with_less_traffic(over_a_link(link=link), 0.5)).iteration_s == pytest.approx(
-        times(over_a_link(link=fast)).iteration_s
-    )
-    with pytest.raises(ReplayError, match="0 times the bytes"):
-        with_less_traffic(on_one_host(), 0)
+    link, fast = (LinkModel(alpha_s=0.001, throughput=(rate, rate)) for rate in (1e5, 2e5))
+    half_s = times(with_less_traffic(over_a_link(link=link), 0.5)).iteration_s
+    assert half_s == pytest.approx(times(over_a_link(link=fast)).iteration_s)
 
 
 # ── early gradients ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -694,10 +673,7 @@ def test_answers_are_told_with_their_interval_and_doubt() -> None:
 
 
 def test_a_job_without_gradients_has_no_plan_to_change() -> None:
-    bare = replace(over_a_link(), buffers=())
-    assert best_knobs(bare) is None
-    with pytest.raises(ReplayError, match="no gradients were exchanged"):
-        knobs_of(bare, streams=2)
+    assert best_knobs(replace(over_a_link(), buffers=())) is None
 
 
 # ── daydream ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,30 +132,29 @@ def test_a_script_may_be_named_alone(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "nothing was recorded: no gradients of several ranks" in told.err
 
 
-def wrong(tmp_path: Path, recorded_folder: Path) -> dict[str, list[str]]:
-    (tmp_path / "file").touch()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    return {
-        "what is to be recorded?": [],
-        "holds a recording: give another folder": ["-o", str(recorded_folder), "true"],
-        "--edges is about operators": ["--edges", "--units-only", "true"],
-        "cannot be recorded into: File exists": ["-o", str(tmp_path / "file"), "true"],
-        "no-such-command cannot be started": ["-o", str(empty), "no-such-command"],
-        "the job has failed (exit code 3)": ["-o", str(empty), "sh", "-c", "exit 3"],
-        "is no folder": ["--show", str(tmp_path / "nowhere")],
-        "holds no recording": ["--show", str(empty)],
-        "runs nothing: leave out true": ["--show", str(recorded_folder), "true"],
-    }
-
-
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("what is to be recorded?", []),
+        ("holds a recording: give another folder", ["-o", "{recorded}", "true"]),
+        ("--edges is about operators", ["--edges", "--units-only", "true"]),
+        ("cannot be recorded into: File exists", ["-o", "{file}", "true"]),
+        ("no-such-command cannot be started", ["-o", "{empty}", "no-such-command"]),
+        ("the job has failed (exit code 3)", ["-o", "{empty}", "sh", "-c", "exit 3"]),
+        ("is no folder", ["--show", "{file}/nowhere"]),
+        ("holds no recording", ["--show", "{empty}"]),
+        ("runs nothing: leave out true", ["--show", "{recorded}", "true"]),
+    ],
+)
 def test_what_is_wrong_is_said_in_one_sentence(
-    tmp_path: Path, recorded_folder: Path, capfd: pytest.CaptureFixture[str]
+    sentence: str, words: list[str], tmp_path: Path, recorded_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for sentence, words in wrong(tmp_path, recorded_folder).items():
-        assert main(["profile", *words]) == 1
-        (line,) = capfd.readouterr().err.splitlines()
-        assert sentence in line
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    there = {"recorded": recorded_folder, "file": tmp_path / "file", "empty": tmp_path / "empty"}
+    assert main(["profile", *(word.format(**there) for word in words)]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert sentence in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -172,10 +172,13 @@ def folder(tmp_path: Path) -> Path:
     return written(tmp_path / "recording", record(over_a_link(ranks=3)))
 
 
-def asked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    status = main(["replay", str(folder), *options])
-    told = capsys.readouterr()
-    return status, told.out, told.err
+def told(command: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = main([command, str(folder), *options])
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+asked, optimized = partial(told, "replay"), partial(told, "optimize")
 
 
 def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
@@ -209,18 +212,14 @@ def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert (status, "is no plan" in err) == (1, True)
 
 
-def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank_path(folder, 2).unlink()
-    status, out, err = asked(folder, capsys)
-    assert status == 0
-    assert "rank 2 of 3 is missing" in err
-    assert "2 ranks on 2 hosts" in out
-
-
-def test_a_job_without_its_first_rank_can_be_asked_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank_path(folder, 0).unlink()
-    status, out, _ = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
-    assert (status, "What if" in out) == (0, True)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_what_is_missing_is_said_and_the_rest_is_shown(
+    folder: Path, missing: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_path(folder, missing).unlink()
+    status, out, err = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
+    assert (status, "What if" in out, "2 ranks on 2 hosts" in out) == (0, True, True)
+    assert f"rank {missing} of 3 is missing" in err
 
 
 def test_a_recording_without_units_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,12 +252,6 @@ def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
     return written(tmp_path / "recording", record(drawn_job(0)))
-
-
-def optimized(drawn: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    status = main(["optimize", str(drawn), *options])
-    told = capsys.readouterr()
-    return status, told.out, told.err
 
 
 def test_what_is_found_is_said_and_written_for_job_and_replay(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
