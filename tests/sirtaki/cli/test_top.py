@@ -17,22 +17,15 @@ JOB = {
 }  # fmt: skip
 
 
-def test_a_row_says_what_a_job_does() -> None:
+def test_a_row_says_what_a_job_does_and_what_is_not_known_is_empty() -> None:
     shown = row({**JOB, "began_s": time.time() - 3725})
     assert shown == [
         "train.py (12)", "0 of 4, generation 2", "1:02:05", "120", "200 ms", "100 ms", "25 %",
         "gloo flat, 1.50× faster",
     ]  # fmt: skip
-
-
-def test_what_is_not_known_is_left_empty() -> None:
     unknown = {name: value for name, value in JOB.items() if not name.endswith("_s") or name == "began_s"}
     shown = row({**unknown, "gain": 1.001, "tuning": True, "generation": 0})
-    assert shown[1] == "0 of 4"
-    assert shown[4:] == ["", "", "", "tuning: gloo flat"]
-
-
-def test_where_there_is_none_it_says_so() -> None:
+    assert (shown[1], shown[4:]) == ("0 of 4", ["", "", "", "tuning: gloo flat"])
     console = Console(record=True, width=100)
     console.print(table([]))
     assert "no job of yours runs" in console.export_text()
