@@ -29,22 +29,10 @@ def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
     Its forward pass takes TEMPORARY for a while, leaves LEFT and returns OUTPUT, which the next block needs for its
     backward pass. Its backward pass gives LEFT back at its end and makes GRADIENT, which is added, and copied later.
     """
-    there = [
-        Allocation(device=0, n_bytes=PARAMETERS, holds=Holds.PARAMETERS),
-        Allocation(device=0, n_bytes=FLAT, holds=Holds.FLAT_BUFFERS),
-    ]
+    there = [Allocation(0, PARAMETERS, Holds.PARAMETERS), Allocation(0, FLAT, Holds.FLAT_BUFFERS)]
     end_s = 2.0 * blocks + 2
     found = list[Allocation]()
-    calls = [
-        ModuleCall(
-            module=0,
-            parent=-1,
-            begin_s=0.0,
-            end_s=float(blocks),
-            backward_begin_s=blocks + 1.0,
-            backward_end_s=end_s - 1,
-        )
-    ]
+    calls = [ModuleCall(0, -1, 0.0, float(blocks), blocks + 1.0, end_s - 1)]
     for number in range(blocks):
         back_s = 2.0 * blocks - number
         until_s = back_s - 0.05 if number < blocks - 1 else back_s + 0.01  # the next block's backward pass, or its own
@@ -55,18 +43,8 @@ def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
             _made(OUTPUT, Holds.ACTIVATIONS, Phase.FORWARD, number + 0.5, until_s, call),
         ]
         output = len(there) + len(found) - 1
-        calls.append(
-            ModuleCall(
-                module=call,
-                parent=0,
-                begin_s=number + 0.1,
-                end_s=number + 0.9,
-                backward_begin_s=back_s,
-                backward_end_s=back_s + 0.95,
-                inputs=(output - 3,) if number else (),
-                outputs=(output,),
-            )
-        )
+        inputs = (output - 3,) if number else ()
+        calls.append(ModuleCall(call, 0, number + 0.1, number + 0.9, back_s, back_s + 0.95, inputs, (output,)))
     found += [
         _made(
             GRADIENT, Holds.GRADIENTS, Phase.BACKWARD, 2.0 * blocks - n + 0.5, 2.0 * blocks - n + 0.8, n + 1
@@ -85,16 +63,7 @@ def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
 
 
 def _made(n_bytes: int, holds: Holds, phase: Phase, begin_s: float, end_s: float, call: int) -> Allocation:
-    return Allocation(
-        device=0,
-        n_bytes=n_bytes,
-        holds=holds,
-        phase=phase,
-        begin_s=begin_s,
-        end_s=end_s,
-        call=call,
-        operator="aten::mm",
-    )
+    return Allocation(0, n_bytes, holds, phase, begin_s, end_s, call=call, operator="aten::mm")
 
 
 def recording(blocks: int = 4, *, kind: str = "Block", batch: int = 8) -> Recording:
@@ -136,7 +105,7 @@ def _of_blocks(program: Program, blocks: int, forward_s: float, gap_s: float) ->
                 module = (0, f"blocks.{number}.linear")
                 for _ in range(2):
                     yield replace(piece, name="mm", seconds=forward_s / 2, module=module)
-                    yield Piece(activity=Activity.COMPUTE, phase=Phase.FORWARD, seconds=gap_s / 2)
+                    yield Piece(Activity.COMPUTE, Phase.FORWARD, gap_s / 2)
         elif piece.name and piece.phase is Phase.BACKWARD and piece.activity is Activity.COMPUTE:
             yield replace(piece, module=(0, f"blocks.{left.pop()}.linear"))
         else:

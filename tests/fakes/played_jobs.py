@@ -10,7 +10,16 @@ from pathlib import Path
 from fakes.recordings import shifted
 
 from sirtaki.analysis.global_graph import global_graph
-from sirtaki.analysis.job_model import Iteration, JobModel, Operation, Piece, Processors, Program, link_server
+from sirtaki.analysis.job_model import (
+    Iteration,
+    JobModel,
+    Operation,
+    Piece,
+    Processors,
+    Program,
+    link_server,
+    unit_fields,
+)
 from sirtaki.analysis.recording import (
     Buffer,
     Copy,
@@ -83,32 +92,20 @@ def made_job(
     layout = GradientLayout(sizes=tuple(sizes), names=tuple(f"w{index}" for index in range(len(sizes))))
     knobs = Knobs(unit_bytes=1, streams=plan.streams, transport=plan.transport)
     buffer = Buffer(number=0, reducer=(0, 0), ranks=ranks, layout=layout, plan=plan, knobs=knobs)
-    operations = []
-    for unit in plan.units:
+
+    def operation(unit: Unit) -> Operation:
         n_bytes = unit.numel * 4
-        operations.append(
-            Operation(
-                key=(0, unit.start, unit.stop),
-                activity=Activity.UNIT,
-                lane=f"gloo stream {unit.stream}",
-                ranks=ranks,
-                n_bytes=n_bytes,
-                name=layout.describe(unit.start, unit.stop),
-                route=GLOO,
-                fixed_s=link.alpha_s if link is not None else 0.0,
-                link_s=n_bytes * link.beta_s_per_byte if link is not None else 0.0,
-                host_s=link.host_s if link is not None else 0.0,
-                processor_s=0.0 if link is not None else n_bytes * seconds_per_byte,
-                busy=busy,
-            )
-        )
-    programs = {
-        rank: _program(
-            durations_s[rank], layout, plan, (data_s or {}).get(rank, 0.0), (forward_s or {}).get(rank, 0.02), copy_s,
-            update_s,
-        )
-        for rank in ranks
-    }  # fmt: skip
+        costs: dict[str, float] = {"processor_s": n_bytes * seconds_per_byte, "busy": busy}
+        if link is not None:
+            costs = {"fixed_s": link.alpha_s, "link_s": n_bytes * link.beta_s_per_byte, "host_s": link.host_s}
+            costs["busy"] = busy
+        fields = unit_fields((0, unit.start, unit.stop), layout, GLOO, unit.stream)
+        return Operation(**fields, ranks=ranks, **costs)
+
+    def program(rank: int) -> Program:
+        took_s = (data_s or {}).get(rank, 0.0), (forward_s or {}).get(rank, 0.02), copy_s, update_s
+        return _program(durations_s[rank], layout, plan, *took_s)
+
     groups: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
         groups[hosts[rank]].append(rank)
@@ -122,7 +119,10 @@ def made_job(
         buffers=(buffer,),
         links={GLOO: link} if link is not None else {},
         link=link_server(link) if link is not None else None,
-        iterations=(Iteration(programs=programs, operations=tuple(operations)),) * iterations,
+        iterations=(
+            Iteration(programs={rank: program(rank) for rank in ranks}, operations=tuple(map(operation, plan.units))),
+        )
+        * iterations,
     )
 
 
@@ -136,36 +136,19 @@ def _program(
     update_s: float,
 ) -> Program:
     found = [
-        Piece(activity=Activity.DATA, phase=Phase.DATA, name="next", seconds=data_s, computes=False),
-        Piece(activity=Activity.COMPUTE, phase=Phase.FORWARD, name="forward", seconds=forward_s),
+        Piece(Activity.DATA, Phase.DATA, data_s, "next", computes=False),
+        Piece(Activity.COMPUTE, Phase.FORWARD, forward_s, "forward"),
     ]
     for index, seconds in enumerate(durations_s):
-        found.append(
-            Piece(
-                activity=Activity.COMPUTE,
-                phase=Phase.BACKWARD,
-                name=f"backward {index}",
-                seconds=seconds,
-                ready=((0, index),),
-            )
-        )
-        found += [
-            Piece(
-                activity=Activity.COPY,
-                phase=Phase.BACKWARD,
-                name="copy gradients",
-                seconds=copy_s,
-                issues=((0, unit.start, unit.stop),),
-            )
-            for unit in plan.units
-            if unit.stop == layout.offsets[index + 1]
-        ]
+        found.append(Piece(Activity.COMPUTE, Phase.BACKWARD, seconds, f"backward {index}", ready=((0, index),)))
+        left = [(0, unit.start, unit.stop) for unit in plan.units if unit.stop == layout.offsets[index + 1]]
+        found += [Piece(Activity.COPY, Phase.BACKWARD, copy_s, "copy gradients", issues=(key,)) for key in left]
     last = {unit.stream: (0, unit.start, unit.stop) for unit in plan.units}
     waits = tuple((key, 0.0) for key in last.values())
     return (
         *found,
-        Piece(activity=Activity.COMPUTE, phase=Phase.BACKWARD, seconds=0.0, waits=waits),
-        Piece(activity=Activity.COMPUTE, phase=Phase.UPDATE, name="step", seconds=update_s),
+        Piece(Activity.COMPUTE, Phase.BACKWARD, 0.0, waits=waits),
+        Piece(Activity.COMPUTE, Phase.UPDATE, update_s, "step"),
     )
 
 
