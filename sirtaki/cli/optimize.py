@@ -10,7 +10,7 @@ from typing import Any
 
 from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory import Fitting, fit
+from sirtaki.analysis.memory import Fitting, TimedRemedy, fit
 from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, Outcome, Proposal, optimize
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
@@ -77,14 +77,8 @@ def main(options: Namespace) -> int:
         files.append(path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}"))
         write_file(files[-1], json.dumps({**one.plan.to_json(), **memory}, indent=1) + "\n", "the plan")
     plans = [_plan_json(one, path) for one, path in zip(proposals, files, strict=True)]
-    told = {
-        "recorded_s": was.iteration_s,
-        "recorded_spread_s": was.spread_s,
-        **_json(outcome),
-        "plans": plans,
-        **memory,
-    }
-    if printed(options, told, plans):
+    told = {"recorded_s": was.iteration_s, "recorded_spread_s": was.spread_s, **_json(outcome)}
+    if printed(options, {**told, "plans": plans, **memory}, plans):
         return 0
     if fitting is not None:
         _print_memory(fitting)
@@ -154,16 +148,14 @@ def _worth(outcome: Outcome, files: Sequence[Path]) -> Iterator[str]:
 
 
 def _plan_json(one: Proposal, path: Path) -> dict[str, Any]:
-    return {
-        "plan": str(path),
-        **one.answer.row(),
-        "extras": [{"words": extra.words, "line": extra.line} for extra in one.extras],
-        "knobs": one.knobs.to_json(),
-    }
+    extras = [{"words": extra.words, "line": extra.line} for extra in one.extras]
+    return {"plan": str(path), **one.answer.row(), "extras": extras, "knobs": one.knobs.to_json()}
 
 
 def _json(outcome: Outcome) -> dict[str, Any]:
-    best = outcome.best
+    best, alone = outcome.best, outcome.plan_alone
+    before, after = ([{"words": part.words, "share": part.share} for part in parts]
+                     for parts in (outcome.parts, best.parts))  # fmt: skip
     return {
         "faster": outcome.is_faster,
         "knobs": best.knobs.to_json(),
@@ -172,18 +164,14 @@ def _json(outcome: Outcome) -> dict[str, Any]:
         "after_s": best.answer.times.iteration_s,
         "gain": outcome.gain,
         "part_bytes": best.plan.part_bytes,
-        "plan_alone_s": None if outcome.plan_alone is None else outcome.plan_alone.times.iteration_s,
+        "plan_alone_s": None if alone is None else alone.times.iteration_s,
         "without_communication_s": outcome.without_communication_s,
-        "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts],
-        "critical_path_after": [{"words": part.words, "share": part.share} for part in best.parts],
+        "critical_path_before": before,
+        "critical_path_after": after,
         "proposed_by": best.by or None,
-        "search": {
-            "seconds": outcome.search_s,
-            "replays": outcome.replays,
-            "ranks": outcome.n_ranks,
-            "in_time": outcome.in_time,
-        },
-    }
+        "search": {"seconds": outcome.search_s, "replays": outcome.replays, "ranks": outcome.n_ranks,
+                   "in_time": outcome.in_time},
+    }  # fmt: skip
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,21 +212,16 @@ def _print_memory(fitting: Fitting) -> None:
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:
+    def row(one: TimedRemedy) -> dict[str, Any]:
+        told: dict[str, Any] = {"by": one.by, "lines": list(one.remedy.lines), "notes": list(one.remedy.notes)}
+        told |= {"peak_bytes": one.remedy.peak_bytes, "step_s": one.answer.times.iteration_s}
+        return {**told, **one.answer.row()}
+
     return {
         "budget_bytes": fitting.budget_bytes,
         "peak_bytes": fitting.peak_bytes,
         "rank": fitting.rank,
         "device": fitting.device,
         "chosen": None if fitting.chosen is None else fitting.remedies.index(fitting.chosen),
-        "remedies": [
-            {
-                "by": one.by,
-                "lines": list(one.remedy.lines),
-                "notes": list(one.remedy.notes),
-                "peak_bytes": one.remedy.peak_bytes,
-                "step_s": one.answer.times.iteration_s,
-                **one.answer.row(),
-            }
-            for one in fitting.remedies
-        ],
+        "remedies": [row(one) for one in fitting.remedies],
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, told_gain
@@ -115,10 +115,8 @@ def _list(store: Store, options: Namespace) -> None:
 
 
 def _rows(store: Store, options: Namespace) -> None:
-    ways = store.ways(RowWay)
-    rows = [
-        {
-            "id": way.id[:8],
+    def row(way: RowWay) -> dict[str, str]:
+        return {
             "parameter": way.name,
             "rows": str(way.key.n_rows),
             "bytes of one": str(way.key.row_bytes),
@@ -127,18 +125,14 @@ def _rows(store: Store, options: Namespace) -> None:
             "1 % of these are": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
             "way": _words(way),
             "hot": str(way.n_hot or ""),
-            "made": _date(way.created_s),
         }
-        for way in ways
-    ]
-    _show_rows(options, rows, [{"id": way.id, **way.to_json()} for way in ways], "no ways of rows are remembered yet")
+
+    _show_ways(options, store.ways(RowWay), row, "no ways of rows are remembered yet")
 
 
 def _shards(store: Store, options: Namespace) -> None:
-    ways = store.ways(ShardWay)
-    rows = [
-        {
-            "id": way.id[:8],
+    def row(way: ShardWay) -> dict[str, str]:
+        return {
             "model": way.key.model[:8],
             "modules": str(way.modules),
             "ranks": str(way.key.ranks),
@@ -146,25 +140,33 @@ def _shards(store: Store, options: Namespace) -> None:
             "memory allowed": f"{way.memory_bytes / 1e6:.0f} MB",
             "setting": _setting(way),
             "faster than untuned": f"{way.gain:.0%}" if way.gain else "nothing was",
-            "made": _date(way.created_s),
         }
-        for way in ways
-    ]
-    data = [{"id": way.id, **way.to_json()} for way in ways]
-    _show_rows(options, rows, data, "no settings of sharded training are remembered yet")
+
+    _show_ways(options, store.ways(ShardWay), row, "no settings of sharded training are remembered yet")
+
+
+_W = TypeVar("_W", bound=Way)
+
+
+def _show_ways(options: Namespace, ways: Sequence[_W], row: Callable[[_W], dict[str, str]], nothing: str) -> None:
+    rows = [{"id": way.id[:8], **row(way), "made": _date(way.created_s)} for way in ways]
+    _show_rows(options, rows, [{"id": way.id, **way.to_json()} for way in ways], nothing)
 
 
 def _show(store: Store, options: Namespace) -> None:
     found = store.find(options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        print_table(["", ""], _FACTS[type(found)](found).items())
+        key: Any = found.key  # of its own kind, all with versions
+        facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
+        if isinstance(found, Entry):
+            facts["versions"] = _versions(found.provenance.versions)
+        print_table(["", ""], facts.items())
 
 
 def _way_facts(way: RowWay) -> Mapping[str, str]:
     key = way.key
     return {
-        "id": way.id,
         "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
         "cluster": key.topology,
         "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
@@ -174,14 +176,12 @@ def _way_facts(way: RowWay) -> Mapping[str, str]:
         "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
         "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
         "made": _date(way.created_s),
-        "key versions": _versions(key.versions),
     }
 
 
 def _shard_facts(way: ShardWay) -> Mapping[str, str]:
     key = way.key
     return {
-        "id": way.id,
         "model": f"{way.modules} sharded modules on {key.ranks} ranks, {key.model}",
         "cluster": key.topology,
         "carried by": key.transport,
@@ -190,26 +190,24 @@ def _shard_facts(way: ShardWay) -> Mapping[str, str]:
         "setting": _setting(way),
         "gain": f"{way.gain:.0%} faster than untuned" if way.gain else "nothing was faster than untuned",
         "made": _date(way.created_s),
-        "key versions": _versions(key.versions),
     }
 
 
 def _entry_facts(entry: Entry) -> Mapping[str, str]:
-    knobs = dict(entry.knobs)
+    key, knobs = entry.key, dict(entry.knobs)
     if knobs["cuts"] is not None:
         knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
     links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
     known = [f"{name} {link}" for name, link in links.items() if link.is_known]
     return {
-        "id": entry.id,
         "job": entry.describe(),
-        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {entry.key.model}",
-        "cluster": "; ".join([entry.topology.describe(), *known, entry.key.topology]),
+        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {key.model}",
+        "cluster": "; ".join([entry.topology.describe(), *known, key.topology]),
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
-        "elements": f"{entry.key.dtype} on {entry.key.device}",
-        "gradients": entry.key.gradients or "not noted",
-        "fixed by the user": _pairs(entry.key.fixed.items()) or "nothing",
-        "communication took": f"{entry.key.condition or '1×'} its usual time",
+        "elements": f"{key.dtype} on {key.device}",
+        "gradients": key.gradients or "not noted",
+        "fixed by the user": _pairs(key.fixed.items()) or "nothing",
+        "communication took": f"{key.condition or '1×'} its usual time",
         "knobs": _pairs((name, value) for name, value in knobs.items() if value is not None),
         "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
         "default": f"{1e3 * entry.default_span_s:.3f} ms",
@@ -218,8 +216,6 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
         "trials": _trials(entry),
         "link": "not measured" if entry.link is None else _link(entry.link),
         "made": _date(entry.provenance.created_s),
-        "key versions": _versions(entry.key.versions),
-        "versions": _versions(entry.provenance.versions),
     }
 
 
