@@ -187,24 +187,19 @@ def test_it_follows_from_processor_time(busy: float, ranks: int, capacity: float
     assert found(record(job(busy, ranks=ranks, capacity=capacity))) == pytest.approx(busy, rel=0.01)
 
 
-def test_units_that_wait_for_messages_slow_computation_down_less() -> None:
+def without_times(recording: Recording) -> Recording:
+    return with_iterations(recording, lambda one: replace(one, beside_s=None))
+
+
+def test_units_that_wait_for_messages_slow_computation_down_less_but_unknown_times_are_those_of_busy_ones() -> None:
     recording = record(job(0.4))
     whole_s, part_s = (
         sum(piece.seconds for piece in job_model(histories(each)).iterations[0].programs[0])
         for each in (without_times(recording), recording)
     )
     assert part_s > whole_s * 1.05  # what computation would take alone, of the same wall time
-
-
-def test_unknown_times_are_those_of_units_that_keep_a_processor_busy() -> None:
-    assert found(without_times(record(job(0.5)))) == 1.0
-    several = record(job(0.5))
-    placement = tuple(replace(place, threads=2) for place in several.job.placement)
-    assert found(replace(several, job=replace(several.job, placement=placement))) == 1.0
-
-
-def without_times(recording: Recording) -> Recording:
-    return with_iterations(recording, lambda one: replace(one, beside_s=None))
+    several = replace(recording.job, placement=tuple(replace(place, threads=2) for place in recording.job.placement))
+    assert found(without_times(recording)) == found(replace(recording, job=several)) == 1.0
 
 
 # ── from recording ────────────────────────────────────────────────────────────────────────────────────────────────

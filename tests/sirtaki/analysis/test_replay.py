@@ -24,7 +24,7 @@ from sirtaki.analysis.global_graph import (
     parts,
     symmetric,
 )
-from sirtaki.analysis.job_model import JobModel, Piece, histories, job_model
+from sirtaki.analysis.job_model import JobModel, Piece, Program, histories, job_model
 from sirtaki.analysis.what_if import (
     BETWEEN_HOSTS,
     COMPILED,
@@ -80,16 +80,11 @@ def finer(job: JobModel, parts: int) -> JobModel:
     """Each piece cut into so many."""
 
     def cut(piece: Piece) -> list[Piece]:
-        part = replace(piece, seconds=piece.seconds / parts)
-        return [
-            replace(
-                part,
-                waits=piece.waits if index == 0 else (),
-                ready=piece.ready if index == parts - 1 else (),
-                issues=piece.issues if index == parts - 1 else (),
-            )
-            for index in range(parts)
-        ]
+        part = replace(piece, seconds=piece.seconds / parts, waits=(), ready=(), issues=())
+        found = [part] * parts
+        found[0] = replace(part, waits=piece.waits)
+        found[-1] = replace(found[-1], ready=piece.ready, issues=piece.issues)
+        return found
 
     return job.changed(program=lambda _, program: tuple(part for piece in program for part in cut(piece)))
 
@@ -197,16 +192,10 @@ def test_ranks_that_share_processors_say_so() -> None:
 
 
 def test_results_that_ranks_see_late_are_named() -> None:
-    job = over_a_link(iterations=1)
-    (each,) = job.iterations
-    late = {
-        rank: tuple(
-            replace(piece, waits=tuple((key, 0.5) for key, _ in piece.waits)) if rank == 1 else piece
-            for piece in program
-        )
-        for rank, program in each.programs.items()
-    }
-    found = parts(played(replace(job, iterations=(replace(each, programs=late),))))
+    def late(rank: int, program: Program) -> Program:
+        return tuple(replace(one, waits=tuple((key, 0.5 * rank) for key, _ in one.waits)) for one in program)
+
+    found = parts(played(over_a_link(iterations=1).changed(program=late)))
     assert (found[0].words, found[0].seconds) == ("is ranks that see results later than the first", pytest.approx(0.5))
 
 
@@ -532,19 +521,16 @@ def test_theorem_1_leaves_out_what_travels_in_less_time_than_a_cut_costs() -> No
 
 
 def test_ranks_that_differ_are_not_cut() -> None:
-    job = compiled_job(SLOW)
-    (each,) = job.iterations
-    other = tuple(
-        piece if piece.name != COMPILED else replace(piece, name="AddmmBackward0") for piece in each.programs[1]
-    )
-    assert compiled_backwards(replace(job, iterations=(replace(each, programs={**each.programs, 1: other}),))) == ()
+    def renamed(rank: int, program: Program) -> Program:
+        return tuple(replace(one, name="Addmm") if rank and one.name == COMPILED else one for one in program)
+
+    assert compiled_backwards(compiled_job(SLOW).changed(program=renamed)) == ()
 
 
 def test_each_graph_is_cut_by_itself() -> None:
     job = compiled_job(SLOW, graphs=2)
-    assert ready(job) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ready(in_parts(job, 4 * MB)) == ready(job) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert ready(in_parts(job, 2 * MB)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert ready(in_parts(job, 4 * MB)) == ready(job)
 
 
 # ── remedies ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -600,9 +586,8 @@ def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
 def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
     job = over_a_link()
     assert unanswered(job) == ()
-    last = job.iterations[-1]
-    idle = tuple(replace(piece, ready=()) for piece in last.programs[1])
-    job = replace(job, iterations=(job.iterations[0], replace(last, programs={**last.programs, 1: idle})))
+    idle = job.changed(program=lambda rank, mine: tuple(replace(one, ready=() if rank else one.ready) for one in mine))
+    job = replace(job, iterations=(job.iterations[0], idle.iterations[-1]))
     (sentence,) = unanswered(job)
     assert "a rank had no gradients of its own" in sentence
     words = [one.words for one in remedies(job)]
@@ -650,9 +635,7 @@ def test_no_interval_reaches_below_what_the_job_computes() -> None:
 
 def test_another_plan_is_compared_with_the_recorded_units_at_the_same_prices() -> None:
     job = over_a_link()
-    dear = replace(job, iterations=tuple(replace(each, operations=tuple(
-        replace(one, link_s=(2.0 if place == 0 else 1.0) * one.link_s) for place, one in enumerate(each.operations)
-    )) for each in job.iterations))  # fmt: skip
+    dear = job.changed(operation=lambda one: replace(one, link_s=one.link_s * (1.0 if one.key[1] else 2.0)))
     base = Baseline.of(dear)
     assert base.priced_s is not None
     assert base.priced_s != pytest.approx(base.times.iteration_s, rel=0.01)
