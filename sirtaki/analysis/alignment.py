@@ -15,7 +15,7 @@ import numpy as np
 
 from sirtaki.autotune.model.replayer import Phase
 
-from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, write_whole
+from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, counted, write_whole
 
 LARGEST_DRIFT = 500e-6
 """Of one clock against another; those of computers stay below a tenth of it."""
@@ -212,8 +212,8 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
     if len(details) > 1:
         what = "of some ranks with operators"
     counts = (
-        f"{_count(len(recording.usual_iterations), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
-        f"on {_count(len(hosts), 'host')}, {what}"
+        f"{counted(len(recording.usual_iterations), 'iteration')} of {counted(len(recording.ranks), 'rank')} "
+        f"on {counted(len(hosts), 'host')}, {what}"
     )
     known = {line.known for line in alignment.lines.values()}
     operators_us = 1e6 * max(rank.clock_error_s for rank in recording.ranks.values())
@@ -239,10 +239,6 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
         exposed_s = mean(step.exposed_s for step in steps) if steps else None
         rows.append({"rank": number, "step_s": step_s, **phases_s, "exposed_s": exposed_s})
     return rows
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # ── trace ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -318,28 +314,22 @@ def _rank_entries(
             yield {**on_track(names[ready.place] if names else "", "gradients", "i"), "s": "t", "ts": us(ready.ready_s)}
         free_s: dict[str, float] = {}
         for done in sorted(iteration.units, key=lambda done: done.issue_s):
-            unit, layout = done.unit, buffers[done.unit.buffer].layout
-            transport, algorithm = unit.route
-            track = f"{transport.value} stream {unit.stream}"
+            layout = buffers[done.buffer].layout
+            transport, algorithm = done.route
+            track = f"{transport.value} stream {done.stream}"
             # A transport that does not tell when it began takes a stream's units one after the other.
             begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
             free_s[track] = end_s = max(done.done_s, begin_s)
-            name = layout.describe(unit.start, unit.stop) if layout.names else f"[{unit.start}, {unit.stop})"
+            name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
                 # Units that wait may overlap, so they are no spans of a thread.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}
                 yield {**both, "ph": "e", "ts": us(begin_s)}
-            yield span(
-                track,
-                name,
-                begin_s,
-                end_s,
-                unit=f"{unit.buffer}:{unit.iteration}:{unit.start}-{unit.stop}",
-                bytes=(unit.stop - unit.start) * layout.itemsize_bytes,
-                algorithm=algorithm.value,
-            )
+            which = f"{done.buffer}:{done.iteration}:{done.start}-{done.stop}"
+            n_bytes = (done.stop - done.start) * layout.itemsize_bytes
+            yield span(track, name, begin_s, end_s, unit=which, bytes=n_bytes, algorithm=algorithm.value)
         for call in iteration.collectives:
             waited_ms = round(1e3 * (call.agreed_s - call.begin_s), 3)
             arguments = {"kind": call.kind, "bytes": call.n_bytes, "waited_ms": waited_ms}

@@ -670,6 +670,11 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
         raise RecordingError(f"{path} is damaged: {err!r}") from err
 
 
+def counted(number: int, what: str) -> str:
+    """`1 rank`, `3 ranks`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def of_ranks(numbers: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 1 and 2`, `ranks 0, 1, 2, … (64)`."""
     if len(numbers) == 1:

@@ -46,9 +46,8 @@ def _of_recording(recording: Recording) -> dict[str, list[Record]]:
     alignment = align(recording)
     firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
     origin_s = min((alignment.at(number, one.begin_s) for number, one in firsts), default=0.0)
-    tables: dict[str, list[Record]] = {
-        name: [] for name in ("iterations", "phases", "operators", "gradients", "units", "collectives", "memory")
-    }
+    names = ("iterations", "phases", "operators", "gradients", "units", "collectives", "memory")
+    tables: dict[str, list[Record]] = {name: [] for name in names}
     for number, rank in sorted(recording.ranks.items()):
         for table, row in _of_rank(recording, rank):
             moments = {
@@ -81,15 +80,10 @@ def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, R
             name = names[gradient.place] if names else None
             yield "gradients", {**of, "buffer": gradient.buffer, "name": name, "ready_s": gradient.ready_s}
         for done in one.units:
-            unit, layout = done.unit, layouts[done.unit.buffer]
-            told = {
-                "buffer": unit.buffer,
-                "name": layout.describe(unit.start, unit.stop) if layout.names else None,
-                "bytes": (unit.stop - unit.start) * layout.itemsize_bytes,
-                "transport": unit.route[0].value,
-                "algorithm": unit.route[1].value,
-                "stream": unit.stream,
-            }
+            layout = layouts[done.buffer]
+            name = layout.describe(done.start, done.stop) if layout.names else None
+            told = {"buffer": done.buffer, "name": name, "bytes": (done.stop - done.start) * layout.itemsize_bytes}
+            told |= {"transport": done.route[0].value, "algorithm": done.route[1].value, "stream": done.stream}
             yield "units", {**of, **told, "issue_s": done.issue_s, "begin_s": done.begin_s, "done_s": done.done_s}
         for call in one.collectives:
             told = {"name": call.name, "kind": call.kind, "bytes": call.n_bytes}
@@ -108,23 +102,21 @@ def _trials(path: Path) -> Iterator[Record]:
     """Yield what the warm-up and later searches of the log's last job have measured."""
     log = read_log(path)
     searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
-    for search, measurements in searches:
-        for one in measurements:
-            yield {
-                "search": search,
-                "iteration": one.iteration,
-                "arm": one.arm,
-                "purpose": one.purpose,
-                "setting": one.knobs.describe(),
-                "transport": one.knobs.transport.value,
-                "algorithm": one.knobs.algorithm.value,
-                "unit_bytes": one.knobs.unit_bytes,
-                "streams": one.knobs.streams,
-                "planned_units": None if one.knobs.cuts is None else len(one.knobs.cuts),
-                "span_s": one.span_s if one.succeeded else None,
-                "predicted_s": one.predicted_s,
-                "was_best": one.was_best,
-            }
+    for search, one in ((search, one) for search, measurements in searches for one in measurements):
+        knobs, told = one.knobs, {"iteration": one.iteration, "arm": one.arm, "purpose": one.purpose}
+        yield {
+            "search": search,
+            **told,
+            "setting": knobs.describe(),
+            "transport": knobs.transport.value,
+            "algorithm": knobs.algorithm.value,
+            "unit_bytes": knobs.unit_bytes,
+            "streams": knobs.streams,
+            "planned_units": None if knobs.cuts is None else len(knobs.cuts),
+            "span_s": one.span_s if one.succeeded else None,
+            "predicted_s": one.predicted_s,
+            "was_best": one.was_best,
+        }
 
 
 def _events(path: Path) -> Iterator[Record]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sirtaki.analysis.global_graph import StepTimes, communication_s, computation_s, ms, path_lines, play, recorded
 from sirtaki.analysis.job_model import histories, job_model
+from sirtaki.analysis.recording import counted
 from sirtaki.analysis.what_if import (
     Answer,
     Baseline,
@@ -72,19 +73,12 @@ def main(options: Namespace) -> int:
     told = {"recorded": _times(was), "replayed": _times(base.times), "daydream": None if rule is None else _times(rule)}
     what_if = [{**one.row(), "times": _times(one.times)} for one in answers]
     parts = [asdict(part) for part in path]
-    if printed(
-        options,
-        {**told, "critical_path": parts, "what_if": what_if, "notes": list(notes)},
-        [one.row() for one in answers],
-    ):
+    shown = {**told, "critical_path": parts, "what_if": what_if, "notes": list(notes)}
+    if printed(options, shown, [one.row() for one in answers]):
         return 0
-    hosts, knobs = (
-        len(set(job.hosts.values())),
-        job.buffers[0].knobs.describe() if job.buffers else "no gradients exchanged",
-    )
-    print(
-        f"{_count(len(job.ranks), 'rank')} on {_count(hosts, 'host')}, {_count(was.iterations, 'iteration')}; {knobs}\n"
-    )
+    knobs = job.buffers[0].knobs.describe() if job.buffers else "no gradients exchanged"
+    hosts = counted(len(set(job.hosts.values())), "host")
+    print(f"{counted(len(job.ranks), 'rank')} on {hosts}, {counted(was.iterations, 'iteration')}; {knobs}\n")
     print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
     print("\nThe critical path, over all ranks:")
     for part in path:
@@ -141,10 +135,6 @@ def _plan(path: Path) -> CommPlan:
         raise ConfigError(f"the plan cannot be read: {err}") from err
     except (KeyError, TypeError, ValueError) as err:
         raise ConfigError(f"{path} is no plan: {err!r}") from err
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Iterator[list[str]]:
