@@ -210,14 +210,9 @@ def global_graph(job: JobModel) -> Graph:
 
     def add(one: Piece | Operation, lane: str, rank: int, number: int, fixed_s: float, works: Sequence[Work]) -> int:
         phase = one.phase if isinstance(one, Piece) else Phase.OTHER
-        told: dict[str, Any] = {
-            "activity": one.activity,
-            "phase": phase,
-            "rank": rank,
-            "iteration": number,
-            "name": one.name,
-        }
-        nodes.append(Node(lane=lanes.setdefault(lane, len(lanes)), **told, fixed_s=fixed_s, works=tuple(works)))
+        told: dict[str, Any] = {"activity": one.activity, "phase": phase, "name": one.name, "works": tuple(works)}
+        lane_number = lanes.setdefault(lane, len(lanes))
+        nodes.append(Node(lane=lane_number, rank=rank, iteration=number, fixed_s=fixed_s, **told))
         return len(nodes) - 1
 
     def add_piece(number: int, rank: int, piece: Piece) -> int:

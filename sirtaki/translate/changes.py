@@ -164,7 +164,9 @@ class Optimizers:
         broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
         if target is None:
             self._edits.before(statement, *broadcasts)
-            self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}}{named}{options})")
+            self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}})")
+            more = cst.ensure_type(cst.parse_expression(f"f(_{named}{options})"), cst.Call).args[1:]
+            self._edits.change(call, lambda node: with_more(node, *more))
         else:
             name = source.code(target)
             line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"

@@ -390,15 +390,13 @@ def _add(lines: list[str], more: Iterable[str]) -> None:
 
 def keyword(name: str, code: str) -> cst.Arg:
     """`name=code`, as an argument of a call."""
-    call = cst.parse_expression(f"f({name}={code})")
-    assert isinstance(call, cst.Call)
-    return call.args[0]
+    return cst.ensure_type(cst.parse_expression(f"f({name}={code})"), cst.Call).args[0]
 
 
 def with_more(call: cst.BaseExpression, *added: cst.Arg) -> cst.Call:
     """A call with more arguments behind its own."""
-    assert isinstance(call, cst.Call)
-    return call.with_changes(args=[*call.args, *added])
+    whole = cst.ensure_type(call, cst.Call)
+    return whole.with_changes(args=[*whole.args, *added])
 
 
 def parsed(lines: Iterable[str]) -> list[cst.BaseStatement]:
