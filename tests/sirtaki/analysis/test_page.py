@@ -396,6 +396,7 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
     assert "is the link between hosts" in page
     assert "if the links were twice as fast" in page
     assert "Memory was not recorded." in page
+    assert "None: no rank waits for gradients." in page_of(tmp_path / "hidden", record(memories.job()))
 
 
 def test_a_ranks_bar_is_as_long_as_its_step(tmp_path: Path) -> None:
