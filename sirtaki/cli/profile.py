@@ -97,9 +97,8 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     if printed(options, {"recording": what, "clocks": clocks, "problems": recording.problems, "ranks": rows}, rows):
         return
     print("\n".join([what, *(f"  but: {problem}" for problem in recording.problems), clocks, ""]))
-    cells = (
-        [str(rank), *("-" if one is None else f"{1e3 * one:.2f}" for one in rest)] for rank, *rest in _values(rows)
-    )
+    shown = (row.values() for row in rows[:MOST_RANKS])
+    cells = ([str(rank), *("-" if one is None else f"{1e3 * one:.2f}" for one in rest)] for rank, *rest in shown)
     print_table([title.removesuffix("_s") for title in rows[0]], cells)
     if len(rows) > MOST_RANKS:
         print(f"and {len(rows) - MOST_RANKS} more")
@@ -109,10 +108,6 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
         print(peak_words(rank, replay, replay.peak()))
     print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
     print(f"where the time goes and what would help, as a page: sirtaki report {shlex.quote(str(folder))}")
-
-
-def _values(rows: list[dict[str, float | None]]) -> list[list[float | None]]:
-    return [list(row.values()) for row in rows[:MOST_RANKS]]
 
 
 def _prepare(folder: Path, *, overwrite: bool) -> None:
