@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sirtaki.measures import Gain
+
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -107,7 +109,10 @@ class ShardSession:
     Attributes:
         knobs: to run now; in the end those to keep.
         done: the search is over.
-        gain: of the kept setting over the default, as a share of its step.
+        proved: how much faster than the default the kept setting is; None = the default stays.
+        seen: how many times as fast as the default the fastest one looks until now; not proved.
+        used: steps until now.
+        budget: steps that the search may take.
         tried: how many settings have run, the default among them.
     """
 
@@ -119,7 +124,9 @@ class ShardSession:
         first: what an earlier job has found: tried before all others, and nothing else if it wins.
         """
         self._space, self._default, self._left, self._first = space, default, budget, first
-        self.knobs, self.done, self.gain, self.tried = default, budget < 1, 0.0, 1
+        self.knobs, self.done, self.tried = default, budget < 1, 1
+        self.proved: Gain | None = None
+        self.seen, self.used, self.budget = 1.0, 0, budget
         self._script = self._search()
         if not self.done:
             self.knobs = next(self._script)
@@ -131,6 +138,7 @@ class ShardSession:
             span_s: seconds; infinite if it could not be run.
         """
         self._left -= 1
+        self.used += 1
         try:
             self.knobs = self._script.send(span_s)
         except StopIteration as end:
@@ -140,8 +148,8 @@ class ShardSession:
         best, refused = self._default, {self._default}
         if self._first is not None and self._first in self._space and self._first != best:
             self.tried += 1
-            self.gain = yield from self._duel(self._first, best)
-            if self.gain > 0.0:
+            self.proved = yield from self._duel(self._first, best)
+            if self.proved is not None:
                 return self._first
         while self._left > 2 * LEAST_PAIRS * (MEASURED + 1):
             rival = next((one for one in self._space.around(best) if one not in refused), None)
@@ -149,15 +157,16 @@ class ShardSession:
                 break
             refused.add(rival)
             self.tried += 1
-            if (yield from self._duel(rival, best)) > 0.0:
+            if (won := (yield from self._duel(rival, best))) is not None:
                 best = rival
+                self.seen *= won.times
         if best == self._default:
             return best
-        self.gain = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
-        return best if self.gain > 0.0 else self._default
+        self.proved = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
+        return best if self.proved is not None else self._default
 
-    def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, float]:
-        """By how much the rival is faster, as a share of the step; 0 if that is not clear."""
+    def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, Gain | None]:
+        """By how much the rival is faster; None if that is not clear."""
         leads: list[float] = []
         for number in range(MOST_PAIRS):
             turns = (rival, best) if number % 2 else (best, rival)
@@ -165,7 +174,7 @@ class ShardSession:
             for knobs in turns:
                 spans_s[knobs] = yield from self._turn(knobs)
             if not all(map(math.isfinite, spans_s.values())):
-                return 0.0
+                return None
             leads.append(math.log(spans_s[best] / spans_s[rival]))
             lead, error = statistics.median(leads), _error(leads)
             if number + 1 < LEAST_PAIRS and lead > -CLEAR * error:
@@ -173,9 +182,12 @@ class ShardSession:
             if lead < -CLEAR * error or lead > max(CLEAR * error, WORTHWHILE):
                 break
             if lead + CLEAR * error < WORTHWHILE or self._left < 2 * (MEASURED + 1):
-                return 0.0
+                return None
         lead, error = statistics.median(leads), _error(leads)
-        return 1.0 - math.exp(-lead) if len(leads) >= LEAST_PAIRS and lead > max(CLEAR * error, WORTHWHILE) else 0.0
+        if len(leads) < LEAST_PAIRS or lead <= max(CLEAR * error, WORTHWHILE):
+            return None
+        half = CLEAR * error
+        return Gain(times=math.exp(lead), low=math.exp(lead - half), high=math.exp(lead + half))
 
     def _turn(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
         yield knobs  # the first one after a change does not count

@@ -19,7 +19,7 @@ from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import ConfigError
 from sirtaki.host_port import parse_address
-from sirtaki.launchers import AGENT
+from sirtaki.launchers import AGENT, BAR
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 # ruff: noqa: RUF009  # what `_set_by` makes is a field
@@ -257,7 +257,7 @@ class Settings:
     profile: ProfileRequest | None = _set_by(
         None, SIRTAKI_PROFILE=(ProfileRequest.parse, "FOLDER, or FOLDER?iterations=10&operators=1&edges=0")
     )
-    log_level: int = _set_by(logging.INFO, HOROVOD_LOG_LEVEL=_LEVEL, SIRTAKI_LOG_LEVEL=_LEVEL)
+    log_level: int = _set_by(logging.INFO, HOROVOD_LOG_LEVEL=_LEVEL, SIRTAKI_LOG_LEVEL=_LEVEL, SIRTAKI_LOG=_LEVEL)
     log_time: bool = _set_by(True, HOROVOD_LOG_HIDE_TIME=_NOT_FLAG)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -372,7 +372,7 @@ def _refuse_unknown(present: Mapping[str, str]) -> None:
         if (
             name.startswith("SIRTAKI_")
             and not name.startswith("SIRTAKI_TEST_")
-            and name not in (*ours, *REMOVED, AGENT)
+            and name not in (*ours, *REMOVED, AGENT, BAR)
         ):
             near = difflib.get_close_matches(name, ours, n=1, cutoff=0)[0]
             raise ConfigError(f"{name} is not a setting; the nearest one is {near} (all: {', '.join(ours)})")

@@ -30,6 +30,7 @@ from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
+from sirtaki.console import start_logging
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.settings import NEVER_S, Settings
 from sirtaki.watch import watchers
@@ -363,31 +364,6 @@ class Job:
         self.watchdog.close()
         self.control.abandon()
         self._ranks.free()
-
-
-class _RankFormatter(logging.Formatter):
-    """`[12:30:01 sirtaki 0] message`: the rank stands in every line, once."""
-
-    def __init__(self, rank: int, *, with_time: bool) -> None:
-        super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
-
-
-def start_logging(settings: Settings, rank: int) -> None:
-    """Rank 0 tells what is decided, the others only what is wrong; a handler of the user's own stays alone."""
-    root = logging.getLogger("sirtaki")
-    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _RankFormatter)]:
-        root.removeHandler(handler)
-    if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_RankFormatter(rank, with_time=settings.log_time))
-        root.addHandler(handler)
-        root.propagate = False
-    root.setLevel(settings.log_level if rank == 0 else max(settings.log_level, logging.WARNING))
-    if rank == 0:
-        for note in settings.notes:
-            logger.info("%s", note)
-        for warning in settings.warnings:
-            logger.warning("%s", warning)
 
 
 _job: Job | None = None

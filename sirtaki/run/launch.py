@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from sirtaki.console import is_terminal
 from sirtaki.errors import ConfigError, LaunchError
+from sirtaki.launchers import BAR
 from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, find_mpi_library, find_mpiexec
 from sirtaki.settings import Settings
@@ -62,6 +64,9 @@ def launch(options: argparse.Namespace) -> int:
     environ.update(_rendezvous(environ, hosts))
     local_ranks = max((min(ranks, host.slots) for host in hosts), default=ranks)
     complete_environ(environ, options, local_ranks=local_ranks, beside=library.horovod or "")
+    environ.pop(BAR, None)
+    if is_terminal(sys.stderr):
+        environ[BAR] = "1"
     job = Job(
         ranks=ranks,
         hosts=() if here else hosts,

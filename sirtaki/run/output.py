@@ -5,6 +5,7 @@ What cannot be written (a full disk, a closed pipe) is dropped: the training goe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -20,17 +21,28 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TextIO
 
+from sirtaki.console import drawn, is_terminal
 from sirtaki.errors import ConfigError
 
 from .rank_channel import PATTERN, UNFINISHED, Event, Message
+
+_CLEARED = drawn("").encode()
+
+
+@dataclass(slots=True)
+class Bar:
+    """What stands below all output while settings are tried; nothing = there is none."""
+
+    text: str = ""
 
 
 class Console:
     """Standard output or error of the launcher, for bytes as they come."""
 
-    def __init__(self, stream: TextIO | None, name: str = "output") -> None:
-        """Nothing is written for None, which Python gives for a closed descriptor."""
+    def __init__(self, stream: TextIO | None, name: str = "output", bar: Bar | None = None) -> None:
+        """Nothing is written for None, which Python gives for a closed descriptor; `bar` is that of both streams."""
         self._stream, self._name = stream, name
+        self._bar = bar if bar is not None and is_terminal(stream) else Bar()
         self._has_warned = False
         self._lock = threading.RLock()
         self.at_line_start = True
@@ -40,13 +52,19 @@ class Console:
         with self._lock:
             self.at_line_start = data.endswith(b"\n") if data else self.at_line_start
             try:
-                self._write(data)
+                self._write(_CLEARED + data + drawn(self._bar.text).encode() if self._bar.text else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
                     self._stream = None  # whoever read has gone (`| head`)
                 first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
                     say(f"{self._name} cannot be written ({err}); the job goes on")
+
+    def show_bar(self, text: str) -> None:
+        """Draws the bar anew, or removes it."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._bar.text = text
+            self._write(drawn(text).encode())
 
     def say(self, line: str) -> None:
         """A line of the launcher's own; an unfinished one of a rank is ended first."""

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sirtaki import console
 from sirtaki.errors import PeerLostError
-from sirtaki.launchers import AGENT, HOROVOD_NAMES, TORCH_NAMES, place
+from sirtaki.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
 
 from .as_horovod import SHIM
 from .leftovers import mapped_segments, remove_segments, remove_session_folder
@@ -55,6 +56,8 @@ def main() -> None:
     pid = os.getpid()
     threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
     mark_unfinished_lines()
+    if BAR in os.environ:
+        console.to_launcher = lambda text: _tell(Event.PROGRESS, reason=text)
     answer_termination(lambda what: _tell(Event.TERMINATED, reason=what))
     if options.as_horovod:
         _import_shim()

@@ -38,6 +38,7 @@ class Event(Enum):
     FINISHED = "finished"
     RAISES = "raises"  # it writes the error that ends it until `FAILED`; a reason = it was another's error that did it
     FAILED = "failed"
+    PROGRESS = "progress"  # of tuning, for the launcher's bar; no reason = it is over
     TERMINATED = "terminated"  # mpiexec ends it, since another one has failed; the reason is where it was
 
 

@@ -27,7 +27,7 @@ from .leftovers import (
     remove_session_folder,
     session_members,
 )
-from .output import Console, Ending, NoticeFilter, OutputOptions, RankOutput, killed
+from .output import Bar, Console, Ending, NoticeFilter, OutputOptions, RankOutput, killed
 from .rank_channel import Event, Message, end_with_parent
 
 FAILURE_GRACE_S = 3.0
@@ -69,7 +69,11 @@ class Supervisor:
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
-        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
+        self._bar = bar = Bar()
+        self._consoles = {
+            "stdout": Console(sys.stdout, "stdout", bar),
+            "stderr": Console(sys.stderr, "stderr", bar),
+        }
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Runs `command` (an mpiexec) to its end; no process of the job is left.
@@ -98,6 +102,8 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
+                if self._bar.text:  # of a job that ends while it tunes
+                    self._consoles["stderr"].show_bar("")
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:
@@ -134,6 +140,9 @@ class Supervisor:
         self._changed.set()
 
     def _hear(self, message: Message) -> None:
+        if message.event is Event.PROGRESS:
+            self._consoles["stderr"].show_bar(message.reason)
+            return
         with self._lock:
             if message.event in (Event.STARTED, Event.HANDED_OVER):
                 self._started[message.rank] = message

@@ -16,6 +16,7 @@ autograd visits in a backward pass only.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,10 +32,13 @@ from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.reducing.reducer import GradientReducer, ReducerOptions
+from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import ConfigError, NotInitializedError
 
 from .basics import record_if_wanted
 from .compression import Choice, Compression, reduction_options
+
+logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -78,6 +82,7 @@ def attach(
             f"{there[1]}: leave hvd.init() out, attach() does it"
         )
     if current.size == 1:
+        logger.info("%s", without_others(current.settings))
         return
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]

@@ -19,6 +19,7 @@ accumulate, are divided or cast by FSDP, are all-reduced over replicas, or have 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,8 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
-from sirtaki.engine.job import is_initialized, start_logging
+from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress
+from sirtaki.engine.job import is_initialized
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
@@ -254,6 +256,23 @@ class Attached:
             work.wait()
 
 
+def describe_progress(session: ShardSession) -> Progress:
+    """How far the search has come, and what it has seen."""
+    seen = "nothing seen that beats the untuned setting"
+    if session.seen > 1.0:
+        seen = f"fastest seen so far, not yet proved: {100 * (session.seen - 1):.2g} % faster than untuned"
+    return Progress(used=session.used, at_most=session.budget, seen=seen, now=f"trying: {session.knobs.describe()}")
+
+
+def describe_result(session: ShardSession, setting: str) -> str:
+    """What the search has found, in one line."""
+    found = "nothing was proved to be faster, the untuned setting stays"
+    if session.proved is not None:
+        found = f"steps are {session.proved.describe()}, than untuned"
+    plural = "" if session.tried == 1 else "s"
+    return f"tuned in {session.used} steps with {session.tried} setting{plural}: {found}; {setting}"
+
+
 class _Tuning:
     """Finds the fastest setting in the first steps; rank 0 of the model's ranks decides, the others follow.
 
@@ -266,6 +285,7 @@ class _Tuning:
         self._session: ShardSession | None = None  # on rank 0, as the next one
         self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
         self._begun_s: float | None = None
+        self._told_s = -math.inf
         if lanes is not None:
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
 
@@ -286,6 +306,9 @@ class _Tuning:
         if self._session is not None:
             self._session.record(span_s)
             told = self._session.knobs, self._session.done
+            if not self._session.done and time.monotonic() - self._told_s > progress_every_s():
+                self._told_s = time.monotonic()
+                tell_progress(logger, describe_progress(self._session))
         knobs, done = control.broadcast(told)
         self._run(knobs, self._lanes)
         if done:
@@ -327,15 +350,14 @@ class _Tuning:
 
     def _end(self) -> None:
         if (session := self._session) is not None:
-            gain = f"{session.gain:.0%} faster than untuned" if session.gain else "nothing was faster"
-            logger.info("sharded training: %s; %s; %d settings tried", self._attached.describe(), gain, session.tried)
+            logger.info("%s", describe_result(session, self._attached.describe()))
             if self._key is not None and session.tried > 1:  # takes the place of what a job like this one has found
                 way = ShardWay(
                     key=self._key,
                     memory_bytes=self._settings.fsdp_memory,
                     modules=len(self._attached.sharded),
                     **asdict(self._attached.knobs),
-                    gain=session.gain,
+                    gain=0.0 if session.proved is None else 1.0 - 1.0 / session.proved.times,
                     created_s=time.time(),
                 )
                 self._attempt(lambda store: store.save_way(way), False)
@@ -408,13 +430,16 @@ class _Connections:
         if control.rank == 0:
             shared = lanes.kind is TransportKind.SHARED_MEMORY
             how = "shared memory" if shared else f"{streams} connections to each other rank"
-            tried = f"; settings are tried in the first {settings.warmup_iterations} steps (SIRTAKI_TUNE=0: none)"
+            steps = settings.warmup_iterations
+            tried = (
+                f"; other settings are tried in the first {steps} steps, and one is kept if it is proved to be faster"
+            )
             logger.info(
                 "shards of %d modules between %d ranks: %s%s",
                 len(groups),
                 len(ranks),
                 how,
-                tried if settings.tune else "",
+                f"{tried} (SIRTAKI_TUNE=0: none)" if settings.tune and steps > 0 else "; tuning is off",
             )
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from sirtaki.engine import job
 from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
-from sirtaki.engine.tuning.warmup import NO_LOG
+from sirtaki.engine.tuning.warmup import NO_LOG, without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import Overlap
 
@@ -86,8 +86,7 @@ class GradientRecipe:
             return None
         count = len(members.ranks)
         if count == 1:
-            log = NO_LOG if current.settings.trial_log else ""
-            logger.info("on one rank nothing is reduced, and nothing tuned%s", log)
+            logger.info("%s", without_others(current.settings))
             return None
         reduction = self.options.reduction
         if self.op == Average:

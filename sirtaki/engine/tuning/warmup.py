@@ -38,6 +38,7 @@ from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.comm.router import Router
+from sirtaki.console import Progress, progress_every_s, tell_progress
 from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster
 from sirtaki.settings import Settings
@@ -84,8 +85,8 @@ def _attempt(action: Callable[[], _T], otherwise: _T) -> _T:
         return otherwise
 
 
-def describe_progress(session: WarmupSession, usual: StepTime | None) -> str:
-    """How long the warm-up may still take, what it has seen, and what runs now, in one line.
+def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progress:
+    """How long the warm-up may still take, what it has seen, and what runs now.
 
     Args:
         session: of the warm-up.
@@ -94,17 +95,22 @@ def describe_progress(session: WarmupSession, usual: StepTime | None) -> str:
     result, now = session.result, session.assignment
     default_s, best_s = result.default_span_s, result.best_span_s
     known = math.isfinite(default_s) and math.isfinite(best_s)
-    line = f"warm-up, iteration {result.iterations_used} of at most {session.iterations_at_most}"
+    left = seen = aside = ""
     if known and usual is not None:
-        left_s = (session.iterations_at_most - result.iterations_used) * usual.step_s(best_s)
-        line += f", {_seconds(left_s)} more"
-    gained = ""
+        left = _seconds((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
     if known and not result.tuned:
-        gained = f"nothing seen that beats the default{_a_step(usual, default_s)}; "
+        seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
     elif known:
-        ahead = f"{1e3 * (default_s - best_s):.3g} ms a step less{_a_step(usual, default_s, best_s)}"
-        gained = f"fastest seen so far, not yet proved: {ahead}; "
-    return f"{line}: {gained}now {now.purpose.description}: {now.knobs.describe()}"
+        seen = f"fastest seen so far, not yet proved: {1e3 * (default_s - best_s):.3g} ms a step less"
+        aside = _a_step(usual, default_s, best_s)
+    return Progress(
+        used=result.iterations_used,
+        at_most=session.iterations_at_most,
+        left=left,
+        seen=seen,
+        aside=aside,
+        now=f"{now.purpose.description}: {now.knobs.describe()}",
+    )
 
 
 def _a_step(usual: StepTime | None, *spans_s: float) -> str:
@@ -183,8 +189,6 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
 
 
 _P = ParamSpec("_P")
-
-PROGRESS_EVERY_S = 5.0
 
 RETUNE_ITERATIONS = 25
 """That a re-tune takes at most."""
@@ -428,9 +432,9 @@ class TuningCoordinator:
             )
             watchers.tell_all(lambda watcher: watcher.trial(event), iteration=iteration)
         quiet = self._session.done or self._retuning
-        if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+        if not quiet and time.monotonic() - self._told_s > progress_every_s():
             self._told_s = time.monotonic()
-            logger.info("%s", describe_progress(self._session, self.times.usual))
+            tell_progress(logger, describe_progress(self._session, self.times.usual))
 
     def _tell_pace(self) -> None:
         """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""
@@ -684,10 +688,15 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
 NO_LOG = "; no trial log is written"
 
 
+def without_others(settings: Settings) -> str:
+    """What happens on one rank, in one line."""
+    return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
+
+
 def without_tuning(settings: Settings, default: Knobs) -> str:
     """What runs in a job that is not tuned, in one line."""
     why = "SIRTAKI_TUNE=0" if not settings.tune else "SIRTAKI_WARMUP_ITERATIONS=0"
-    return f"tuning is off ({why}): gradients are reduced by {default.describe()}{NO_LOG if settings.trial_log else ''}"
+    return f"{default.describe()}; tuning is off ({why}){NO_LOG if settings.trial_log else ''}"
 
 
 def _coordinator(
@@ -796,8 +805,20 @@ class TunedSynchroniser:
             self._coordinator = _coordinator(
                 settings, control, params, default=self._default, arms=arms, on_streams=self.on_streams
             )
-        elif control.rank == 0:
-            logger.info("%s", without_tuning(settings, self._default))
+        if control.rank == 0 and not (carried is not None and carried.of(self._key)):
+            count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
+            logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
+
+    def _intention(self, settings: Settings) -> str:
+        """What will happen, and how to switch that off, in one line."""
+        if not self.tuning:
+            return without_tuning(settings, self._default)
+        if not self._space.has_choices:
+            return f"{self._default.describe()}, which is all that there is to choose from"
+        tried = f"other settings are tried in the first {settings.warmup_iterations} steps"
+        return (
+            f"{self._default.describe()}; {tried}, and one is kept if it is proved to be faster (SIRTAKI_TUNE=0: none)"
+        )
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""

@@ -9,6 +9,7 @@ with the interpreter locked, which hangs if one of Gloo's threads wants the inte
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.comm.units import TensorReduction
+from sirtaki.console import start_logging
+from sirtaki.engine import job
 from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
@@ -36,6 +39,8 @@ from .group_lanes import GroupLanes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+logger = logging.getLogger(__name__)
 
 LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
@@ -283,6 +288,29 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
+_told = False
+
+
+def _tell_once(settings: Settings, rank: int, size: int) -> None:
+    """What the first group of this process does, and how to do without: on rank 0, in one line."""
+    global _told
+    if _told:
+        return
+    _told = True
+    if not job.is_initialized():  # else `hvd.init()` has
+        start_logging(settings, rank)
+    if size == 1:
+        logger.info("process group of one rank: nothing is sent")
+        return
+    logger.info(
+        "process group of %d ranks: sums of CPU tensors from %d KiB on go through shared memory within a host, over "
+        "several connections between hosts, the rest through Gloo; nothing is tuned: ddp.attach(model) does that "
+        '(init_process_group("gloo"): without Sirtaki)',
+        size,
+        LARGE_BYTES // 1024,
+    )
+
+
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Some ranks; every rank calls the same operations in the same order."""
 
@@ -316,6 +344,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         else:
             self._register_backend(CUDA, types.GLOO, self._inner)
         self._lanes: GroupLanes | None = None
+        _tell_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
         if size > 1:
             ranks = open_at_store(
                 settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=self._timeout_s

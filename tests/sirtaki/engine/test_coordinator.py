@@ -369,24 +369,28 @@ def session(*spans_s: float) -> WarmupSession:
 
 
 def test_before_the_default_is_measured_nothing_is_promised() -> None:
-    assert describe_progress(session(), None) == (
-        "warm-up, iteration 0 of at most 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
+    progress = describe_progress(session(), None)
+    assert progress.line() == (
+        "tuning, step 0 of at most 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
     )
+    assert progress.bar().startswith("tuning [..........] 0/100; now measuring the default: ")
 
 
 def test_while_nothing_beats_the_default_that_is_said() -> None:
-    assert describe_progress(session(0.2), USUAL) == (
-        "warm-up, iteration 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
+    assert describe_progress(session(0.2), USUAL).line() == (
+        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
 
 
 def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> None:
-    assert describe_progress(session(0.2, 0.15, 0.15), USUAL).startswith(
-        "warm-up, iteration 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "
+    progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
+    assert progress.line().startswith(
+        "tuning, step 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "
         "50 ms a step less (300 ms → 250 ms); "
         "now"
     )
+    assert progress.bar() == "tuning [..........] 6/100; fastest seen so far, not yet proved: 50 ms a step less"
 
 
 def test_the_result_says_what_is_proved_and_of_a_search_cut_short_that_nothing_is() -> None:
