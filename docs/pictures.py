@@ -68,6 +68,25 @@ def draw_elastic(figure: Any, numbers: Numbers) -> None:
     axes.legend(frameon=False, loc="upper left", labelcolor=INK)
 
 
+def sharded() -> Numbers:
+    """Rows of contender, and step with its interval in ms."""
+    rows = [row for row in _rows("fsdp_host") if row[0] == "host"]
+    return [[row[1], *map(float, re.findall(r"[\d.]+", row[2]))] for row in rows]
+
+
+def draw_sharded(figure: Any, numbers: Numbers) -> None:
+    """A bar a contender."""
+    axes = figure.subplots()
+    names = {"gloo": "FSDP2 over Gloo", "by hand, kept": "prefetched by hand,\nparameters kept"}
+    names |= {"untuned": "attached,\nuntuned", "tuned": "attached,\ntuned"}
+    for number, row in enumerate(numbers):
+        ours = row[0] in ("untuned", "tuned")
+        errors = [[row[1] - row[2]], [row[3] - row[1]]]
+        axes.bar(number, row[1], 0.6, yerr=errors, color=COLORS[int(ours)], ecolor=INK, capsize=3)
+    axes.set_xticks(range(len(numbers)), [names[row[0]] for row in numbers])
+    axes.set_ylabel("step, ms")
+
+
 def _bars(axes: Any, place: float, width: float, spans: Numbers, label: str, color: str) -> None:
     """One bar a row of value, lowest and highest."""
     errors = [[row[0] - row[1] for row in spans], [row[2] - row[0] for row in spans]]
@@ -78,6 +97,7 @@ def _bars(axes: Any, place: float, width: float, spans: Numbers, label: str, col
 PICTURES: Mapping[str, tuple[Callable[[], Numbers], Callable[[Any, Numbers], None], float]] = {
     "overlap": (overlap, draw_overlap, 8.4),
     "elastic": (elastic, draw_elastic, 5.2),
+    "sharded": (sharded, draw_sharded, 6.4),
 }
 """Name → the numbers of the kept result, what draws them, and the width in inches."""
 

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -134,15 +133,24 @@ def targets_table() -> str:
     return _table(("result", "claim", "measured", "target", "", "command", "taken"), rows)
 
 
-def decisions_table() -> str:
-    """Number, title, status and date of every record; the date is that of the commit that brought it."""
-    rows = []
+SUBJECTS = (
+    "Launching and joining",
+    "Gradients",
+    "Tuning and what is remembered",
+    "Ranks that come and go",
+    "What other programs meet",
+)
+"""Of decisions, in the order of the list; a record names its own below its title."""
+
+
+def decisions_list() -> str:
+    """The sentence of every record, which is its title, by subject."""
+    found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for path in sorted((DOCS / "decisions").glob("[0-9]*.md")):
-        text = path.read_text(encoding="utf-8")
-        title = re.sub(r"^# *\d+[.:]? *", "", text.splitlines()[0])
-        found = re.search(r"^\*\*Status\.?\*\*\.? *(.+)$", text, re.MULTILINE)
-        rows.append((path.name[:4], f"[{title}]({path.name})", found[1] if found else "accepted", _date(path)))
-    return _table(("number", "title", "status", "date"), rows)
+        title, _, subject = path.read_text(encoding="utf-8").splitlines()[:3]
+        number, sentence = re.findall(r"^# (\d+)\. (.+)$", title)[0]
+        found[subject.strip("*")].append(f"- {sentence} ([{number}]({path.name})).")
+    return "\n\n".join("\n".join([f"**{subject}**", "", *sentences]) for subject, sentences in found.items())
 
 
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
@@ -151,7 +159,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "removed settings": ("reference/settings.md", removed_table),
     "sirtakirun": ("reference/cli.md", launcher_table),
     **{f"sirtaki {name}": ("reference/cli.md", lambda name=name: command_table(name)) for name in COMMANDS},
-    "decisions": ("decisions/index.md", decisions_table),
+    "decisions": ("decisions/index.md", decisions_list),
     "figures": ("../README.md", figures_table),
     "targets": ("explanation/targets.md", targets_table),
     **{
@@ -183,13 +191,8 @@ def outdated() -> Iterator[tuple[str, Path, str]]:
         path = DOCS / page
         text = path.read_text(encoding="utf-8")
         new = updated(text, name, render())
-        if _undated(new) != _undated(text):
+        if new != text:
             yield name, path, new
-
-
-def _undated(text: str) -> str:
-    """Without the dates of decisions, which a checkout without history cannot tell."""
-    return re.sub(r"\| [\d-]* *\|$", "", text, flags=re.MULTILINE)
 
 
 def _attributes(docstring: str) -> dict[str, str]:
@@ -234,16 +237,6 @@ def _options(parser: argparse.ArgumentParser) -> str:
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _date(path: Path) -> str:
-    """When git got that file; empty where git cannot say."""
-    command = ["git", "log", "--follow", "--diff-filter=A", "--format=%as", "--", path.name]
-    try:
-        found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=30, check=False)
-    except OSError:
-        return ""
-    return (found.stdout.split() or [""])[-1]
 
 
 def main() -> int:

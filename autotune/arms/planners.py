@@ -3,8 +3,10 @@
 References in a section are to the paper of its name.
 
 MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one where waiting for that
-costs less than another start-up. One stream, one message at a time. Beside the paper's rule stands the exact optimum
-of the same model, which the rule misses where a chain of short waits adds up (`docs/decisions/0020`).
+costs less than another start-up. One stream, one message at a time. The arms keep the paper's rule as printed. Each of
+its steps is right for two gradients, but where the start-up is long against the gaps between gradients a chain of short
+waits adds up, all end in one message and nothing overlaps: so the exact optimum of the same model stands beside it, on
+which our N-way planner builds.
 
 ASC-WFBP chooses for each gradient between sending it, merging it, and sending it beside the one before: the paper's
 two-way rule (eq. 21-40, listing 1), and our generalisation to the measured concurrency curve G(n). Where the printed

@@ -4,7 +4,10 @@ They run over the control plane, in the thread that agreed on them. Requests are
 that a lost job ends the wait. Tensors on other devices than the CPU are copied to it and back.
 
 Where all ranks have the same few small all-reduces and broadcasts pending, the message in which they agree carries the
-tensors, too, and each rank computes the results from what all have sent.
+tensors, too, and each rank computes the results from what all have sent. The control plane is made for decisions of a
+few bytes: an all-reduce of 1 MiB or more is cut into units over streams instead, by the same `UnitPipeline` as
+gradients. All have agreed on its size and dtype by then, so all choose alike, and open the streams together for the
+first such tensor. Gathers, broadcasts and exchanges stay: they are rare, and not reductions.
 
 Adasum combines gradients by how far they point the same way (Maleki et al., "Scaling Distributed Training with Adaptive
 Summation", MLSys 2021): two at right angles are added, two parallel ones averaged, and everything between goes smoothly

@@ -1,4 +1,9 @@
-"""Packets between ranks and aggregator, and the socket that they travel by."""
+"""Packets between ranks and aggregator, and the socket that they travel by.
+
+Libra's packets are pairs of row and value; these carry no row numbers. All ranks are given the same layout (rows by
+heat, width, registers), and hot rows travel as a dense block, so packet s holds the floats from s · n on; rows that a
+rank has not touched travel as zeros. A real switch in the place of the process would need the numbers back.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_every_command_and_option_is_documented() -> None:
 def test_every_decision_is_listed() -> None:
     page = (DOCS / "decisions" / "index.md").read_text()
     records = [path.name for path in (DOCS / "decisions").glob("[0-9]*.md")]
-    assert len(records) > 25
+    assert len(records) >= 25
     assert [name for name in records if f"]({name})" not in page] == []
 
 
