@@ -159,11 +159,11 @@ def describe_change(ratio: float, iterations: int) -> str:
         ratio: how many times as long communication takes as it did; not a number = unknown.
         iterations: that it may take.
     """
-    takes = (
-        f"communication takes {ratio:.2g} times as long as when"
-        if math.isfinite(ratio)
-        else "communication no longer takes as long as when"
-    )
+    takes = "communication no longer takes as long as when"
+    if math.isfinite(ratio) and ratio >= 1.0:
+        takes = f"communication takes {ratio:.2g} times as long as when"
+    elif math.isfinite(ratio):
+        takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
     return f"{takes} this setting was chosen: trying others for at most {iterations} iterations"
 
 

@@ -406,6 +406,7 @@ def test_the_result_says_what_is_proved_and_of_a_search_cut_short_that_nothing_i
 
 
 def test_why_a_re_tune_begins_is_told_also_where_the_ratio_is_unknown() -> None:
+    assert describe_change(0.2, 20).startswith("communication is 5 times as fast as when this setting was chosen")
     assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
     assert describe_change(math.nan, 20).startswith(
         "communication no longer takes as long as when this setting was chosen"
