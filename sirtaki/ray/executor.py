@@ -409,7 +409,9 @@ class RayCrew:
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._hosts: dict[str, HostOfActors] = {}
-        self.board: Switchboard[RankHandle] = Switchboard(endpoint)
+        self.board: Switchboard[RankHandle] = Switchboard(
+            endpoint, is_wanted=lambda worker: self._awaited(worker) is not None
+        )
 
     # ── what the driver asks of its agents ────────────────────────────────────────────────────────────────────────────
 
@@ -480,14 +482,16 @@ class RayCrew:
         answer.add_done_callback(lambda _: self.wake())
         return RankHandle(worker, there, actor, answer)
 
+    def _awaited(self, worker: int) -> RankHandle | None:
+        """The rank of that worker, which has not come yet; None = there is none."""
+        found = (there.ranks.get(worker) for there in self._hosts.values())
+        return next((rank for rank in found if rank is not None and rank.channel is None), None)
+
     def _welcome(self, worker: int, sock: socket.socket) -> None:
         """A rank has proved itself."""
-        for there in self._hosts.values():
-            if (rank := there.ranks.get(worker)) is not None and rank.channel is None:
-                rank.channel = JsonChannel(sock, FromRank)
-                self.board.watch(rank.channel, rank)
-                return
-        sock.close()
+        if (rank := self._awaited(worker)) is not None:
+            rank.channel = JsonChannel(sock, FromRank)
+            self.board.watch(rank.channel, rank)
 
     def _hear(self, rank: RankHandle) -> None:
         try:

@@ -36,6 +36,7 @@ class Plan:
         pause_s: in each iteration.
         inside: the optimizer is made by the function that is repeated.
         width: of the model's layers.
+        counts: it logs what it has taken of the process, which takes a while.
         faults: `[worker, iteration, phase, action]`: at that phase of that iteration, once.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     pause_s: float = 0.0
     inside: bool = False
     width: int = 16
+    counts: bool = True
     passes: int = 1
     faults: list[tuple[int, int, str, str]] = field(default_factory=list)
 
@@ -284,7 +286,7 @@ def main() -> None:
             size=hvd.size(),
             rank=int(os.environ["HOROVOD_RANK"]),
             hash=hash_of(model),
-            **taken_of_the_process(),
+            **(taken_of_the_process() if plan.counts else {}),
         )
         state.first = 0
         optimizer = made or make_optimizer()

@@ -116,13 +116,9 @@ class DriverProcess(Process):
     # ── see Listener ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def offer(self, key: str, own: int, other: int, end: End) -> bool:
-        if key != KEY or other != DRIVER or self._closing:
+        if key != KEY or other != DRIVER or self._closing or not self.agent_list.wants(own):
             return False
-        agent = self.agent_list.awaited(own)
-        if agent is None and self.agent_list.adopts:
-            agent = SimulatedAgent("", own, now_s=self.sim.now_s)
-        if agent is None:
-            return False
+        agent = self.agent_list.awaited(own) or SimulatedAgent("", own, now_s=self.sim.now_s)
         agent.channel, agent.heard_s = end, self.sim.now_s
         end.on_message = lambda message: self._hear(self.agent_list.hear(agent, message, self.sim.now_s))
         end.on_close = lambda: self._hear(*self.agent_list.lose(agent, self.sim.now_s))

@@ -3,13 +3,15 @@
     elastic_chaos.py SEED STRIKES [JOB_STRIKES [KIND …]]     a line a job; exit status 1 if one has lost or repeated
 
 Each job has two to six ranks on one to three emulated hosts, an agent each, and trains `ranks/elastic_member.py`, whose
-log says what each rank has done: iterations with their samples and the hash of the parameters, commits, generations.
-A strike waits for a phase (a commit, a rank that leaves its generation, meets the others, opens the next one, begins
-to train; a checkpoint that is being written; a warm-up's finals) and then kills or stops, takes the checkpoint folder
-away, or has a wall clock jump by hours. Root also cuts hosts and links off, and fills the disk. The ledger
-(`elastic_jobs.Judge`) holds: ranks are equal at each commit, no commit that has returned is lost, no sample of an epoch
-is seen twice but for those that fill up a deal, none is left out, and, where sums are added in one order, the bits are
-those of one process that plays all ranks. Nothing may be left: no process, no file of a checkpoint half written.
+log says what each rank has done: iterations with their samples and the hash of the parameters, commits, generations. A
+strike waits for a phase (a commit, a rank that leaves its generation, meets the others, opens the next one, begins to
+train, for which another one is killed first; a checkpoint that is being written; a warm-up's finals) and then kills or
+stops, takes the checkpoint folder away, or has a wall clock jump by hours; a newcomer is killed on its way. Root also
+cuts hosts and links off, and fills the disk. Each job's line is followed by a sum of all, with strikes by kind and by
+the phase that was met. The ledger (`elastic_jobs.Judge`) holds: ranks are equal at each commit, no commit that has
+returned is lost, no sample of an epoch is seen twice but for those that fill up a deal, none is left out, and, where
+sums are added in one order, the bits are those of one process that plays all ranks. Nothing may be left: no process, no
+file of a checkpoint half written; the newest checkpoint is whole and holds what was committed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
@@ -34,17 +38,33 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # as pytest has it
 
 from elastic_jobs import Judge, LaunchedJob  # noqa: E402
 from rank_jobs import UNTUNED, environment  # noqa: E402
-from ranks.elastic_member import Plan  # noqa: E402
+from ranks.elastic_member import Plan, hash_of, make_model  # noqa: E402
 
 from bench.lib.cluster import CUT, WHOLE, LabShape, NetLab, why_unavailable  # noqa: E402
 from sirtaki.torch.elastic.checkpoints import CheckpointFolder  # noqa: E402
 
 PROGRAM, CLOCK = TESTS / "ranks" / "elastic_member.py", Path(__file__).parent / "wall_clock"
 PHASES = ("any", "commit", "left", "joined", "met", "open", "train", "iteration", "writes")
-STRIKES = ("rank", "rank", "rank 0", "two ranks", "all but one", "again", "agent", "driver", "pause", "disk", "clock")
+STRIKES = (
+    "rank",
+    "rank",
+    "rank 0",
+    "two ranks",
+    "all but one",
+    "again",
+    "newcomer",
+    "agent",
+    "driver",
+    "pause",
+    "disk",
+    "clock",
+)
 OF_HOSTS = ("host", "cut", "deaf", "link")  # stopped; no packets; none that come to it; none between it and another one
+OF_RECOVERY = ("left", "joined", "met", "open", "train")
+STEPS = ("import", "start", "joined", "met", "open")  # of a rank that begins
 IN_LAB = ("cut", "deaf", "link", "full")
 RECOVER_S, END_S = 90.0, 60.0
+PAUSE_S = 0.1  # in each iteration; ranks that begin need the processor more
 HOST_STOPS_S = 13.0  # a driver gives its agent up after 10
 HOSTS = ("sirtaki-n0", "sirtaki-n1", "sirtaki-n2")  # as `NetLab` calls them
 
@@ -55,6 +75,9 @@ DISK = Path("/mnt")
 """In the lab, a disk of 2 MiB for checkpoints."""
 
 LAB = os.environ.get(INSIDE, "")
+
+KEEP = os.environ.get("SIRTAKI_TEST_KEEP", "")
+"""A folder for those of the jobs that were wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +123,13 @@ class Job(LaunchedJob):
 
     def __init__(self, shape: Shape, folder: Path, rng: random.Random) -> None:
         self._shape, self._rng = shape, rng
-        self.killed = 0
-        self.done: list[str] = []
+        self.done: list[tuple[str, str]] = []  # what, and in which phase
+        self._kills: list[tuple[float, int, str]] = []  # when, which process, and by which strike
+        self._gone = set[int]()  # killed, or without an agent: still there for a while
         self._lines: dict[int, list[dict[str, Any]]] = {}
+        self._last: dict[int, dict[str, dict[str, Any]]] = {}  # of each process, of each kind of line
         self._offsets: dict[int, int] = {}
-        plan = {"iterations": 10**6, "until_told": True, "pause_s": 0.005, "samples": 2000}
+        plan = {"iterations": 10**6, "until_told": True, "pause_s": PAUSE_S, "counts": False, "samples": 2000}
         self._checkpoints = (DISK / folder.name if LAB else folder) / "checkpoints"
         self._clocks, self._trials = folder / "clocks", folder / "trials"
         self._clocks.mkdir()
@@ -131,31 +156,47 @@ class Job(LaunchedJob):
         for path in self.folder.glob("*.log"):
             if path.stem.isdecimal():
                 pid = int(path.stem)
+                offset = self._offsets.get(pid, 0)
+                if path.stat().st_size == offset:
+                    continue
                 with path.open("rb") as file:
-                    file.seek(self._offsets.get(pid, 0))
+                    file.seek(offset)
                     whole = file.read().rpartition(b"\n")
-                self._offsets[pid] = self._offsets.get(pid, 0) + len(whole[0]) + len(whole[1])
-                self._lines.setdefault(pid, []).extend(json.loads(line) for line in whole[0].splitlines())
+                self._offsets[pid] = offset + len(whole[0]) + len(whole[1])
+                for line in map(json.loads, whole[0].splitlines()):
+                    self._lines.setdefault(pid, []).append(line)
+                    self._last.setdefault(pid, {})[line["what"]] = line
         return self._lines
 
     def _members(self) -> dict[int, tuple[int, str]]:
-        """Rank and host of each living member that holds the job's state, in the newest generation."""
-        newest, found = 0, dict[int, tuple[int, str]]()
-        for pid, lines in self._logs().items():
-            begun = next((line for line in reversed(lines) if line["what"] == "train"), None)
-            if begun is None or not Path(f"/proc/{pid}").exists():
-                continue
-            generation = next(line["generation"] for line in reversed(lines) if line["what"] == "joined")
-            if lines[-1]["what"] in ("left", "joined", "met", "open"):  # it holds the state, and is on its way
-                generation = newest
-            if generation > newest:
-                newest, found = generation, {}
-            if generation == newest:
+        """Rank and host of each living member that holds the job's state, in the newest generation or on its way there.
+
+        Not of a side that was left behind, which may wait for long before it ends.
+        """
+        self._logs()
+        said = {
+            pid: last for pid, last in self._last.items()
+            if "train" in last and pid not in self._gone and Path(f"/proc/{pid}").exists()
+        }  # fmt: skip
+        trained = [last["joined"]["generation"] for last in said.values() if last["train"]["s"] > last["joined"]["s"]]
+        found = dict[int, tuple[int, str]]()
+        for pid, last in said.items():
+            if last["joined"]["generation"] >= max(trained, default=0):
                 with suppress(OSError, StopIteration):  # it has just ended
                     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     host = next(each for each in environ if each.startswith(b"HOROVOD_HOSTNAME=")).partition(b"=")[2]
-                    found[pid] = begun["rank"], host.decode()
+                    found[pid] = last["train"]["rank"], host.decode()
         return found
+
+    def _newcomers(self, step: str) -> list[int]:
+        """Those that have come at least so far on their way into the job, and do not train yet."""
+        self._logs()
+        said = self._last
+        if step == "import":
+            there = [pid for pid, line in self.processes().items() if "sirtaki.run.rank" in line]
+        else:
+            there = [pid for pid in said if step in said[pid] and Path(f"/proc/{pid}").exists()]
+        return [pid for pid in there if pid not in self._gone and "train" not in said.get(pid, {})]
 
     def _agents(self) -> dict[str, int]:
         """The agent of each host that has members: the parent of its ranks."""
@@ -185,44 +226,61 @@ class Job(LaunchedJob):
         self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train")
         for what, phase in self._shape.strikes:
             least = 3 if what in ("two ranks", "driver", "agent", *OF_HOSTS) and ranks > 2 else 2
-            least = ranks if what == "clock" else least
             self.expect(lambda least=least: len(self._members()) >= least, RECOVER_S, f"{least} of {ranks} train")
-            self._wait_for(phase)
-            self._strike(what, phase)
+            if what == "clock":
+                self.expect(self._is_settled, RECOVER_S, "all train since the last kill")
+            elif phase in OF_RECOVERY and len(pids := list(self._members())) > least:
+                self._kill(self._rng.choice(pids))
+            self._strike(what, phase if self._wait_for(phase) else "any")
         self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train again")
+        numbers = {path.name for path in self._checkpoints.glob("checkpoint-*")}
+        if self._shape.writes:
+            is_newer = lambda: any(path.name not in numbers for path in self._checkpoints.glob("checkpoint-*"))  # noqa: E731
+            self.expect(is_newer, RECOVER_S, "a checkpoint is written again")
         (self.folder / "end").touch()
         self.expect(lambda: not self.processes(), END_S, "all have ended")
         self._check()
 
-    def _wait_for(self, phase: str) -> None:
+    def _wait_for(self, phase: str) -> bool:
         """Something happens in that phase from now on, or does not within a second, or 30 for a warm-up's finals."""
         begin_s = time.monotonic()
         while phase != "any" and time.monotonic() < begin_s + (30.0 if phase == "finals" else 1.0):
             if phase == "finals":
                 if self._trials.exists() and '"finals"' in self._trials.read_text():
-                    break
+                    time.sleep(self._rng.uniform(0.0, 0.2))
+                    return True
             elif phase == "writes":
                 if list(self._checkpoints.glob("writing-*")):
-                    return
+                    return True
             else:
                 newest = [line for log in self._logs().values() for line in log[-3:]]
                 if any(line["what"] == phase and line["s"] > begin_s for line in newest):
-                    return
+                    if phase == "iteration":  # else during the pause after it
+                        time.sleep(self._rng.uniform(PAUSE_S, PAUSE_S + 0.01))
+                    return True
             time.sleep(0.002)
         time.sleep(self._rng.uniform(0.0, 0.2))
+        return False
 
     def _strike(self, what: str, phase: str) -> None:
         rng, members = self._rng, self._members()
         pids = sorted(members, key=lambda pid: members[pid][0])
         if len(pids) < 2:
             return
-        self.done.append(f"{what} in {phase}")
+        self.done.append((what, phase))
         if what in ("rank", "again"):
             self._kill(rng.choice(pids))
             if what == "again":  # while the others recover
                 time.sleep(rng.uniform(0.0, 0.3))
                 if len(left := list(self._members())) >= 2:
                     self._kill(rng.choice(left))
+        elif what == "newcomer":
+            self._kill(rng.choice(pids))
+            step = rng.choice(STEPS)
+            self.expect(lambda: self._newcomers(step), RECOVER_S, f"one comes as far as to {step}")
+            time.sleep(rng.uniform(0.0, 1.0) if step in ("import", "start") else 0.0)
+            self._kill(*self._newcomers(step)[:1])
+            self.done[-1] = what, step
         elif what == "rank 0":
             self._kill(pids[0])
         elif what == "two ranks":
@@ -253,6 +311,14 @@ class Job(LaunchedJob):
                 time.sleep(0.5)
                 folder.unlink()
                 aside.rename(folder)
+
+    def _is_settled(self) -> bool:
+        """All train in a generation that began after the last kill, so that nobody is about to be dismissed."""
+        last_s = max((s for s, pid, _ in self._kills if pid in self._gone), default=0.0)
+        members = self._members()
+        is_whole = len(members) == sum(self._shape.slots.values())
+        begun_s = [(self._last[pid]["joined"]["s"], self._last[pid]["train"]["s"]) for pid in members]
+        return is_whole and all(last_s < joined_s < train_s for joined_s, train_s in begun_s)
 
     def _move_clock(self, pid: int, pids: list[int]) -> None:
         """Hours forward or back in one process; all go on."""
@@ -295,6 +361,7 @@ class Job(LaunchedJob):
         host = self._rng.choice(free)
         if what == "agent":
             self._kill(agents[host])
+            self._gone.update(pid for pid in pids if members[pid][1] == host)
             return
         ranks = [pid for pid in pids if members[pid][1] == host]
         there = {agents[host], *ranks}
@@ -339,9 +406,23 @@ class Job(LaunchedJob):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                self.killed += 1
+                self._kills.append((time.monotonic(), pid, " in ".join(self.done[-1] if self.done else ("", ""))))
+                self._gone |= {pid} - {self._driver}
         if self.process.pid in pids:
             self.process.wait()
+
+    @property
+    def killed(self) -> int:
+        return len(self._kills)
+
+    def pauses_s(self) -> list[tuple[float, str]]:
+        """From each kill of a rank that trained until one has trained in a new generation, and by which strike."""
+        begun_s = dict[int, float]()
+        for line in (line for log in self._logs().values() for line in log if line["what"] == "iteration"):
+            begun_s[line["generation"]] = min(line["s"], begun_s.get(line["generation"], line["s"]))
+        of_ranks = [(s, strike) for s, pid, strike in self._kills if "train" in self._last.get(pid, {})]
+        after = [([on_s - s for on_s in begun_s.values() if on_s > s], strike) for s, strike in of_ranks]
+        return [(min(some), strike) for some, strike in after if some]
 
     # ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -359,8 +440,22 @@ class Job(LaunchedJob):
         judge._check_samples(history)
         if not (self._shape.is_tuned or self._shape.is_apart):  # where streams and transports add in other orders
             judge._check_reference(history)
-        assert not list(self._checkpoints.glob("writing-*")) or self.killed, self.text()
-        assert "Traceback" not in self.text().replace("PeerLostError", ""), self.text()
+        if self._shape.writes:
+            self._check_checkpoint(history)
+        before, traceback, after = self.text(most=10**9).partition("Traceback")
+        assert not traceback, f"{before[-1000:]}{traceback}{after[:5000]}"
+
+    def _check_checkpoint(self, history: list[list[dict[str, Any]]]) -> None:
+        """The newest one is whole and holds what was committed, and none is half written."""
+        assert not list(self._checkpoints.glob("writing-*")), f"a part of a checkpoint is left\n{self.text()}"
+        newest = CheckpointFolder(self._checkpoints).newest()
+        assert newest is not None, f"no checkpoint is left\n{self.text()}"
+        tree, model = newest.load(), make_model(Plan.width)
+        model.load_state_dict(tree["states"]["model"])
+        iteration = tree["values"]["iteration"]
+        assert hash_of(model) == history[iteration - 1][0]["hash"], (
+            f"{newest} is not iteration {iteration}\n{self.text()}"
+        )
 
     def clear(self) -> None:
         """Ends what is left."""
@@ -413,33 +508,52 @@ def in_lab() -> int | None:
         return lab.popen(0, [sys.executable, *sys.argv], env={INSIDE: str(lab.agent)}).wait()
 
 
+def _make_touchy() -> None:
+    """What checkpoints of `ranks/elastic_member.py` name where they hold its `Touchy`."""
+
+
 def main() -> int:
     if (code := in_lab()) is not None:
         return code
     seed, strikes, each = int(sys.argv[1]), int(sys.argv[2]), int([*sys.argv, "10"][3])
-    done = killed = failed = number = 0
-    kinds = Counter[str]()
-    while done < strikes and number < strikes:
+    struck, pauses_s = Counter[tuple[str, str]](), list[tuple[float, str]]()
+    killed = failed = number = 0
+    while struck.total() < strikes and number < strikes:
         rng = random.Random(f"{seed} {number}")
         with tempfile.TemporaryDirectory(prefix="elastic-chaos-") as name:
-            begin_s, shape = time.monotonic(), draw(rng, min(each, strikes - done), sys.argv[4:])
+            begin_s, shape = time.monotonic(), draw(rng, min(each, strikes - struck.total()), sys.argv[4:])
             job = Job(shape, Path(name), rng)
             wrong = ""
             try:
                 job.run()
             except AssertionError as err:
                 wrong = str(err)
+                if KEEP:
+                    shutil.copytree(name, Path(KEEP) / f"{seed}-{number}", dirs_exist_ok=True)
             finally:
                 job.clear()
-        done, killed, failed = done + len(job.done), killed + job.killed, failed + bool(wrong)
-        kinds.update(each.partition(" in ")[0] for each in job.done)
+        killed, failed = killed + job.killed, failed + bool(wrong)
+        struck.update(job.done)
+        pauses_s.extend(job.pauses_s())
         traits = {"go-on": shape.goes_on, "apart": shape.is_apart, "tuned": shape.is_tuned, "writes": shape.writes}
         kind = " ".join([str([*shape.slots.values()]), *(trait for trait, there in traits.items() if there)])
         took = f"{len(job.done)} strikes, {job.killed} kills in {time.monotonic() - begin_s:.0f} s"
         print(f"{seed}/{number} {kind}: {took}: {wrong or 'right'}", flush=True)
         number += 1
-    print(f"{number} jobs, {done} strikes {dict(kinds)}, {killed} kills, {failed} jobs wrong", flush=True)
+        print(f"{number} jobs, {killed} kills, {failed} jobs wrong; {told(struck, pauses_s)}", flush=True)
     return int(failed > 0)
+
+
+def told(struck: Counter[tuple[str, str]], pauses_s: list[tuple[float, str]]) -> str:
+    """Strikes by kind and by phase, and how long jobs stood still after kills of ranks."""
+    kinds, phases = Counter[str](), Counter[str]()
+    for (what, phase), count in struck.items():
+        kinds[what] += count
+        phases[phase] += count
+    counts = [", ".join(f"{count} {each}" for each, count in some.most_common()) for some in (kinds, phases)]
+    middle_s = median(s for s, _ in pauses_s) if pauses_s else 0.0
+    longest = ", ".join(f"{s:.1f} ({strike})" for s, strike in sorted(pauses_s, reverse=True)[:5])
+    return f"strikes {counts[0]}; in phases {counts[1]}; on after kills in {middle_s:.1f} s, at most {longest}"
 
 
 if __name__ == "__main__":

@@ -115,6 +115,10 @@ class AgentList:
         self.expected.clear()
         self.adopts = False
 
+    def wants(self, number: int) -> bool:
+        """Whether the agent of this number may come; one that was given up looks for a driver elsewhere."""
+        return self.adopts or self.awaited(number) is not None
+
     def awaited(self, number: int) -> AgentRecord | None:
         """That of this number which has not come yet; None = there is none."""
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
@@ -246,11 +250,12 @@ Received = TypeVar("Received")
 class Switchboard(Generic[Speaker]):
     """The connections of a driver, each with the speaker that is heard through it, and the ports where it listens."""
 
-    def __init__(self, endpoint: DriverEndpoint) -> None:
-        """Listens at the ports that it inherits, which become its own."""
+    def __init__(self, endpoint: DriverEndpoint, *, is_wanted: Callable[[int], bool]) -> None:
+        """Listens at the ports that it inherits, which become its own; `is_wanted` says of a number who is let in."""
         self._events = selectors.DefaultSelector()
         listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
-        self._door = Door(listeners, key=agents_key(endpoint.proof), own=DRIVER, events=self._events)
+        key = agents_key(endpoint.proof)
+        self._door = Door(listeners, key=key, own=DRIVER, events=self._events, is_wanted=is_wanted)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -445,7 +450,7 @@ class AgentCrew(AgentList):
             now_s=time.monotonic(),
         )
         self._job, self._proof, self._pump, self._environ = job, endpoint.proof, pump, environ
-        self._board: Switchboard[AgentRecord] = Switchboard(endpoint)
+        self._board: Switchboard[AgentRecord] = Switchboard(endpoint, is_wanted=self.wants)
         self._leaving: list[AgentRecord] = []
 
     def wake(self) -> None:
@@ -507,12 +512,8 @@ class AgentCrew(AgentList):
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
         """An agent has proved itself."""
-        agent = self.awaited(number)
-        if agent is None and self.adopts:
-            agent = AgentRecord("", number, now_s=time.monotonic())  # its host is not known before it says it
-        if agent is None:
-            sock.close()
-            return
+        # The host of one that is adopted is not known before it says it.
+        agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         self._watch(agent)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,6 +154,17 @@ time.sleep(60)
     assert (process.poll() is None) is has_successors
     process.kill()
     process.wait()
+
+
+def test_an_agent_that_was_given_up_finds_no_driver_in_the_one_that_goes_on_without_it(crew: AgentCrew) -> None:
+    (known,) = crew.agents.values()
+    assert [*crew.lose(known, time.monotonic())] == [Lost("localhost", "its agent is gone")]
+    with ThreadPoolExecutor() as pool:
+        places = crew._board.places  # type: ignore[attr-defined]
+        found = pool.submit(reach_driver, places, proof=crew._proof, number=known.number, timeout_s=0.5)  # type: ignore[attr-defined]
+        until(lambda: [*crew.look(0.05)] or found.done())
+    with pytest.raises(CommError, match="cannot be reached"):
+        found.result()
 
 
 def test_an_agent_that_is_told_what_it_does_not_understand_ends(crew: AgentCrew) -> None:

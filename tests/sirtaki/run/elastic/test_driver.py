@@ -210,6 +210,28 @@ def test_a_host_that_stands_still_is_left_out_and_ends_its_ranks_when_it_comes_b
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_stands_still_ends_its_ranks_when_it_comes_back_to_a_driver_that_has_taken_over(
+    start: Callable,
+) -> None:
+    words = ("--min-np", 1, "--blacklist-cooldown-range", 600, 600, "--on-driver-loss", "go-on")
+    job = start("-H", "a:1,b:1,c:1", *words, *AGENTS)
+    first = job.of_size(3)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.until(lambda: any("takes over 3 ranks" in log.read_text() for log in job.folder.glob("*.log")))
+    gone = job.agents()["c"], first[2]["pid"]
+    for pid in gone:
+        os.kill(pid, signal.SIGSTOP)
+    job.until(lambda: len(job.generation()) == 2, timeout_s=60.0)
+    for pid in gone:
+        os.kill(pid, signal.SIGCONT)
+    job.until(lambda: not {*gone} & {*job.processes()}, timeout_s=200.0)
+    assert len(job.generation()) == 2
+    (job.folder / "stop").touch()
+    job.until(lambda: not job.processes(), timeout_s=30.0)
+
+
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_vanished_host_hear_of_it_from_the_driver(
     start: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
