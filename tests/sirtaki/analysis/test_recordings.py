@@ -138,7 +138,7 @@ def test_what_ranks_that_were_killed_leave_is_shown(written: Path) -> None:
         (b"\x1f\x8b\x08nonsense", "cannot be read"),
         (gzip.compress(b"{}", mtime=0)[:-9], "cannot be read"),
         (gzip.compress(b"[1, 2", mtime=0), "cannot be read"),
-        (gzip.compress(json.dumps({"format": FORMAT_VERSION, "rank": 1}).encode()), "is damaged"),
+        (gzip.compress(json.dumps({"format": FORMAT_VERSION, "rank": 1}).encode(), mtime=0), "is damaged"),
         (None, "$.iterations[0].spans[0][1]"),
     ],
 )
