@@ -132,8 +132,8 @@ def answer_termination(tell: Callable[[str], None]) -> None:
 
 def doing() -> str:
     """What this rank does and how far it is, in words; "" if its script has no job of Sirtaki's."""
-    job = sys.modules.get("sirtaki.engine.job")
-    return "" if job is None else str(job.describe())
+    describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)  # not there while it is imported
+    return "" if describe is None else str(describe())
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], None]:

@@ -238,7 +238,9 @@ import os, signal, sys, time, types
 from sirtaki.run.rank_channel import answer_termination
 sys.modules["sirtaki.engine.job"] = types.SimpleNamespace(describe=lambda: "waits for rank 1")
 answer_termination(lambda doing: print("it", doing, flush=True))
-if sys.argv[1] == "itself":
+if sys.argv[1] == "itself, importing":
+    sys.modules["sirtaki.engine.job"] = types.ModuleType("sirtaki.engine.job")
+if sys.argv[1].startswith("itself"):
     os.kill(os.getpid(), signal.SIGTERM)
 up, ready = os.pipe()
 if (child := os.fork()) == 0:
@@ -253,7 +255,11 @@ else:
 
 @pytest.mark.parametrize(
     ("whom", "says", "returncode"),
-    [("itself", "it waits for rank 1\n", -signal.SIGTERM), ("its child", "", signal.SIGTERM)],
+    [
+        ("itself", "it waits for rank 1\n", -signal.SIGTERM),
+        ("itself, importing", "it \n", -signal.SIGTERM),
+        ("its child", "", signal.SIGTERM),
+    ],
 )
 def test_a_rank_says_what_it_did_before_sigterm_ends_it_and_its_children_say_nothing(whom, says, returncode):
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, whom]
