@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from . import program as actions
 from .program import Action, Backward, BlockKind, Feature, OptimizerSpec, Program
-from .reference import DIVERGED, Entry, IllegalError, legal, total_of
-from .replica import LOSSY, OPERATIONS, Optimizer, Replica, Values
+from .reference import Played, legal, like_parameter, rounded, total_of
+from .replica import LOSSY, Optimizer, Replica
 from .strategy import DENSE_RULES, Iterations
 
 # ── How they are drawn ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,45 +114,23 @@ class _Draw(Iterations):
 # ── What must come out ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class AttachedReference:
-    """Plays such a program on all ranks, in one process.
-
-    Attributes:
-        trace: by rank, what a script may look at.
-        played: the program without what was not legitimate.
-    """
+class AttachedReference(Played):
+    """Plays such a program on all ranks, in one process."""
 
     def __init__(self, program: Program) -> None:
-        self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
+        replicas = [Replica(program, rank) for rank in range(program.ranks)]
         self._program = program
         self._plain: list[list[Optimizer]] = [
-            [replica.optimizer(spec) for replica in self.replicas] for spec in program.optimizers
+            [replica.optimizer(spec) for replica in replicas] for spec in program.optimizers
         ]
         self._sparse = {name for name in program.parameters if program.kind_of(name) is BlockKind.SPARSE}
-        self._started: list[tuple[str, int]] = []
-        self._number = 0
-        self._saved = self._failed = self._due = self._uneven = False
-        self.trace: list[list[Entry]] = [[] for _ in self.replicas]
-        played: list[Action] = []
-        for action in program.actions:
-            seen: list[tuple[int, str, Values]] = []
-            self._look: Callable[[int, str, Values], None] = lambda *entry, seen=seen: seen.append(entry)  # type: ignore[misc]
-            try:
-                getattr(self, f"_{type(action).__name__.lower()}")(action)
-            except IllegalError:
-                continue
-            except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
-                break  # PyTorch itself refuses it, and has perhaps done a part
-            for rank, label, values in seen:
-                self.trace[rank].append((self._number, label, values))
-            self._number += 1
-            played.append(action)
-        self.played = replace(program, actions=tuple(played))
+        self._failed = self._due = self._uneven = False
+        super().__init__(program, replicas)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _backward(self, action: Backward) -> None:
-        self._pass(action, self._number * 100, range(len(self.replicas)))
+        self._pass(action, self._number * 100, range(len(self._replicas)))
 
     def _pass(self, action: Backward, number: int, active: Sequence[int]) -> None:
         reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
@@ -163,7 +141,7 @@ class AttachedReference:
         legal(not (penalised and fused), "PyTorch's own fused updates misread gradients of other strides")
         found: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for rank in active:
-            replica = self.replicas[rank]
+            replica = self._replicas[rank]
             names = [n for n in action.inputs or self._program.parameters if replica.parameters[n].requires_grad]
             legal(bool(names) or not action.inputs, "nothing to compute")
             loss = replica.loss(action, number, plain=True)
@@ -177,26 +155,24 @@ class AttachedReference:
             return
         for rank, mine in found.items():
             for name, grad in mine:
-                param = self.replicas[rank].parameters[name]
+                param = self._replicas[rank].parameters[name]
                 param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
-        if not action.apart and len(self.replicas) > 1:
+        if not action.apart and len(self._replicas) > 1:
             for name in self._program.parameters:
                 self._average(name, active)
 
     def _average(self, name: str, active: Sequence[int]) -> None:
-        params = [self.replicas[rank].parameters[name] for rank in active]
+        params = [self._replicas[rank].parameters[name] for rank in active]
         if not params[0].requires_grad or all(param.grad is None for param in params):
             return
         total = total_of([param.grad for param in params], params[0], sparse=name in self._sparse)
-        mean = (total / len(self.replicas)).to(params[0].dtype)
-        mean = mean.coalesce() if mean.is_sparse else mean
+        mean = rounded(total / len(self._replicas), params[0].dtype)
         for param in params:
-            param.grad = mean.clone() if mean.is_sparse else torch.empty_like(param).copy_(mean)
+            param.grad = like_parameter(mean, param)
 
     def _aside(self, action: actions.Aside) -> None:
         legal(not (self._uneven and action.on), "once `join()` has been used, DDP's forward() asks all ranks")
-        for rank in action.on or range(len(self.replicas)):
-            self._look(rank, "aside", self.replicas[rank].look_aside(action, self._number * 100 + 50))
+        super()._aside(action)
         self._due = True
 
     # ── steps, and what is done to gradients ─────────────────────────────────────────────────────────────────────
@@ -205,103 +181,71 @@ class AttachedReference:
         legal(not self._failed, "what the failed pass has left is unknown")
         for rank, plain in enumerate(self._plain[action.optimizer]):
             plain.step()
-            self._stepped(action.optimizer, rank)
-
-    def _stepped(self, number: int, rank: int) -> None:
-        names = self._program.optimizers[number].parameters
-        weights = self.replicas[rank].values(names)
-        if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
-            raise ValueError("what follows is rounding, grown with the weights")
-        self._look(rank, f"optimizer {number}", weights)
-        self._look(rank, f"optimizer {number}", self.replicas[rank].gradients(names))
+            self._look_at_step(rank, action.optimizer, self._program.optimizers[action.optimizer].parameters)
 
     def _zerograd(self, action: actions.ZeroGrad) -> None:
         legal(not self._failed or action.set_to_none, "what came before the failure is unknown")
-        for replica in self.replicas:
+        for replica in self._replicas:
             replica.blocks.zero_grad(action.set_to_none)
         self._failed = False
 
     def _edit(self, action: actions.Edit) -> None:
         legal(not self._failed, "what the failed pass has left is unknown")
         legal(action.how == "null" or not self._sparse & set(action.parameters), "sparse")
-        for replica in self.replicas:
+        for replica in self._replicas:
             replica.edit(action)
 
     def _read(self, action: actions.Read) -> None:
         legal(not self._failed, "what the failed pass has left is unknown")
-        for rank, replica in enumerate(self.replicas):
+        for rank, replica in enumerate(self._replicas):
             self._look(rank, "read", replica.gradients(action.parameters))
 
     def _keep(self, action: actions.Keep) -> None:
         legal(not self._failed, "what the failed pass has left is unknown")
         names = self._program.optimizers[action.optimizer].parameters
-        for replica, plain in zip(self.replicas, self._plain[action.optimizer], strict=True):
+        for replica, plain in zip(self._replicas, self._plain[action.optimizer], strict=True):
             replica.kept += replica.keeps(names, action.how)
             plain.zero_grad()
 
-    def _recall(self, action: actions.Recall) -> None:
-        for rank, replica in enumerate(self.replicas):
-            self._look(rank, "kept", replica.recall())
-
-    def _outside(self, action: actions.Outside) -> None:
-        for rank, replica in enumerate(self.replicas):
-            self._look(rank, f"read by {action.how}", replica.read(action.how))
-
     # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _nudge(self, action: actions.Nudge) -> None:
-        for replica in self.replicas:
-            replica.nudge()
-
     def _save(self, action: actions.Save) -> None:
-        for rank, replica in enumerate(self.replicas):
+        for rank, replica in enumerate(self._replicas):
             replica.save([plain[rank] for plain in self._plain])
         self._saved = True
 
     def _load(self, action: actions.Load) -> None:
         legal(self._saved, "nothing was saved")
-        for rank, replica in enumerate(self.replicas):
+        for rank, replica in enumerate(self._replicas):
             replica.load([plain[rank] for plain in self._plain])
 
     def _broadcast(self, action: actions.Broadcast) -> None:
         legal(not self._failed, "what the failed pass has left is unknown")
-        for replica in self.replicas:
-            replica.blocks.load_state_dict(self.replicas[action.root].blocks.state_dict())
+        for replica in self._replicas:
+            replica.blocks.load_state_dict(self._replicas[action.root].blocks.state_dict())
             replica.blocks.zero_grad()
-
-    def _eager(self, action: actions.Eager) -> None:
-        self._started.append((action.what, self._number))
-        if not action.later:
-            self._wait(actions.Wait())
-
-    def _wait(self, action: actions.Wait) -> None:
-        for what, number in self._started:
-            for rank in range(len(self.replicas)):
-                result = OPERATIONS[what].result(rank, len(self.replicas), number)
-                self._look(rank, f"eager {what}", {"result": result.numpy()})
-        self._started = []
 
     def _epoch(self, action: actions.Epoch) -> None:
         """In `model.join()`: `zero_grad(), backward(), step()` for each batch; then all are as the last rank is."""
         legal(not self._failed and not self._started and any(action.batches), "not now")
-        weights = [replica.values(self._program.parameters) for replica in self.replicas]
+        weights = [replica.values(self._program.parameters) for replica in self._replicas]
         alike = all(np.array_equal(mine[name], each[name]) for each in weights for mine in weights for name in mine)  # type: ignore[arg-type]
-        states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self.replicas))]
+        states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self._replicas))]
         legal(alike and len(set(states)) == 1, "nobody knows who is last")
         for batch in range(max(action.batches)):
-            active = [rank for rank in range(len(self.replicas)) if batch < action.batches[rank]]
+            active = [rank for rank in range(len(self._replicas)) if batch < action.batches[rank]]
             for rank in active:
-                self.replicas[rank].blocks.zero_grad()
+                self._replicas[rank].blocks.zero_grad()
             self._pass(Backward(), self._number * 100 + batch, active)
             for number, plain in enumerate(self._plain):
                 for rank in active:
                     plain[rank].step()
-                    self._stepped(number, rank)
+                    self._look_at_step(rank, number, self._program.optimizers[number].parameters)
         self._uneven = True
         last = action.batches.index(max(action.batches))
-        for rank, replica in enumerate(self.replicas):
+        for rank, replica in enumerate(self._replicas):
             if rank != last:
-                replica.blocks.load_state_dict(self.replicas[last].blocks.state_dict())
+                replica.blocks.load_state_dict(self._replicas[last].blocks.state_dict())
                 for plain in self._plain:
                     plain[rank].load_state_dict(copy.deepcopy(plain[last].state_dict()))
             replica.blocks.zero_grad()

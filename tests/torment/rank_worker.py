@@ -375,6 +375,8 @@ class Worker:
             self._prepare(program)
             if self._world.rank >= program.ranks:
                 return "idle", None
+            overlaps = "overlap_forward" in dict(program.environment)
+            hasty.be(overlaps or any(spec.lossy for spec in program.optimizers))  # nothing is compressed while profiled
             script = (Script if program.attached is None else AttachedScript)(program)
             trace = script.play()
             script.close()
@@ -399,7 +401,6 @@ class Worker:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
         os.environ.update({**DEFAULTS, **given})
-        hasty.be(bool({"SIRTAKI_OVERLAP_FORWARD", "SIRTAKI_TRANSPORT"} & given.keys()))
         gc.freeze()  # all that is imported by now need not be looked through after each program
         if self._world.rank < program.ranks:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
@@ -408,7 +409,6 @@ class Worker:
             dist.init_process_group("gloo", store=store, rank=self._world.rank, world_size=program.ranks)
 
 
-FOLDER = Path(sys.argv[1]).parent
 RETUNES = "SIRTAKI_TEST_RETUNE" in os.environ
 DEFAULTS = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
 
@@ -439,8 +439,9 @@ def end_with(pid: int) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    folder = Path(sys.argv[1]).parent
     # Where each thread is, when the one who asked has waited too long.
-    stacks = (FOLDER / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
+    stacks = (folder / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
     serve(Client(sys.argv[1], family="AF_UNIX"))

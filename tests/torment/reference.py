@@ -335,12 +335,21 @@ class Lockstep:
         total = total_of(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
         if wrapped.spec.op == "average":
             total = total / len(wrapped.members)
-        total = total.to(like.dtype)
-        total = total.coalesce() if total.is_sparse else total
+        total = rounded(total, like.dtype)
         for rank, param in params.items():
             computed = self.computed[rank].pop(name, None)
             if computed is None or param.grad is not None:  # else it was set to None after it came
-                param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
+                param.grad = like_parameter(total, param)
+
+
+def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum of gradients as it is applied; a sparse one has each row once."""
+    return total.to(dtype).coalesce() if total.is_sparse else total.to(dtype)
+
+
+def like_parameter(total: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient of its own for a parameter, with its strides."""
+    return total.clone() if total.is_sparse else torch.empty_like(param).copy_(total)
 
 
 def _values(state: object) -> object:
@@ -628,33 +637,32 @@ DIVERGED = 100.0
 """Weights of this size have grown over few steps, and rounding with them, beyond any tolerance."""
 
 
-class Reference:
-    """Plays a program on all ranks.
+class Played:
+    """Plays a program on replicas of all ranks; base of references, which have a method for each action.
 
     Attributes:
         trace: by rank, what a script may look at.
         played: the program without what was not legitimate.
     """
 
-    def __init__(self, program: Program, features: frozenset[Feature] = ALL) -> None:
-        """Plays it; what needs a feature that is not among `features` is not legitimate either."""
-        self._world = Lockstep(program, features)
+    def __init__(self, program: Program, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
         self._started: list[tuple[str, int]] = []
         self._saved = False
         self._pending_entries: list[tuple[int, str, Values]] = []
         self._number = 0
-        self.trace: list[list[Entry]] = [[] for _ in self._world.replicas]
+        self.trace: list[list[Entry]] = [[] for _ in replicas]
         self.played = replace(program, actions=tuple(self._play(program.actions)))
 
     def _play(self, drawn: Sequence[Action]) -> list[Action]:
         played, n_sound = list[Action](), 0
         for action in drawn:
-            retained = [replica.retained for replica in self._world.replicas]
+            retained = [replica.retained for replica in self._replicas]
             self._pending_entries = []
             try:
                 getattr(self, f"_{type(action).__name__.lower()}")(action)
             except IllegalError:
-                for replica, loss in zip(self._world.replicas, retained, strict=True):
+                for replica, loss in zip(self._replicas, retained, strict=True):
                     replica.retained = loss
                 continue
             except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
@@ -663,14 +671,64 @@ class Reference:
                 self.trace[rank].append((self._number, label, values))
             self._number += 1
             played.append(action)
-            if not any(wrapped.reduced_on_some for wrapped in self._world.optimizers):
+            if self._may_end():
                 n_sound = self._number
-        # Not where some ranks wait in their backward pass for others that come no more.
         self.trace = [[entry for entry in trace if entry[0] < n_sound] for trace in self.trace]
         return played[:n_sound]
 
+    def _may_end(self) -> bool:
+        """No rank waits for others that come no more if the program ends here."""
+        return True
+
     def _look(self, rank: int, label: str, values: Values) -> None:
         self._pending_entries.append((rank, label, values))
+
+    def _look_at_step(self, rank: int, number: int, names: Sequence[str]) -> None:
+        weights = self._replicas[rank].values(names)
+        if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
+            raise ValueError("what follows is rounding, grown with the weights")  # the program ends before
+        self._look(rank, f"optimizer {number}", weights)
+        self._look(rank, f"optimizer {number}", self._replicas[rank].gradients(names))
+
+    def _recall(self, action: actions.Recall) -> None:
+        for rank, replica in enumerate(self._replicas):
+            self._look(rank, "kept", replica.recall())
+
+    def _outside(self, action: actions.Outside) -> None:
+        for rank, replica in enumerate(self._replicas):
+            self._look(rank, f"read by {action.how}", replica.read(action.how))
+
+    def _aside(self, action: actions.Aside) -> None:
+        for rank in action.on or range(len(self._replicas)):
+            self._look(rank, "aside", self._replicas[rank].look_aside(action, self._number * 100 + 50))
+
+    def _nudge(self, action: actions.Nudge) -> None:
+        for replica in self._replicas:
+            replica.nudge()
+
+    def _eager(self, action: actions.Eager) -> None:
+        self._started.append((action.what, self._number))
+        if not action.later:
+            self._wait(actions.Wait())
+
+    def _wait(self, action: actions.Wait) -> None:
+        for what, number in self._started:
+            for rank in range(len(self._replicas)):
+                result = OPERATIONS[what].result(rank, len(self._replicas), number)
+                self._look(rank, f"eager {what}", {"result": result.numpy()})
+        self._started = []
+
+
+class Reference(Played):
+    """Plays a program whose optimizers are DistributedOptimizers."""
+
+    def __init__(self, program: Program, features: frozenset[Feature] = ALL) -> None:
+        """Plays it; what needs a feature that is not among `features` is not legitimate either."""
+        self._world = Lockstep(program, features)
+        super().__init__(program, self._world.replicas)
+
+    def _may_end(self) -> bool:
+        return not any(wrapped.reduced_on_some for wrapped in self._world.optimizers)
 
     def _backward(self, action: Backward) -> None:
         gradients = compute(self._world, action, self._number * 100)
@@ -707,12 +765,7 @@ class Reference:
         wrapped.synchronized = False
         wrapped.begin()
         for rank in ranks:
-            replica = self._world.replicas[rank]
-            weights = replica.values(wrapped.spec.parameters)
-            if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
-                raise ValueError("what follows is rounding, grown with the weights")  # the program ends before
-            self._look(rank, f"optimizer {number}", weights)
-            self._look(rank, f"optimizer {number}", replica.gradients(wrapped.spec.parameters))
+            self._look_at_step(rank, number, wrapped.spec.parameters)
 
     def _synchronize(self, action: actions.Synchronize) -> None:
         wrapped = self._world.at(action.optimizer)
@@ -759,10 +812,6 @@ class Reference:
         for rank, replica in enumerate(self._world.replicas):
             self._look(rank, "read", replica.gradients(action.parameters))
 
-    def _aside(self, action: actions.Aside) -> None:
-        for rank in action.on or range(self._world.n_ranks):
-            self._look(rank, "aside", self._world.replicas[rank].look_aside(action, self._number * 100 + 50))
-
     def _keep(self, action: actions.Keep) -> None:
         names = self._world.at(action.optimizer).spec.parameters
         legal(all(self._world.is_defined(name) for name in names), "it is on its way")
@@ -771,14 +820,6 @@ class Reference:
         zero(self._world, ZeroGrad(optimizer=action.optimizer))
         for replica, kept in zip(self._world.replicas, grads, strict=True):
             replica.kept += kept
-
-    def _recall(self, action: actions.Recall) -> None:
-        for rank, replica in enumerate(self._world.replicas):
-            self._look(rank, "kept", replica.recall())
-
-    def _outside(self, action: actions.Outside) -> None:
-        for rank, replica in enumerate(self._world.replicas):
-            self._look(rank, f"read by {action.how}", replica.read(action.how))
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -848,10 +889,6 @@ class Reference:
             replica.convert(action)
             replica.retained = None
 
-    def _nudge(self, action: actions.Nudge) -> None:
-        for replica in self._world.replicas:
-            replica.nudge()
-
     def _broadcast(self, action: actions.Broadcast) -> None:
         self._world.require_idle()
         root = self._world.replicas[action.root]
@@ -872,16 +909,7 @@ class Reference:
             self._world.needs(Feature.EAGER_EARLY)
         if any(left != wrapped.left[0] for wrapped in self._world.optimizers for left in wrapped.left):
             self._world.needs(Feature.UNEVEN)
-        self._started.append((action.what, self._number))
-        if not action.later:
-            self._wait(actions.Wait())
-
-    def _wait(self, action: actions.Wait) -> None:
-        for what, number in self._started:
-            for rank in range(self._world.n_ranks):
-                result = OPERATIONS[what].result(rank, self._world.n_ranks, number)
-                self._look(rank, f"eager {what}", {"result": result.numpy()})
-        self._started = []
+        super()._eager(action)
 
     # ── uneven data ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from .attached import AttachedReference
 from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
-from .reference import Entry, Reference
+from .reference import Entry, Played, Reference
 
 # ── Ranks that live as long as they work: MPI is started once for hundreds of programs, and again after ──────────────
 
@@ -207,14 +207,14 @@ def _launcher() -> list[str]:
 TOLERANCE = {"double": 1e-9, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05, "lossy": 1e6}
 
 
-AnyReference = TypeVar("AnyReference", Reference, AttachedReference)
+Known = TypeVar("Known", bound=Played)
 
 
 class WrongError(AssertionError):
     """A program gives something else on ranks than in one process, or does not come to its end."""
 
 
-def torment(program: Program, ranks: Ranks) -> Reference | AttachedReference:
+def torment(program: Program, ranks: Ranks) -> Played:
     """Plays what is legitimate of a program.
 
     Raises:
@@ -223,7 +223,7 @@ def torment(program: Program, ranks: Ranks) -> Reference | AttachedReference:
     return replay(Reference(program) if program.attached is None else AttachedReference(program), ranks)
 
 
-def replay(reference: AnyReference, ranks: Ranks) -> AnyReference:
+def replay(reference: Known, ranks: Ranks) -> Known:
     """Plays a program whose reference is known."""
     played = reference.played
     try:
