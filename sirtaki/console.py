@@ -135,6 +135,14 @@ def start_logging(settings: Settings, rank: int) -> None:
             root.warning("%s", warning)
 
 
+def tuning_ahead(settings: Settings) -> str:
+    """What a job that tunes will do, and how to switch that off, as a part of a line."""
+    return (
+        f"other settings are tried in the first {settings.warmup_iterations} steps, and one is kept if it is proved to "
+        "be faster (SIRTAKI_TUNE=0: none)"
+    )
+
+
 def progress_every_s() -> float:
     """How often progress is to be told."""
     handlers = logging.getLogger("sirtaki").handlers

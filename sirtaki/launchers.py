@@ -133,10 +133,10 @@ TORCH_NAMES = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK",
 """What `torch.distributed.init_process_group()` and scripts for torchrun read, by quantity."""
 
 AGENT = "SIRTAKI_AGENT"
+"""In ranks that come and go: the descriptor through which they talk to the agent that has started them."""
+
 BAR = "SIRTAKI_BAR"
 """Set by a launcher that draws a bar of progress for its ranks."""
-
-"""In ranks that come and go: the descriptor through which they talk to the agent that has started them."""
 
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
 _SRUN_REMEDY = (

@@ -206,9 +206,16 @@ class _RankTrace:
         self._last_on[one.lane] = [number]
         node = self._node(number, one.name, COMM_COLL_NODE, before, self._last, one.begin_s, one.done_s[self.rank])
         node.attr.add(name="comm_size", uint64_val=one.n_bytes)
-        values = {"iteration": step.number, "activity": one.activity.value, "phase": Phase.OTHER.value}
-        values |= {"comm_type": COLLECTIVES[kind], "pg_name": str(self.groups[one.ranks]), "stream": one.lane}
-        return _with_attributes(node, is_cpu_op=False, **values)  # simulators want to hear no
+        return _with_attributes(
+            node,
+            is_cpu_op=False,  # simulators want to hear no
+            iteration=step.number,
+            activity=one.activity.value,
+            phase=Phase.OTHER.value,
+            comm_type=COLLECTIVES[kind],
+            pg_name=str(self.groups[one.ranks]),
+            stream=one.lane,
+        )
 
     def _node(
         self, number: int, name: str, kind: int, before: list[int], after: list[int], begin_s: float, end_s: float

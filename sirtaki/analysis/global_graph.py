@@ -342,10 +342,11 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     """The parts that are worth a line each, and what is left as one."""
     found = parts(replay)
     rest = [part for part in found if part.share < LEAST_SHARE]
+    shown = tuple(part for part in found if part.share >= LEAST_SHARE)
     if not rest:
-        return found
+        return shown
     seconds, share = sum(part.seconds for part in rest), sum(part.share for part in rest)
-    return (*(part for part in found if part not in rest), Part(words="is all else", seconds=seconds, share=share))
+    return (*shown, Part(words="is all else", seconds=seconds, share=share))
 
 
 _OWN = ""  # computing and loading: named by phase and rank

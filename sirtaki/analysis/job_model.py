@@ -331,8 +331,17 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
         def piece(from_s: float, to_s: float, cut_s: float | None, one: Stretch = one) -> Piece:
             seconds = 0.0 if one.waits else work_s(from_s, to_s) if one.computes else to_s - from_s
-            moments = tuple(ready.get(cut_s, ())), tuple(issued.get(cut_s, ()))
-            return Piece(one.activity, one.phase, seconds, one.name, one.computes, waits, *moments, one.module)  # noqa: B023
+            return Piece(
+                activity=one.activity,
+                phase=one.phase,
+                seconds=seconds,
+                name=one.name,
+                computes=one.computes,
+                waits=waits,  # noqa: B023  it is called before the next stretch's
+                ready=tuple(ready.get(cut_s, ())),
+                issues=tuple(issued.get(cut_s, ())),
+                module=one.module,
+            )
 
         while place < len(cuts) and (cuts[place] <= one.end_s or one.end_s >= full[-1].end_s):
             until_s = max(now_s, min(cuts[place], one.end_s))

@@ -156,12 +156,17 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operatio
         route = (buffer.plan.transport, unit.algorithm)
         cost = costs[route]
         moving_s = unit.numel * layout.itemsize_bytes * cost.s_per_byte
-        costs_s: dict[str, Any] = {"processor_s": cost.startup_s + moving_s}
-        if cost.across:
-            costs_s = {"fixed_s": cost.startup_s, "link_s": moving_s}
-        costs_s |= {"host_s": cost.host_s, "busy": cost.busy, "lag_s": cost.lag_s}
         key = (buffer.number, unit.start, unit.stop)
-        yield Operation(**unit_fields(key, layout, route, unit.stream), ranks=buffer.ranks, **costs_s)
+        yield Operation(
+            **unit_fields(key, layout, route, unit.stream),
+            ranks=buffer.ranks,
+            fixed_s=cost.startup_s if cost.across else 0.0,
+            link_s=moving_s if cost.across else 0.0,
+            host_s=cost.host_s,
+            processor_s=0.0 if cost.across else cost.startup_s + moving_s,
+            busy=cost.busy,
+            lag_s=cost.lag_s,
+        )
 
 
 class _Reissue:
@@ -387,8 +392,12 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
         raise ReplayError(f"gradients cannot travel in {factor} times the bytes")
 
     def smaller(one: Operation) -> Operation:
-        costs: dict[str, Any] = {"link_s": one.link_s * factor, "processor_s": one.processor_s * factor}
-        return replace(one, n_bytes=round(one.n_bytes * factor), **costs)
+        return replace(
+            one,
+            n_bytes=round(one.n_bytes * factor),
+            link_s=one.link_s * factor,
+            processor_s=one.processor_s * factor,
+        )
 
     return _with_units(job, smaller)
 

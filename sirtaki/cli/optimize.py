@@ -154,8 +154,6 @@ def _plan_json(one: Proposal, path: Path) -> dict[str, Any]:
 
 def _json(outcome: Outcome) -> dict[str, Any]:
     best, alone = outcome.best, outcome.plan_alone
-    before, after = ([{"words": part.words, "share": part.share} for part in parts]
-                     for parts in (outcome.parts, best.parts))  # fmt: skip
     return {
         "faster": outcome.is_faster,
         "knobs": best.knobs.to_json(),
@@ -166,12 +164,16 @@ def _json(outcome: Outcome) -> dict[str, Any]:
         "part_bytes": best.plan.part_bytes,
         "plan_alone_s": None if alone is None else alone.times.iteration_s,
         "without_communication_s": outcome.without_communication_s,
-        "critical_path_before": before,
-        "critical_path_after": after,
+        "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts],
+        "critical_path_after": [{"words": part.words, "share": part.share} for part in best.parts],
         "proposed_by": best.by or None,
-        "search": {"seconds": outcome.search_s, "replays": outcome.replays, "ranks": outcome.n_ranks,
-                   "in_time": outcome.in_time},
-    }  # fmt: skip
+        "search": {
+            "seconds": outcome.search_s,
+            "replays": outcome.replays,
+            "ranks": outcome.n_ranks,
+            "in_time": outcome.in_time,
+        },
+    }
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,9 +215,14 @@ def _print_memory(fitting: Fitting) -> None:
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:
     def row(one: TimedRemedy) -> dict[str, Any]:
-        told: dict[str, Any] = {"by": one.by, "lines": list(one.remedy.lines), "notes": list(one.remedy.notes)}
-        told |= {"peak_bytes": one.remedy.peak_bytes, "step_s": one.answer.times.iteration_s}
-        return {**told, **one.answer.row()}
+        return {
+            "by": one.by,
+            "lines": list(one.remedy.lines),
+            "notes": list(one.remedy.notes),
+            "peak_bytes": one.remedy.peak_bytes,
+            "step_s": one.answer.times.iteration_s,
+            **one.answer.row(),
+        }
 
     return {
         "budget_bytes": fitting.budget_bytes,

@@ -42,7 +42,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
-from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress
+from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress, tuning_ahead
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
@@ -430,17 +430,9 @@ class _Connections:
         if control.rank == 0:
             shared = lanes.kind is TransportKind.SHARED_MEMORY
             how = "shared memory" if shared else f"{streams} connections to each other rank"
-            steps = settings.warmup_iterations
-            tried = (
-                f"; other settings are tried in the first {steps} steps, and one is kept if it is proved to be faster"
-            )
-            logger.info(
-                "shards of %d modules between %d ranks: %s%s",
-                len(groups),
-                len(ranks),
-                how,
-                f"{tried} (SIRTAKI_TUNE=0: none)" if settings.tune and steps > 0 else "; tuning is off",
-            )
+            tunes = settings.tune and settings.warmup_iterations > 0
+            then = tuning_ahead(settings) if tunes else "tuning is off"
+            logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def close(self) -> None:
         """Collective in so far as ranks take leave of each other, for some seconds at most."""

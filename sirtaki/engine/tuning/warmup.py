@@ -38,7 +38,7 @@ from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.console import Progress, progress_every_s, tell_progress
+from sirtaki.console import Progress, progress_every_s, tell_progress, tuning_ahead
 from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster
 from sirtaki.settings import Settings
@@ -815,10 +815,7 @@ class TunedSynchroniser:
             return without_tuning(settings, self._default)
         if not self._space.has_choices:
             return f"{self._default.describe()}, which is all that there is to choose from"
-        tried = f"other settings are tried in the first {settings.warmup_iterations} steps"
-        return (
-            f"{self._default.describe()}; {tried}, and one is kept if it is proved to be faster (SIRTAKI_TUNE=0: none)"
-        )
+        return f"{self._default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
