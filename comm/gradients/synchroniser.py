@@ -313,6 +313,11 @@ class Synchroniser:
         recorded = self._now.trace is not None and self._now.trace.recorded is not None
         return not (self.profiling or self._unused_as_none or recorded or self._buffers.lent)
 
+    @property
+    def written(self) -> bool:
+        """This rank has written gradients in place before they are reduced: this iteration ends in an error."""
+        return bool(self._arrivals.written)
+
     def detach(self) -> None:
         """Every `.grad` is the user's alone from now on."""
         self._buffers.detach()

@@ -360,7 +360,10 @@ class HeldReads(TorchDispatchMode):
                 param = self._by_memory.get(_memory(tensor))
                 if param is not None and is_held(param):
                     self._found(param, func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            _count_writes(func, args)
+        return result
 
     def begin(self) -> bool:
         """Sees all operations of this thread from now on; False, and sees none, inside another mode of the script's."""
@@ -379,6 +382,15 @@ class HeldReads(TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
         for mode in reversed(above):
             _push_mode(mode)
+
+
+def _count_writes(func: Any, args: tuple[Any, ...]) -> None:
+    """Below a mode PyTorch does not count writes to lists of tensors, as `clip_grad_norm_` makes them."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, list | tuple):
+            for tensor in value:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -627,6 +639,8 @@ class PutOffUpdates:
             reducer = self._reducer
             if reducer is None or not self._can(reducer):
                 self.withdraw()
+                return False
+            if reducer.phase is not Phase.GATED and reducer.written:  # `step()` is to raise that
                 return False
             kept = reducer.phase is Phase.GATED
             reducer.put_off()

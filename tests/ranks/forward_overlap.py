@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 import sirtaki.torch as hvd
-from sirtaki.errors import ConfigError, StaleReadError
+from sirtaki.errors import ConfigError, GradientError, StaleReadError
 from sirtaki.torch import overlap as awaited
 
 # ── what scripts do between steps ────────────────────────────────────────────────────────────────────────────────
@@ -228,6 +228,20 @@ def a_read_that_was_not_learned_is_found_by_the_check() -> None:
         model.layers[2].weight.detach()
 
 
+def a_write_before_all_gradients_have_come_raises_at_the_step() -> None:
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(adam(model.parameters()), model.named_parameters(), overlap_forward=True)
+    for number in range(6):  # reads are learned in one of the first iterations
+        plain_step(optimizer, lambda now=number: model[1](model[0](numbers(now, 4, 8))).square().mean())
+        optimizer.zero_grad()
+        model[number % 2](numbers(number, 4, 8)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=number % 3 > 0)
+        with pytest.raises(GradientError, match=r"written before it was reduced"):
+            optimizer.step()
+    plain_step(optimizer, lambda: model[0](numbers(6, 4, 8)).square().mean())
+    optimizer.finish()
+
+
 def optimizers_that_look_at_all_parameters_are_refused() -> None:
     class Global(Signs):
         @torch.no_grad()
@@ -325,6 +339,7 @@ CASES = (
     reads_past_python_are_waited_for,
     memory_that_parameters_share_is_never_stale,
     a_read_that_was_not_learned_is_found_by_the_check,
+    a_write_before_all_gradients_have_come_raises_at_the_step,
     optimizers_that_look_at_all_parameters_are_refused,
     compiled_models_wait,
     a_dropped_optimizer_makes_its_updates_and_is_gone,

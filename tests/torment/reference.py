@@ -118,6 +118,7 @@ class Lockstep:
         reduced: how many such iterations there were, by parameter.
         divided: parameters of optimizers that have had some in common with others.
         joined: some ranks have no data any more.
+        overlaps: updates are put off into the next forward pass.
     """
 
     def __init__(self, program: Program, features: frozenset[Feature]) -> None:
@@ -133,6 +134,7 @@ class Lockstep:
         self.divided: set[str] = set()
         self.joined = False
         self._unused_as_none = dict(program.environment).get("unused") == "none"
+        self.overlaps = "overlap_forward" in dict(program.environment)
         self.optimizers: list[Wrapped] = []
         for spec in program.optimizers:
             self.optimizers.append(self.wrap(spec))
@@ -254,7 +256,7 @@ class Lockstep:
         for rank, mine in enumerate(gradients):
             for name, grad in mine.items():
                 param = self.replicas[rank].parameters[name]
-                param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
+                param.grad = like_parameter(grad.detach(), param) if param.grad is None else param.grad + grad
         came = {name for mine in gradients for name in mine} & self.watched
         self.local |= came
         self.began |= came
@@ -613,14 +615,17 @@ def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
     legal(not (drawn.retain or drawn.again) and drawn.fails_at is None, "one pass")
     legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "thawed")
     gradients, dense = compute(world, drawn, number), wrapped.hooked - world.sparse
-    ranks = action.on or range(world.n_ranks)
+    writes = [
+        bool(
+            dense - mine.keys()
+            and dense & set(action.parameters) & mine.keys()
+            and (not action.on or rank in action.on)
+        )
+        for rank, mine in enumerate(gradients)
+    ]
     legal(not set(action.parameters) & world.sparse, "what is sparse gives way to what is reduced")
-    legal(
-        any(
-            dense - gradients[rank].keys() and dense & set(action.parameters) & gradients[rank].keys() for rank in ranks
-        ),
-        "nothing is written too early",
-    )
+    legal(any(writes), "nothing is written too early")
+    legal(all(writes) or not world.overlaps, "ranks hear of others' writes when their updates are made")
     world.accumulate(gradients)
     wrapped.broken = True
     drop(world, wrapped)

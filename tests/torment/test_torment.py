@@ -150,21 +150,21 @@ def changed(trace: list[list[Entry]], rank: int, change: float) -> list[list[Ent
 
 def test_a_value_that_is_off_is_found() -> None:
     trace = Reference(TRAINED).trace
-    assert compare(trace, trace, 1e-9) == ""
-    assert "rank 1, action 1" in compare(trace, changed(trace, 1, 1e-6), 1e-9)
+    assert compare(trace, trace, 1e-9, [0, 1]) == ""
+    assert "rank 1, action 1" in compare(trace, changed(trace, 1, 1e-6), 1e-9, [0, 1])
 
 
 def test_ranks_that_differ_by_rounding_are_found() -> None:
     trace = Reference(TRAINED).trace
-    assert "ranks 0 and 1 differ" in compare(trace, changed(trace, 1, 1e-16), 1e-9)
+    assert "ranks 0 and 1 differ" in compare(trace, changed(trace, 1, 1e-16), 1e-9, [0, 1])
 
 
 def test_a_gradient_that_should_be_none_is_found() -> None:
     trace = Reference(TRAINED).trace
     number, label, values = trace[0][-1]
     none = [[*trace[0][:-1], (number, label, dict.fromkeys(values))], trace[1]]
-    assert "instead of None" in compare(none, trace, 1e-9)
-    assert "None instead of" in compare(trace, none, 1e-9)
+    assert "instead of None" in compare(none, trace, 1e-9, [0, 1])
+    assert "None instead of" in compare(trace, none, 1e-9, [0, 1])
 
 
 def test_the_reference_is_training_on_the_joined_batch() -> None:

@@ -523,6 +523,11 @@ class GradientReducer:
             return False
         return tuned.can_put_off and self._compared_values and self._nan_check is None and not self.thawed
 
+    @property
+    def written(self) -> bool:
+        """See `Synchroniser.written`."""
+        return self._sync is not None and self._sync.written
+
     def put_off(self) -> None:
         """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
         assert self._sync is not None
