@@ -3,6 +3,8 @@
 Each message is a `msgspec.Struct` with a tag; what is unknown, damaged or too long ends the connection, by name.
 """
 
+import contextlib
+import selectors
 import socket
 import struct
 from typing import Any, Generic, TypeVar
@@ -25,7 +27,7 @@ def encoded(message: msgspec.Struct) -> bytes:
 
 
 class JsonChannel(Generic[Received]):
-    """One end. Nothing here blocks; whoever is to hear is asked by a selector."""
+    """One end. Nothing here blocks; a selector says when to `receive`, to which `watch` gives it."""
 
     def __init__(self, sock: socket.socket, understood: Any) -> None:
         """The socket becomes its own.
@@ -39,15 +41,22 @@ class JsonChannel(Generic[Received]):
         self._decoder: msgspec.json.Decoder[Received] = msgspec.json.Decoder(understood)
         self._in, self._out = bytearray(), bytearray()
         self._ended = False
+        self._events: selectors.BaseSelector | None = None
+        self._data: Any = None
+        self._waits_for = selectors.EVENT_READ
+
+    def watch(self, events: selectors.BaseSelector, data: Any) -> None:
+        """Has a selector report this channel with `data`: when something comes, and when there is room for the rest.
+
+        `receive` sends that rest, too; `close` ends it.
+        """
+        self._events, self._data = events, data
+        events.register(self, self._waits_for, data)
+        self.flush()
 
     def fileno(self) -> int:
         """For a selector; -1 = closed."""
         return self._sock.fileno()
-
-    @property
-    def has_unsent(self) -> bool:
-        """`flush` should be called when it can be written."""
-        return bool(self._out)
 
     def send(self, message: msgspec.Struct | bytes) -> None:
         """Sends what can be sent now of a message, or of what `encoded` has made of it, and keeps the rest.
@@ -66,13 +75,21 @@ class JsonChannel(Generic[Received]):
             pass
         except OSError:
             self._out.clear()
+        waits_for = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        if self._events is not None and waits_for != self._waits_for:
+            self._waits_for = waits_for
+            self._events.modify(self, waits_for, self._data)
 
     def receive(self) -> list[Received]:
-        """All whole messages that have come.
+        """All whole messages that have come; none once this end is closed.
 
         Raises:
             ConnectionError: the other end is gone, or what it sends is no message.
         """
+        if self.fileno() < 0:
+            return []
+        if self._events is not None:
+            self.flush()
         try:
             while not self._ended and len(self._in) <= LONGEST_BYTES + _LENGTH.size:
                 piece = self._sock.recv(_PIECE_BYTES)
@@ -102,4 +119,8 @@ class JsonChannel(Generic[Received]):
 
     def close(self) -> None:
         """Ends it; again is harmless."""
+        if self._events is not None:
+            with contextlib.suppress(KeyError, ValueError):  # the selector may be closed
+                self._events.unregister(self)
+            self._events = None
         self._sock.close()

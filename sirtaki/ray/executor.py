@@ -362,7 +362,6 @@ class HostOfActors:
         """Sends the message to a rank, at the latest when there is room."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             rank.channel.send(message)
-            self._crew.board.watch(rank.channel, rank)
 
     def tell_driver(self, message: FromAgent) -> None:
         """Queues the message for the driver; beats are not needed within one process."""
@@ -491,14 +490,16 @@ class RayCrew:
         """A rank has proved itself."""
         if (rank := self._awaited(worker)) is not None:
             rank.channel = JsonChannel(sock, FromRank)
-            self.board.watch(rank.channel, rank)
+            rank.channel.watch(self.board.events, rank)
 
     def _hear(self, rank: RankHandle) -> None:
+        if rank.channel is None:
+            return
         try:
-            for message in self.board.hear(rank.channel, rank):
+            for message in rank.channel.receive():
                 rank.there.rules.hear_rank(rank.worker, message)
         except ConnectionError:  # its end is found soon
-            self._disconnect(rank)
+            rank.channel.close()
 
     def _bury(self, rank: RankHandle) -> None:
         """Its function has returned or raised, or its process is gone."""
@@ -528,14 +529,10 @@ class RayCrew:
     def _forget(self, rank: RankHandle) -> None:
         """It is there no more; the actor, whose process may still be there, is ended."""
         del rank.there.ranks[rank.worker]
-        self._disconnect(rank)
+        if rank.channel is not None:
+            rank.channel.close()
         ray.kill(rank.actor)
         self._slots.release(rank.worker)
-
-    def _disconnect(self, rank: RankHandle) -> None:
-        if rank.channel is not None:
-            self.board.disconnect(rank.channel)
-            rank.channel.close()
 
 
 _LATER_S = 30.0

@@ -1,5 +1,6 @@
 """Messages arrive whole and in order, whatever pieces they come in; what is no message ends the connection."""
 
+import selectors
 import socket
 import struct
 from collections.abc import Iterator
@@ -74,14 +75,20 @@ def test_who_does_not_read_holds_nobody_up(ends: tuple[JsonChannel[Count], socke
     channel, other = ends
     message = Count(1, "x" * 1_000_000)
     channel.send(message)
-    channel.send(encoded(Count(2)))
-    assert channel.has_unsent
-    reader, found = JsonChannel(other, Count), []
-    while len(found) < 2:
-        channel.flush()
-        found += reader.receive()
-    assert found == [message, Count(2)]
-    assert not channel.has_unsent
+    reader, found = JsonChannel(other, Count), list[Count]()
+    with selectors.DefaultSelector() as events:
+        channel.watch(events, "sender")
+        reader.watch(events, "reader")
+        channel.send(encoded(Count(2)))
+        while len(found) < 2:
+            for chosen, _ in events.select(5.0):
+                assert chosen.data in ("sender", "reader")
+                found += reader.receive() if chosen.data == "reader" else channel.receive()
+        assert found == [message, Count(2)]
+        assert not events.select(0.0)  # nothing is left to send
+        channel.close()
+        assert channel.receive() == []
+        assert [chosen.data for chosen, _ in events.select(5.0)] == ["reader"]  # which finds the end
 
 
 def test_what_is_sent_to_nobody_is_dropped(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
@@ -89,4 +96,6 @@ def test_what_is_sent_to_nobody_is_dropped(ends: tuple[JsonChannel[Count], socke
     other.close()
     for _ in range(3):
         channel.send(Count(1))
-    assert not channel.has_unsent
+    with selectors.DefaultSelector() as events:
+        channel.watch(events, None)
+        assert [mask for _, mask in events.select(5.0)] == [selectors.EVENT_READ]  # the end, and no room for a rest

@@ -590,13 +590,11 @@ class Agent:
 
     def _meet(self, driver: socket.socket) -> None:
         self._driver: JsonChannel[ToAgent] = JsonChannel(driver, ToAgent)
-        self._events.register(self._driver, selectors.EVENT_READ)
+        self._driver.watch(self._events, self._driver)
         self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
         """Finds another one, or ends."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._events.unregister(self._driver)
         self._driver.close()
         if not self._rules.ends and self._succession is not None:
             self._write_to_file()
@@ -619,14 +617,13 @@ class Agent:
     def _look(self) -> None:
         """Waits for something to happen, and sees to it."""
         for chosen, _ in self._events.select(self._poll_s):
-            if chosen.fileobj is self._driver:
+            if chosen.data is self._driver:
                 self._hear_driver()
             elif isinstance(chosen.data, RankProcess) and chosen.data.worker in self._ranks:
                 self._hear_rank(chosen.data)
         for rank in [rank for rank in self._ranks.values() if rank.has_ended()]:
             self._bury(rank)
         has_driver = self._rules.tick(time.monotonic())
-        self._driver.flush()
         if not has_driver and self._driver.fileno() >= 0:
             self._lose_driver()
 
@@ -640,24 +637,13 @@ class Agent:
             self._rules.hear_driver(message, time.monotonic())
 
     def _hear_rank(self, rank: RankProcess) -> None:
-        rank.channel.flush()
-        self._watch(rank)
         try:
             messages = rank.channel.receive()
         except ConnectionError:  # it has closed the socket, or is about to be found dead
-            self._forget(rank.channel)
+            rank.channel.close()
             return
         for message in messages:
             self._rules.hear_rank(rank.worker, message)
-
-    def _watch(self, rank: RankProcess) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.channel.has_unsent else 0)
-        if self._events.get_map().get(rank.channel) is not None:
-            self._events.modify(rank.channel, wanted, rank)
-
-    def _forget(self, channel: JsonChannel[FromRank]) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._events.unregister(channel)
 
     # ── what the rules have done ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -674,7 +660,7 @@ class Agent:
         rank = RankProcess(worker, config.job.command, environ, hosts="one" if config.job.one_host else "many")
         self._ranks[worker] = rank
         self._janitor.watch(rank.pid)
-        self._events.register(rank.channel, selectors.EVENT_READ, rank)
+        rank.channel.watch(self._events, rank)
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
@@ -693,7 +679,6 @@ class Agent:
         """Sends the message to a rank."""
         if (rank := self._ranks.get(worker)) is not None:
             rank.channel.send(message)
-            self._watch(rank)
 
     def tell_driver(self, message: FromAgent) -> None:
         """Sends the message to the driver."""
@@ -701,7 +686,6 @@ class Agent:
 
     def _bury(self, rank: RankProcess) -> None:
         self._hear_rank(rank)  # its last words
-        self._forget(rank.channel)
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 import msgspec
 
@@ -145,7 +145,6 @@ class AgentList:
             agent = self.agents.get(host)
             if agent is not None and agent.channel is not None:
                 agent.channel.send(text)
-                self._watch(agent)
 
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
@@ -189,9 +188,6 @@ class AgentList:
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
         agent.disconnect()
-
-    def _watch(self, agent: AgentRecord) -> None:
-        """Something was sent to the agent, or has come from it."""
 
 
 def is_child(job: ElasticJob, host: str) -> bool:
@@ -244,54 +240,30 @@ def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
 
 
 Speaker = TypeVar("Speaker")
-Received = TypeVar("Received")
 
 
 class Switchboard(Generic[Speaker]):
-    """The connections of a driver, each with the speaker that is heard through it, and the ports where it listens."""
+    """What a driver waits for: those who speak to it, newcomers at the ports where it listens, its own other threads.
+
+    Attributes:
+        events: where the channel of a speaker is watched, with the speaker as the data.
+    """
 
     def __init__(self, endpoint: DriverEndpoint, *, is_wanted: Callable[[int], bool]) -> None:
         """Listens at the ports that it inherits, which become its own; `is_wanted` says of a number who is let in."""
-        self._events = selectors.DefaultSelector()
+        self.events = selectors.DefaultSelector()
         listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
         key = agents_key(endpoint.proof)
-        self._door = Door(listeners, key=key, own=DRIVER, events=self._events, is_wanted=is_wanted)
+        self._door = Door(listeners, key=key, own=DRIVER, events=self.events, is_wanted=is_wanted)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
-        self._events.register(self._woken, selectors.EVENT_READ)
+        self.events.register(self._woken, selectors.EVENT_READ)
 
     @property
     def places(self) -> list[Place]:
         """Where it listens."""
         return self._door.places
-
-    def watch(self, channel: JsonChannel[Any], speaker: Speaker) -> None:
-        """From now on the speaker is heard, and what could not be sent to it is sent when there is room."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
-        if channel.fileno() < 0:
-            return
-        if self._events.get_map().get(channel) is None:
-            self._events.register(channel, wanted, speaker)
-        else:
-            self._events.modify(channel, wanted, speaker)
-
-    def hear(self, channel: JsonChannel[Received] | None, speaker: Speaker) -> list[Received]:
-        """What has come from a speaker; sends it what there is room for now.
-
-        Raises:
-            ConnectionError: it is gone.
-        """
-        if channel is None or channel.fileno() < 0:
-            return []
-        channel.flush()
-        self.watch(channel, speaker)
-        return channel.receive()
-
-    def disconnect(self, channel: JsonChannel[Any]) -> None:
-        """It is heard no more; harmless if it is not connected. The channel stays open."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._events.unregister(channel)
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
@@ -305,7 +277,7 @@ class Switchboard(Generic[Speaker]):
             timeout_s: at most so long.
             welcome: is given the number and the connection of each newcomer that has proved itself.
         """
-        for chosen, _ in self._events.select(timeout_s):
+        for chosen, _ in self.events.select(timeout_s):
             if chosen.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
@@ -320,7 +292,7 @@ class Switchboard(Generic[Speaker]):
     def close(self) -> None:
         """Listens no more; connections are their speakers'."""
         self._door.close()
-        self._events.close()
+        self.events.close()
         for end in (self._woken, self._waker):
             end.close()
 
@@ -515,11 +487,12 @@ class AgentCrew(AgentList):
         # The host of one that is adopted is not known before it says it.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
-        self._watch(agent)
+        agent.channel.watch(self._board.events, agent)
 
     def _hear(self, agent: AgentRecord) -> Iterator[Heard | Lost]:
+        assert agent.channel is not None  # which is why it is heard
         try:
-            messages = self._board.hear(agent.channel, agent)
+            messages = agent.channel.receive()
         except ConnectionError:
             yield from self.lose(agent, time.monotonic())
             return
@@ -528,11 +501,5 @@ class AgentCrew(AgentList):
                 yield heard
 
     def _release(self, agent: AgentRecord) -> None:
-        if agent.channel is not None:
-            self._board.disconnect(agent.channel)
         self._leaving.append(agent)
         super()._release(agent)
-
-    def _watch(self, agent: AgentRecord) -> None:
-        if agent.channel is not None:
-            self._board.watch(agent.channel, agent)
