@@ -180,7 +180,7 @@ class Sirtaki(Contender):
         """Collective: until all is chosen."""
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
-            choices = self._reducer.sparse.carrier.choices.values()
+            choices = self._reducer.sparse.choices.values()
             tuned = self._reducer.tuned
             chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
             if chosen and (tuned is None or not tuned.tuning):
@@ -188,7 +188,7 @@ class Sirtaki(Contender):
 
     def describe(self) -> str:
         """The plans, in words."""
-        return "; ".join(plan.describe() for plan in self._reducer.sparse.carrier.plans.values())
+        return "; ".join(plan.describe() for plan in self._reducer.sparse.plans.values())
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:

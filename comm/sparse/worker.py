@@ -257,28 +257,23 @@ END_S = 2.0
 """How long the thread may take to end."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SparseTask:
-    """The rows of one parameter on this rank, and how they are to be added up."""
-
-    name: str
-    rows: Rows
-    form: RowFormat
-    plan: SparsePlan
-
-
 class SparseWork(ThreadWork):
     """The sum of one parameter's rows, under way.
 
     Attributes:
+        name: of the parameter.
+        rows: of this rank.
+        form: how they travel.
+        plan: how they are added up.
         submitted_s: when the rows came, as of `time.perf_counter`.
         reduced: the sum, once it is done.
     """
 
     reduced: Reduced
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, rows: Rows, form: RowFormat, plan: SparsePlan) -> None:
         super().__init__()
+        self.name, self.rows, self.form, self.plan = name, rows, form, plan
         self.submitted_s = time.perf_counter()
 
     @property
@@ -291,16 +286,19 @@ class SparseWorker:
     """Performs the reductions of each iteration in an order that is fixed before it begins.
 
     What comes early waits for what is before it in the order: no rank tells another what it has.
+
+    Attributes:
+        lanes: its own until `close`; between iterations they may be probed.
     """
 
     def __init__(self, lanes: SparseLanes, failures: FailureBoard, *, prefix: str = "") -> None:
-        """Starts the thread; the lanes are its own until `close`. `prefix`: of operations' names in recordings."""
-        self._lanes, self._failures, self._prefix = lanes, failures, prefix
+        """Starts the thread. `prefix`: of operations' names in recordings."""
+        self.lanes, self._failures, self._prefix = lanes, failures, prefix
         self._lock = threading.Lock()
         self._order: list[str] = []
         self._next = 0
-        self._early: dict[str, tuple[SparseTask, SparseWork]] = {}
-        self._tasks: queue.SimpleQueue[tuple[SparseTask, SparseWork] | None] = queue.SimpleQueue()
+        self._early: dict[str, SparseWork] = {}
+        self._works: queue.SimpleQueue[SparseWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sirtaki-sparse", daemon=True)
         self._thread.start()
 
@@ -310,42 +308,39 @@ class SparseWorker:
             self._order, self._next = list(order), 0
             self._early.clear()
 
-    def submit(self, task: SparseTask) -> SparseWork:
+    def submit(self, work: SparseWork) -> None:
         """Any thread: starts a reduction once all before it in the order are there; never waits."""
-        work = SparseWork()
         with self._lock:
-            self._early[task.name] = task, work
+            self._early[work.name] = work
             while self._next < len(self._order) and self._order[self._next] in self._early:
-                self._tasks.put(self._early.pop(self._order[self._next]))
+                self._works.put(self._early.pop(self._order[self._next]))
                 self._next += 1
-        return work
 
     def _run(self) -> None:
         failed: CommError | None = None
-        while (given := self._tasks.get()) is not None:
-            task, work = given
+        while (work := self._works.get()) is not None:
             if failed is not None:  # streams are out of step
                 work.finish(failed)
                 continue
             work.begun_s = time.perf_counter()
             try:
-                work.reduced = reduce_rows(task.plan, task.rows, task.form, self._lanes)
+                work.reduced = reduce_rows(work.plan, work.rows, work.form, self.lanes)
             except Closed:
                 return
             except CommError as err:
                 failed = err
             except Exception as err:  # whatever it is, those who wait must hear of it, and the other ranks, too
-                failed = CommError(f"rows of {task.name} are not added up: {err!r}")
+                failed = CommError(f"rows of {work.name} are not added up: {err!r}")
                 self._failures.report(failed)
             else:
-                self._record(task, work)
+                self._record(work)
             work.finish(failed)
 
-    def _record(self, task: SparseTask, work: SparseWork) -> None:
+    def _record(self, work: SparseWork) -> None:
         """Tells the timeline and the recorder, if there are any, of a reduction that has just ended."""
-        done_s, name = time.perf_counter(), f"{self._prefix}{task.name}"
+        done_s, name = time.perf_counter(), f"{self._prefix}{work.name}"
         if (trace := timeline.current) is not None:
-            trace.span(f"sparse {self._prefix}".strip(" ."), name, work.begun_s, done_s, path=task.plan.path.value)
+            trace.span(f"sparse {self._prefix}".strip(" ."), name, work.begun_s, done_s, path=work.plan.path.value)
         if (recording := recorder.current) is not None:
             recording.operation(
                 recorder.TracedOperation(
@@ -354,17 +349,17 @@ class SparseWorker:
                     submitted_s=work.submitted_s,
                     agreed_s=work.begun_s,
                     done_s=done_s,
-                    n_bytes=task.form.parcel_bytes(len(task.rows)),
+                    n_bytes=work.form.parcel_bytes(len(work.rows)),
                 )
             )
 
     def close(self) -> bool:
         """Ends the thread, whatever it waits for, then the lanes; False if it has not ended. Not collective, once."""
-        self._lanes.stop()
-        self._tasks.put(None)
+        self.lanes.stop()
+        self._works.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
         if self._thread.is_alive():
             return False
-        self._lanes.close()
+        self.lanes.close()
         return True

@@ -1,7 +1,6 @@
 """Sparse gradients of one optimizer: the rows of all ranks are added up, each parameter's by its `SparsePlan`.
 
-`SparseReductions` knows what is in `.grad`; `SparseCarrier` adds rows up, and finds out from the first iterations, from
-probes and from the registry which algorithm is fastest for each parameter.
+Which algorithm is fastest for a parameter is found out from the first iterations, from probes and from the registry.
 
 Rows go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
 batch did not touch an embedding does not know it even then: until the ranks have agreed on it (`GradientReducer`), such
@@ -38,7 +37,7 @@ from sirtaki.comm.gradients.iteration import Interrupted
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
-from sirtaki.comm.sparse.worker import Reduced, RowFormat, SparseTask, SparseWork, SparseWorker, coalesced
+from sirtaki.comm.sparse.worker import RowFormat, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.errors import PlanError
 from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
@@ -54,174 +53,6 @@ if TYPE_CHECKING:
     from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-
-class _Running(NamedTuple):
-    """One gradient on its way; `version`: of the one that the backward pass gave, None if something was put in."""
-
-    work: SparseWork
-    gradient: torch.Tensor
-    version: int | None
-
-
-class SparseReductions:
-    """The sparse gradients of one optimizer on one rank.
-
-    Attributes:
-        known: parameters of which all ranks know that their gradients are sparse, whether or not they are watched now.
-        names: those that are watched.
-        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
-        carrier: what adds them up.
-    """
-
-    def __init__(
-        self,
-        reduction: Reduction,
-        carrier: SparseCarrier,
-        known: Iterable[str],
-        *,
-        as_dense: bool,
-        unused_as_none: bool,
-    ) -> None:
-        """`carrier`: adds up rows over the ranks that take part; closed by the caller."""
-        self.carrier, self._as_dense, self._unused_as_none = carrier, as_dense, unused_as_none
-        self._factor = reduction.prescale * reduction.postscale
-        self.known, self.found, self.names = set(known), set[str](), set[str]()
-        self._params: Mapping[str, torch.Tensor] = {}
-        self._running: dict[str, _Running] = {}
-        self._complete = self._warned = False
-
-    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Collective, between iterations: from now on, gradients of these parameters are reduced, by name."""
-        self._params = params
-        self.names = self.known & params.keys()
-        self.found.clear()
-        self.carrier.watch({name: param for name, param in params.items() if name in self.names})
-
-    @property
-    def pending(self) -> bool:
-        """A sparse gradient of this iteration has come."""
-        return bool(self._running)
-
-    @property
-    def missing(self) -> set[str]:
-        """Parameters whose gradients are known to be sparse and have not come in this iteration."""
-        return self.names - self._running.keys()
-
-    @property
-    def summaries(self) -> list[SparseSummary]:
-        """How they travel, of those that are watched and whose way is decided; the same on all ranks."""
-        return self.carrier.summaries
-
-    def looks_new(self, name: str) -> bool:
-        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
-        return not self._as_dense and name not in self.names
-
-    def as_it_travels(self, name: str) -> torch.Tensor:
-        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
-        param = self._params[name]
-        assert param.grad is not None
-        if name in self.names:
-            return param.grad
-        if self.looks_new(name):
-            self.found.add(name)
-        param.grad = param.grad.to_dense()
-        return param.grad
-
-    def make_sparse(self, names: Iterable[str]) -> None:
-        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
-        for name in names:
-            param = self._params[name]
-            if param.grad is not None and not param.grad.is_sparse:
-                param.grad = param.grad.to_sparse(1)
-
-    def agree(self, control: ControlPlane, names: Sequence[str]) -> bool:
-        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if there are any.
-
-        Args:
-            control: the ranks.
-            names: of all parameters that are watched.
-        """
-        anywhere = control.total(np.array([float(name in self.found) for name in names])) > 0
-        fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
-        self.make_sparse(fresh)
-        self.known |= fresh
-        return bool(fresh)
-
-    def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
-        """The gradient of a parameter with sparse ones is complete, and leaves.
-
-        `version`: when it came; None = no backward pass gave it.
-        """
-        rows = gradient.detach()
-        if not rows.is_sparse or rows.sparse_dim() != 1:
-            rows = rows.to_dense().to_sparse(1)
-        self._running[name] = _Running(self.carrier.start(name, rows), gradient, version)
-
-    def put_in_missing(self, *, joined: bool) -> None:
-        """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
-        if not self._complete:
-            self._warn_of_lost_edits()
-        for name in sorted(self.missing):
-            param = self._params[name]
-            gradient = param.grad if param.requires_grad and not joined else None
-            if gradient is None:
-                no_rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-                values = param.new_empty((0, *param.shape[1:]))
-                gradient = torch.sparse_coo_tensor(no_rows, values, param.shape, check_invariants=False)
-            self.start(name, gradient, None)
-
-    def _warn_of_lost_edits(self) -> None:
-        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
-        for name, running in self._running.items():
-            gradient = self._params[name].grad
-            if running.version is None or gradient is None or self._warned:
-                continue
-            if gradient is not running.gradient or gradient._version != running.version:
-                self._warned = True
-                logger.warning(
-                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
-                    name,
-                    REMEDY,
-                )
-
-    def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Blocks until all that was started is in `.grad`, coalesced; False if it was interrupted.
-
-        A `.grad` that came and was set to None since stays None.
-        """
-        if self._complete:
-            return True
-        for running in self._running.values():
-            while not running.work.wait(WAIT_SLICE_S):
-                self.carrier.check()
-                if interrupted is not None and interrupted():
-                    return False
-        for name in sorted(self._running):
-            param, running = self._params[name], self._running[name]
-            rows = running.work.reduced.rows
-            if running.version is not None:
-                wanted = param.grad is not None
-            else:
-                unused = self._unused_as_none and param.grad is None and not len(rows)
-                wanted = param.requires_grad and not unused
-            if wanted:
-                scale_(rows.values, self._factor)
-                param.grad = torch.sparse_coo_tensor(
-                    rows.indices[None].to(param.device),
-                    rows.values.view(len(rows), *param.shape[1:]).to(param.device),
-                    param.shape,
-                    check_invariants=False,
-                    is_coalesced=True,
-                )
-        self._complete = True
-        return True
-
-    def end_iteration(self) -> None:
-        """Collective where a way of rows is decided: nothing has come of the next one."""
-        self.carrier.end_iteration({name: running.work for name, running in self._running.items()})
-        self._running.clear()
-        self._complete = False
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -471,57 +302,80 @@ class _Parameter:
             self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
 
-@dataclass(slots=True, eq=False)
-class _Means:
-    """What there is once rows have to travel: opened and closed together.
+class _Running(NamedTuple):
+    """One gradient on its way; `version`: of the one that the backward pass gave, None if something was put in."""
 
-    Attributes:
-        lanes: between the ranks.
-        streams: the only number of them that may be used; None = any.
-        worker: the thread that uses them.
-        log: where trials are written down.
-    """
-
-    lanes: SparseLanes
-    streams: int | None
-    worker: SparseWorker
-    log: TrialLogWriter
+    work: SparseWork
+    gradient: torch.Tensor
+    version: int | None
 
 
-class SparseCarrier:
-    """Adds up sparse gradients over the ranks; opened once there are any.
+class SparseReductions:
+    """The sparse gradients of one optimizer on one rank, which is one of several.
 
     Each parameter's plan follows from what all ranks see alike, and changes between iterations only.
+
+    Attributes:
+        known: parameters of which all ranks know that their gradients are sparse, whether or not they are watched now.
+        names: those that are watched.
+        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
     """
 
-    def __init__(self, control: ControlPlane, settings: Settings, *, prefix: str = "") -> None:
-        """Starts nothing; `prefix`: of operations' names in recordings."""
+    def __init__(
+        self,
+        control: ControlPlane,
+        settings: Settings,
+        reduction: Reduction,
+        *,
+        known: Iterable[str] = (),
+        as_dense: bool = False,
+        prefix: str = "",
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            control: the ranks that take part.
+            settings: of the job.
+            reduction: what is done to every gradient.
+            known: see above.
+            as_dense: sparse gradients are made dense.
+            prefix: of operations' names in recordings.
+        """
         self._control, self._settings, self._prefix = control, settings, prefix
+        self._factor, self._as_dense = reduction.prescale * reduction.postscale, as_dense
+        self.known, self.found, self.names = set(known), set[str](), set[str]()
         self._memory = SparseMemory(control, settings)
-        self._means: _Means | None = None
-        self._closed = False
-        self._order: list[str] = []
-        self._parameters: dict[str, _Parameter] = {}
-        self._iterations = 0
+        self._log = TrialLogWriter(None)
+        self._worker: SparseWorker | None = None
+        self._streams: int | None = None  # the only number that may be used; None = any
         self._fixed: SparsePath | None = None
         self._tries = False
+        self._params: Mapping[str, torch.Tensor] = {}
+        self._parameters: dict[str, _Parameter] = {}
+        self._order: list[str] = []
+        self._iterations = 0
+        self._running: dict[str, _Running] = {}
+        self._complete = self._warned = self._closed = False
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Collective, between iterations: rows of these parameters come from now on, of all in each iteration."""
-        if params and self._means is None and self._control.size > 1:
-            self._means = self._open()
+        """Collective, between iterations: from now on, gradients of these parameters are reduced, by name."""
+        self._params = params
+        self.names = self.known & params.keys()
+        self.found.clear()
         # The backward pass brings them about the other way round.
-        self._order = list(params)[::-1]
-        for name, param in params.items():
-            form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
+        self._order = [name for name in params if name in self.names][::-1]
+        if self._order and self._worker is None:
+            self._worker = self._open()
+        for name in self._order:
+            form = RowFormat(params[name].shape[0], params[name][:1].numel(), params[name].dtype)
             if name not in self._parameters or self._parameters[name].form != form:
                 self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
-        if self._means is not None:
-            self._means.worker.begin(self._order)
+        if self._worker is not None:
+            self._worker.begin(self._order)
 
-    def _open(self) -> _Means:
+    def _open(self) -> SparseWorker:
         control, settings = self._control, self._settings
-        self._fixed, self._tries, kind, streams = control.broadcast(
+        self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
                 settings.tune and settings.warmup_iterations > 0,
@@ -531,12 +385,10 @@ class SparseCarrier:
         )
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
             kind = None  # which is for within the nodes
-        lanes = SparseLanes(
-            control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
-        )
-        worker = SparseWorker(lanes, control.failures, prefix=self._prefix)
-        writes = self._tries and control.rank == 0
-        return _Means(lanes, streams, worker, TrialLogWriter(settings.trial_log if writes else None))
+        streams = self._streams or DEFAULT_STREAMS
+        lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
+        self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
+        return SparseWorker(lanes, control.failures, prefix=self._prefix)
 
     @property
     def choices(self) -> dict[str, SparseChoice]:
@@ -553,44 +405,151 @@ class SparseCarrier:
         """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
         return [summary for name in self._order if (summary := self._parameters[name].summary) is not None]
 
-    def start(self, name: str, gradient: torch.Tensor) -> SparseWork:
-        """The rows of a parameter on this rank are complete: a sparse COO tensor, which may be written afterwards."""
-        rows, one = coalesced(gradient.cpu()), self._parameters[name]
-        if self._means is None:
-            work = SparseWork()
-            work.reduced = Reduced(rows, len(rows))
-            work.finish()
-            return work
-        if one.counts.n < LEARNING_ITERATIONS:
-            one.looked_up += gradient._nnz()
-        form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
-        return self._means.worker.submit(SparseTask(name, rows, form, one.choice.plan))
+    # ── what is known of whom ────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self) -> None:
-        """Raises the failure of the job, if there is one, and does what this rank owes to others while it waits."""
-        self._control.failures.check()
+    def looks_new(self, name: str) -> bool:
+        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
+        return not self._as_dense and name not in self.names
+
+    def as_it_travels(self, name: str) -> torch.Tensor:
+        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
+        param = self._params[name]
+        assert param.grad is not None
+        if name in self.names:
+            return param.grad
+        if self.looks_new(name):
+            self.found.add(name)
+        param.grad = param.grad.to_dense()
+        return param.grad
+
+    def make_sparse(self, names: Iterable[str]) -> None:
+        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
+        for name in names:
+            param = self._params[name]
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+
+    def agree(self, names: Sequence[str]) -> bool:
+        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if there are any.
+
+        `names`: of all parameters that are watched.
+        """
+        anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
+        fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
+        self.make_sparse(fresh)
+        self.known |= fresh
+        return bool(fresh)
+
+    # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pending(self) -> bool:
+        """A sparse gradient of this iteration has come."""
+        return bool(self._running)
+
+    @property
+    def missing(self) -> set[str]:
+        """Parameters whose gradients are known to be sparse and have not come in this iteration."""
+        return self.names - self._running.keys()
+
+    def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
+        """The gradient of a parameter with sparse ones is complete, and leaves.
+
+        `version`: when it came; None = no backward pass gave it.
+        """
+        assert self._worker is not None  # since a parameter is watched
+        given, one = gradient.detach(), self._parameters[name]
+        if not given.is_sparse or given.sparse_dim() != 1:
+            given = given.to_dense().to_sparse(1)
+        if one.counts.n < LEARNING_ITERATIONS:
+            one.looked_up += given._nnz()
+        rows = coalesced(given.cpu())
+        form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
+        work = SparseWork(name, rows, form, one.choice.plan)
+        self._worker.submit(work)
+        self._running[name] = _Running(work, gradient, version)
+
+    def put_in_missing(self, *, joined: bool) -> None:
+        """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
+        if not self._complete:
+            self._warn_of_lost_edits()
+        for name in sorted(self.missing):
+            param = self._params[name]
+            gradient = param.grad if param.requires_grad and not joined else None
+            if gradient is None:
+                no_rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+                values = param.new_empty((0, *param.shape[1:]))
+                gradient = torch.sparse_coo_tensor(no_rows, values, param.shape, check_invariants=False)
+            self.start(name, gradient, None)
+
+    def _warn_of_lost_edits(self) -> None:
+        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
+        for name, running in self._running.items():
+            gradient = self._params[name].grad
+            if running.version is None or gradient is None or self._warned:
+                continue
+            if gradient is not running.gradient or gradient._version != running.version:
+                self._warned = True
+                logger.warning(
+                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
+                    name,
+                    REMEDY,
+                )
+
+    def reduce(self, interrupted: Interrupted | None) -> bool:
+        """Blocks until all that was started is in `.grad`, coalesced; False if it was interrupted.
+
+        A `.grad` that came and was set to None since stays None.
+        """
+        if self._complete:
+            return True
+        for running in self._running.values():
+            while not running.work.wait(WAIT_SLICE_S):
+                self._control.failures.check()
+                if interrupted is not None and interrupted():
+                    return False
+        for name in sorted(self._running):
+            param, running = self._params[name], self._running[name]
+            rows = running.work.reduced.rows
+            if running.version is not None:
+                wanted = param.grad is not None
+            else:
+                unused = self._settings.unused_as_none and param.grad is None and not len(rows)
+                wanted = param.requires_grad and not unused
+            if wanted:
+                scale_(rows.values, self._factor)
+                param.grad = torch.sparse_coo_tensor(
+                    rows.indices[None].to(param.device),
+                    rows.values.view(len(rows), *param.shape[1:]).to(param.device),
+                    param.shape,
+                    check_invariants=False,
+                    is_coalesced=True,
+                )
+        self._complete = True
+        return True
 
     # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
 
-    def end_iteration(self, works: Mapping[str, SparseWork]) -> None:
-        """Collective where something is decided: all reductions of an iteration are done."""
-        if (means := self._means) is None or not works:
+    def end_iteration(self) -> None:
+        """Collective where a way of rows is decided: all is reduced, and nothing has come of the next iteration."""
+        running, self._running, self._complete = self._running, {}, False
+        if (worker := self._worker) is None or not running:
             return
         self._iterations += 1
         before, watched = self.plans, {name: self._parameters[name] for name in self._order}
         for name, one in watched.items():
-            one.note(works[name], self._control.size)
+            one.note(running[name].work, self._control.size)
         if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
             self._settle(tried)
         if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
-            self._choose(means, learned)
-        self._tell(means, watched)
-        means.lanes.grow()
+            self._choose(worker.lanes, learned)
+        self._tell(watched)
+        worker.lanes.grow()
         changed = [one for name, one in watched.items() if one.choice.plan != before[name]]
         if any(one.choice.stage is not Stage.TRY for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the way of sparse gradients")
-        means.worker.begin(self._order)
+        worker.begin(self._order)
 
     def _settle(self, tried: Mapping[str, _Parameter]) -> None:
         """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
@@ -607,7 +566,7 @@ class SparseCarrier:
             elif self._control.rank == 0:
                 logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
 
-    def _choose(self, means: _Means, learned: dict[str, _Parameter]) -> None:
+    def _choose(self, lanes: SparseLanes, learned: dict[str, _Parameter]) -> None:
         """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
         asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
         recalled = self._memory.recall(asked)
@@ -617,7 +576,7 @@ class SparseCarrier:
             learned.pop(name).choice.recall(plan)
         if not learned:
             return
-        pace = measure(self._control, means.lanes, streams=means.streams)
+        pace = measure(self._control, lanes, streams=self._streams)
         for name, one in learned.items():
             form, choice = one.form, one.choice
             choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
@@ -626,7 +585,7 @@ class SparseCarrier:
                 if self._control.rank == 0:
                     logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
 
-    def _tell(self, means: _Means, watched: Mapping[str, _Parameter]) -> None:
+    def _tell(self, watched: Mapping[str, _Parameter]) -> None:
         """Collective once a parameter's first iterations are over, which all ranks see alike."""
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
@@ -638,7 +597,7 @@ class SparseCarrier:
                 one.summary = summarise(
                     one.choice, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
                 )
-                means.log.sparse(one.summary, iteration=self._iterations)
+                self._log.sparse(one.summary, iteration=self._iterations)
 
     def close(self) -> None:
         """Not collective: ends all threads. Idempotent."""
@@ -646,6 +605,6 @@ class SparseCarrier:
             return
         self._closed = True
         self._memory.close()
-        if (means := self._means) is not None:
-            means.worker.close()
-            means.log.close()
+        self._log.close()
+        if self._worker is not None:
+            self._worker.close()

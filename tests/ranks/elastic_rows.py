@@ -104,19 +104,19 @@ def generation_now() -> int:
     return elastic.number
 
 
-def carriers() -> list[sparse_gradients.SparseCarrier]:
-    """Of this rank's optimizers, those that carry rows."""
-    return [reducer.sparse.carrier for reducer in reducers_of(job.current()) if reducer.sparse.carrier.choices]
+def reductions() -> list[sparse_gradients.SparseReductions]:
+    """Of this rank's optimizers, those that reduce rows."""
+    return [reducer.sparse for reducer in reducers_of(job.current()) if reducer.sparse.choices]
 
 
 def stage() -> str:
     """How far the choice of the first parameter's way has got."""
-    return next((choice.stage.value for carrier in carriers() for choice in carrier.choices.values()), "")
+    return next((choice.stage.value for sparse in reductions() for choice in sparse.choices.values()), "")
 
 
 def ways() -> list[str]:
     """By which rows go."""
-    return [plan.path.value for carrier in carriers() for plan in carrier.plans.values()]
+    return [plan.path.value for sparse in reductions() for plan in sparse.plans.values()]
 
 
 def weights_of(model: nn.Module) -> list[list[float]]:

@@ -53,11 +53,11 @@ def train(popular: int) -> str:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
         assert torch.equal(hvd.broadcast(found, 0, name=f"found.{iteration}"), found)
         (reducer,) = reducers_of(current())
-        choices = reducer.sparse.carrier.choices
+        choices = reducer.sparse.choices
         if not kept_after and choices and choices["weight"].stage is Stage.KEEP:
             kept_after = iteration
     sparse_gradients.measure = measure
-    plan = reducer.sparse.carrier.plans["weight"]
+    plan = reducer.sparse.plans["weight"]
     optimizer.close()
     return f"kept after {kept_after}, {'probed' if probed else 'not probed'}, {plan.path.value}"
 

@@ -69,7 +69,7 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def use(plan: SparsePlan) -> None:
     """Between iterations: from now on, all sparse gradients go by this plan."""
     for reducer in reducers_of(current()):
-        for choice in reducer.sparse.carrier.choices.values():
+        for choice in reducer.sparse.choices.values():
             choice.plan = plan
 
 

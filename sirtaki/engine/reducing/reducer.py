@@ -53,7 +53,7 @@ from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
 
 from ..participants import Participants, Progress, Running, Stage
-from ..sparse_gradients import SparseCarrier, SparseReductions
+from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 
@@ -210,18 +210,18 @@ class GradientReducer:
         self.gate: weakref.ref[ForwardGate] | None = None
         settings = job.settings
         self._settings = replace(settings, unused_as_none=options.unused_as_none or settings.unused_as_none)
-        carrier = SparseCarrier(members.control, self._settings, prefix=f"optimizer.{self.key[1]}.")
         self.sparse = SparseReductions(
+            members.control,
+            self._settings,
             options.reduction,
-            carrier,
-            known_sparse,
+            known=known_sparse,
             as_dense=options.sparse_as_dense,
-            unused_as_none=self._settings.unused_as_none,
+            prefix=f"optimizer.{self.key[1]}.",
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
         self._compared_values = not self.may_begin_apart
         # What belongs to it without leading back to it, since `__del__` hands it to another thread to be closed.
-        self._open.callback(carrier.close)
+        self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
         self.attach(named)
@@ -642,7 +642,7 @@ class GradientReducer:
             self.tuned.finish(joined=joined)
         if self._has_sparse:
             sparse.reduce(None)
-        found_sparse = profiling and sparse.agree(control, [name for name, _ in self.hooked])
+        found_sparse = profiling and sparse.agree([name for name, _ in self.hooked])
         if self._has_sparse:
             sparse.end_iteration()
         if thawed:

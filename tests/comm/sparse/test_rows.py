@@ -19,7 +19,7 @@ from sirtaki.comm.sparse.worker import (
     ALIGNMENT_BYTES,
     RowFormat,
     Rows,
-    SparseTask,
+    SparseWork,
     SparseWorker,
     coalesced,
     disjoint,
@@ -207,8 +207,10 @@ def on_workers(act: Callable[[SparseWorker, ControlPlane], Any]) -> list[Any]:
     return on_planes(2, run)
 
 
-def task(name: str, row: int) -> SparseTask:
-    return SparseTask(name, Rows(torch.tensor([row]), torch.ones(1, 1, dtype=torch.float64)), FORM, GATHER)
+def submitted(worker: SparseWorker, name: str, row: int) -> SparseWork:
+    work = SparseWork(name, Rows(torch.tensor([row]), torch.ones(1, 1, dtype=torch.float64)), FORM, GATHER)
+    worker.submit(work)
+    return work
 
 
 def test_ranks_may_bring_gradients_in_different_orders() -> None:
@@ -216,7 +218,7 @@ def test_ranks_may_bring_gradients_in_different_orders() -> None:
         for _ in range(20):
             worker.begin("abc")
             names = "bca" if control.rank else "cab"
-            works = {name: worker.submit(task(name, "abc".index(name) + control.rank)) for name in names}
+            works = {name: submitted(worker, name, "abc".index(name) + control.rank) for name in names}
             for number, name in enumerate("abc"):
                 assert works[name].wait(10.0)
                 assert works[name].reduced.rows.indices.tolist() == [number, number + 1]
@@ -233,7 +235,7 @@ def test_what_fails_is_told_and_so_is_all_behind_it(monkeypatch: pytest.MonkeyPa
 
     def act(worker: SparseWorker, control: ControlPlane) -> None:
         worker.begin("ab")
-        works = [worker.submit(task(name, 0)) for name in "ab"]
+        works = [submitted(worker, name, 0) for name in "ab"]
         for work in works:
             with pytest.raises(CommError, match=r"rows of a are not added up.*out of luck"):
                 work.wait(10.0)
@@ -247,7 +249,7 @@ def test_closing_ends_a_wait_for_another_rank() -> None:
     def act(worker: SparseWorker, control: ControlPlane) -> None:
         worker.begin("a")
         if control.rank == 0:
-            worker.submit(task("a", 0))
-            until(lambda: worker._tasks.empty())
+            submitted(worker, "a", 0)
+            until(lambda: worker._works.empty())
 
     on_workers(act)

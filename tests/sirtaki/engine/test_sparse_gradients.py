@@ -1,19 +1,43 @@
-"""Sparse gradients: agreed on by all, added up row by row, and what the user did to them meanwhile."""
+"""Sparse gradients: agreed on by all, added up row by row by plans that are learned, told, kept and recalled."""
 
+import json
 import logging
+import re
 from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import RunRanks
 from fakes.meshes import on_planes
 
+from sirtaki.autotune.sparse import (
+    CHECKS,
+    LEARNING_ITERATIONS,
+    LEAST_WATCHED,
+    N_CANDIDATES,
+    ROUNDS,
+    Pace,
+    SparseChoice,
+    SparseSummary,
+    Stage,
+    TouchCounts,
+)
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine.sparse_gradients import SparseCarrier, SparseReductions
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.sparse.lanes import SparseLanes
+from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
+from sirtaki.comm.sparse.worker import RowFormat
+from sirtaki.engine import sparse_gradients as module
+from sirtaki.engine.sparse_gradients import SparseMemory, SparseReductions, Times, fastest, measure, plan_of, skew_of
+from sirtaki.registry.entry import RowsKey, RowWay
+from sirtaki.registry.safe_store import open_store
 from sirtaki.settings import REGISTRY_OFF, Settings
 
-SIZE = 2
 ROWS, WIDTH = 4, 2
 
 
@@ -26,20 +50,11 @@ def rows(*indices: int, value: float = 1.0) -> torch.Tensor:
 
 
 class Rank:
-    """One rank's sparse reductions of parameters `a` and `b`."""
+    """One rank's sparse reductions of some parameters of one shape."""
 
-    def __init__(
-        self, control: ControlPlane, carrier: SparseCarrier, known: Iterable[str], options: dict[str, Any]
-    ) -> None:
-        self.control, self.rank = control, control.rank
-        self.params = {name: torch.nn.Parameter(torch.zeros(ROWS, WIDTH)) for name in "ab"}
-        self.sparse = SparseReductions(
-            options.pop("reduction", Reduction()),
-            carrier,
-            known,
-            **{"as_dense": False, "unused_as_none": False, **options},
-        )
-        self.sparse.watch(self.params)
+    def __init__(self, sparse: SparseReductions, control: ControlPlane, params: dict[str, torch.nn.Parameter]) -> None:
+        self.sparse, self.control, self.rank, self.params = sparse, control, control.rank, params
+        self.sparse.watch(params)
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         """It comes from the backward pass, and leaves."""
@@ -61,16 +76,34 @@ class Rank:
         return values
 
 
-def on_ranks(act: Callable[[Rank], Any], known: Iterable[str] = "ab", **options: Any) -> list[Any]:
-    def run(control: ControlPlane) -> Any:
-        carrier = SparseCarrier(control, Settings(registry=REGISTRY_OFF))
-        try:
-            return act(Rank(control, carrier, known, dict(options)))
-        finally:
-            carrier.close()
-            control.reclaim()
+def on_ranks(
+    act: Callable[[Any], Any],
+    known: Iterable[str] = "ab",
+    *,
+    size: int = 2,
+    kind: type[Rank] = Rank,
+    params: Callable[[], dict[str, torch.nn.Parameter]] = lambda: {
+        name: torch.nn.Parameter(torch.zeros(ROWS, WIDTH)) for name in "ab"
+    },
+    reduction: Reduction = Reduction(),  # noqa: B008  # frozen
+    as_dense: bool = False,
+    **settings: Any,
+) -> list[Any]:
+    """What `act` returns on each rank; a list among the settings has each rank's own."""
 
-    return on_planes(SIZE, run)
+    def run(control: ControlPlane) -> Any:
+        of_rank = {name: value[control.rank] if isinstance(value, list) else value for name, value in settings.items()}
+        own = Settings(**{"registry": REGISTRY_OFF, **of_rank})
+        sparse = SparseReductions(control, own, reduction, known=known, as_dense=as_dense)
+        try:
+            return act(kind(sparse, control, params()))
+        finally:
+            sparse.close()
+            sparse.close()
+            if control.failures.error is None:
+                control.reclaim()
+
+    return on_planes(size, run)
 
 
 def zero_rows(rank: Rank) -> None:
@@ -176,7 +209,7 @@ def test_changes_before_the_reduction_are_lost_and_told_once(
         for message in caplog.messages
         if "the sparse gradient of a was changed before it was reduced" in message
     ]
-    assert len(told) == (SIZE if edit else 0)  # once a rank
+    assert len(told) == (2 if edit else 0)  # once a rank
 
 
 def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
@@ -190,7 +223,7 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
             assert rank.params["b"].grad is dense
             assert rank.sparse.found == {"b"}
         assert rank.sparse.looks_new("b")
-        assert rank.sparse.agree(rank.control, ["a", "b"])
+        assert rank.sparse.agree(["a", "b"])
         assert rank.sparse.known == {"b"}
         assert rank.params["b"].grad is not None
         assert rank.params["b"].grad.is_sparse
@@ -200,7 +233,7 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
         assert rank.sparse.found == set()
         assert not rank.sparse.looks_new("b")
         assert rank.sparse.as_it_travels("b") is rank.params["b"].grad
-        assert not rank.sparse.agree(rank.control, ["a", "b"])
+        assert not rank.sparse.agree(["a", "b"])
 
     on_ranks(act, known="")
 
@@ -210,7 +243,7 @@ def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
         rank.params["a"].grad = rows(1)
         assert not rank.sparse.looks_new("a")
         assert not rank.sparse.as_it_travels("a").is_sparse
-        assert not rank.sparse.agree(rank.control, ["a", "b"])
+        assert not rank.sparse.agree(["a", "b"])
         assert rank.sparse.known == set()
 
     on_ranks(act, known="", as_dense=True)
@@ -232,3 +265,330 @@ def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_
         assert rank.first_of_each_row("b") == [1.0, 1.0, 0.0, 0.0]
 
     on_ranks(act)
+
+
+# ── how rows travel ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+TABLE_ROWS, TABLE_WIDTH, LOOKED_UP = 200, 5, 60
+UNTIL_KEPT = LEARNING_ITERATIONS + ROUNDS * N_CANDIDATES
+HOT_COLD = SparsePath.HOT_COLD
+
+
+def looked_up_rows(iteration: int, rank: int, looked_up: int) -> torch.Tensor:
+    """Low rows more often, some several times."""
+    generator = torch.Generator().manual_seed(100 * iteration + rank)
+    places = (torch.rand(looked_up, generator=generator) ** 3 * TABLE_ROWS).long()
+    values = torch.randn(looked_up, TABLE_WIDTH, generator=generator)
+    return torch.sparse_coo_tensor(places[None], values, (TABLE_ROWS, TABLE_WIDTH), check_invariants=True)
+
+
+class Trains(Rank):
+    """Compares each sum with that of float64 and of the other ranks."""
+
+    iteration = 0
+
+    def iterate(self, count: int = 1, looked_up: int = LOOKED_UP) -> None:
+        for _ in range(count):
+            given = [looked_up_rows(self.iteration, rank, looked_up) for rank in range(self.control.size)]
+            wanted = sum(each.double().to_dense() for each in given)
+            touched = torch.unique(torch.cat([each._indices()[0] for each in given]))
+            for name in self.sparse.choices:
+                self.give(name, given[self.rank])
+            self.finish()
+            for name in self.sparse.choices:
+                found = self.params[name].grad
+                assert found is not None
+                torch.testing.assert_close(found.to_dense().double(), wanted, rtol=1e-5, atol=1e-5)
+                assert torch.equal(found.indices()[0], touched)
+                bits = found.values().contiguous().view(torch.uint8).numpy().tobytes()
+                assert len(set(self.control.all_gather(bits))) == 1, "ranks hold different bits"
+            self.iteration += 1
+
+    @property
+    def plan(self) -> SparsePlan:
+        return self.sparse.plans["a"]
+
+
+def tables(names: str = "a") -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.zeros(TABLE_ROWS, TABLE_WIDTH)) for name in names}
+
+
+def on_training_ranks(size: int, act: Callable[[Trains], Any], names: str = "a", **settings: Any) -> list[Any]:
+    return on_ranks(act, names, size=size, kind=Trains, params=lambda: tables(names), **settings)
+
+
+@pytest.fixture
+def _several_ways_promise_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does: probes on a busy one may leave a single way, which is not tried."""
+    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e9, reduce_s=1e-4, reduce_bytes_per_s=1e9, add_bytes_per_s=1e9)
+    monkeypatch.setattr(module, "measure", lambda *_, **__: pace)
+
+
+@pytest.mark.usefixtures("_several_ways_promise_something")
+def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def act(rank: Trains) -> tuple[list[dict[str, SparsePlan]], list[SparseSummary]]:
+        plans = []
+        for _ in range(UNTIL_KEPT):
+            assert not rank.sparse.summaries or rank.iteration > LEARNING_ITERATIONS
+            plans.append(rank.sparse.plans)
+            rank.iterate()
+        assert all(choice.stage is Stage.KEEP for choice in rank.sparse.choices.values())
+        return plans, rank.sparse.summaries
+
+    (plans, found), *others = on_training_ranks(3, act, names="ab", trial_log=str(log))
+    assert others == [(plans, found)] * 2
+    assert all(len({each[name].path for each in plans}) >= N_CANDIDATES - 1 for name in "ab")
+    assert [one.name for one in found] == ["b", "a"]  # as their gradients come
+    for one in found:
+        assert (one.n_rows, one.width, one.looked_up) == (TABLE_ROWS, TABLE_WIDTH, float(LOOKED_UP))
+        assert one.horovod_bytes == 2 * LOOKED_UP * (TABLE_WIDTH * 4 + 8)
+        assert len(one.ways) > 1
+        assert all(way.measured_s is not None and way.measured_s > 0.0 for way in one.ways)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["sparse"] * 2
+    assert [SparseSummary.from_json(line) for line in lines] == found
+
+
+@pytest.mark.usefixtures("_several_ways_promise_something")
+def test_what_is_decided_anew_is_told_anew() -> None:
+    def act(rank: Trains) -> list[float]:
+        rank.iterate(UNTIL_KEPT)
+        before = rank.sparse.summaries
+        rank.iterate(2 * LEAST_WATCHED + UNTIL_KEPT, looked_up=5)
+        return [summary.looked_up for summary in (*before, *rank.sparse.summaries)]
+
+    assert on_training_ranks(2, act) == [[float(LOOKED_UP), 5.0]] * 2
+
+
+@pytest.mark.parametrize("path", [path for path in SparsePath if path is not HOT_COLD])
+def test_what_is_fixed_on_rank_0_holds_for_all_and_is_told_after_a_few_iterations(path: SparsePath) -> None:
+    def act(rank: Trains) -> tuple[SparsePlan, str, bool]:
+        rank.iterate(LEARNING_ITERATIONS)
+        (found,) = rank.sparse.summaries
+        return rank.plan, found.plan.split()[0], found.ways[0].n_bytes > 0
+
+    other = SparsePath.DENSE if path is SparsePath.OWNER else SparsePath.OWNER
+    assert on_training_ranks(2, act, sparse=[path, other]) == [(SparsePlan(path=path), path.value, True)] * 2
+
+
+@pytest.mark.parametrize("settings", [{"tune": False}, {"warmup_iterations": 0}])
+def test_where_nothing_is_tuned_rows_are_gathered_and_nothing_is_written(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def act(rank: Trains) -> tuple[SparsePlan, str]:
+        rank.iterate(LEARNING_ITERATIONS + 3)
+        return rank.plan, rank.sparse.summaries[0].plan
+
+    assert on_training_ranks(2, act, trial_log=str(tmp_path / "log"), **settings) == [(GATHER, "gather")] * 2
+    assert not (tmp_path / "log").exists()
+
+
+def test_parameters_that_change_are_learned_anew() -> None:
+    def act(rank: Trains) -> None:
+        rank.iterate()
+        before = rank.sparse.choices
+        rank.sparse.watch({"a": rank.params["a"], "b": torch.zeros(TABLE_ROWS, TABLE_WIDTH + 1)})
+        after = rank.sparse.choices
+        assert after["a"] is before["a"]
+        assert after["b"] is not before["b"]
+
+    on_training_ranks(2, act, names="ab")
+
+
+# ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("kind", "streams"), [(TransportKind.GLOO, None), (TransportKind.GLOO, 3), (None, None)])
+def test_all_ranks_measure_the_same_pace(kind: TransportKind | None, streams: int | None) -> None:
+    def act(control: ControlPlane) -> tuple[Pace, int, int]:
+        lanes = SparseLanes(control, timeout_s=20.0, kind=kind, streams=streams or 4)
+        pace = measure(control, lanes, streams=streams)
+        lanes.close()
+        control.reclaim()
+        return pace, lanes.exchange_streams, lanes.reduce_streams
+
+    (found, other) = on_planes(2, act)
+    assert found == other
+    pace, *counts = found
+    assert pace.exchange_bytes_per_s > 1e6
+    assert pace.reduce_bytes_per_s > 1e6
+    assert pace.add_bytes_per_s > 1e6
+    if streams:
+        assert counts == [streams] * 2
+    if kind is None:
+        assert counts == [1, 1]  # shared memory
+
+
+def test_another_number_of_streams_is_used_only_where_it_is_clearly_faster() -> None:
+    times = {4: Times(0.0, 1.0), 8: Times(0.0, 0.95), 2: Times(0.0, 0.92)}
+    assert fastest(times, usual=4) == 4
+    assert fastest({**times, 1: Times(0.0, 0.8)}, usual=4) == 1
+    assert fastest({3: Times(0.0, 1.0)}, usual=4) == 3  # all that may be used
+
+
+def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUDGET_S", 0.0)
+
+    def act(control: ControlPlane) -> tuple[int, int]:
+        lanes = SparseLanes(control, timeout_s=20.0, kind=TransportKind.GLOO, streams=4)
+        measure(control, lanes, streams=None)
+        lanes.close()
+        control.reclaim()
+        return lanes.exchange_streams, lanes.reduce_streams
+
+    assert on_planes(2, act) == [(4, 4)] * 2
+
+
+# ── what earlier jobs have kept ──────────────────────────────────────────────────────────────────────────────────────
+
+MOST = LEARNING_ITERATIONS + 2 * CHECKS + ROUNDS * N_CANDIDATES + 1
+FORM = RowFormat(TABLE_ROWS, TABLE_WIDTH, torch.float32)
+HOT = SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 1, 2), cold=SparsePath.OWNER)
+
+
+def counts(n: int = 40, *, shift: int = 0) -> TouchCounts:
+    """Rows that two ranks look up, low ones more often."""
+    found, random = TouchCounts(), np.random.default_rng(1)
+    for _ in range(8):
+        by_rank = [np.unique((random.random(n) ** 3 * TABLE_ROWS).astype(np.int64) + shift) for _ in range(2)]
+        found.note(by_rank, len(np.unique(np.concatenate(by_rank))))
+    return found
+
+
+def counts_by_turns(popular: int) -> TouchCounts:
+    """So many rows are touched in each iteration and others in turn: 40 by one rank each, whatever is popular."""
+    found = TouchCounts()
+    for iteration in range(8):
+        others = popular + (np.arange(40 - popular) + iteration * (40 - popular)) % (TABLE_ROWS - popular)
+        rows = np.sort(np.concatenate([np.arange(popular), others]))
+        found.note([rows[::2], rows[1::2]], 40)
+    return found
+
+
+def kept(plan: SparsePlan, learned: TouchCounts) -> SparseChoice:
+    choice = SparseChoice(fixed=None, tries=True)
+    choice.learned, choice.plan, choice.measured_s = learned, plan, [0.1]
+    return choice
+
+
+def recalled(
+    path: Path | str,
+    learned: TouchCounts,
+    *,
+    keeps: SparsePlan | None = None,
+    form: RowFormat = FORM,
+) -> list[dict[str, SparsePlan]]:
+    def run(control: ControlPlane) -> dict[str, SparsePlan]:
+        memory = SparseMemory(control, Settings(registry=str(path)))
+        found = memory.recall({"table": (form, learned)})
+        if keeps is not None:
+            memory.keep("table", form, kept(keeps, learned))
+        memory.close()
+        control.reclaim()
+        return found
+
+    return on_planes(2, run)
+
+
+def test_what_was_kept_is_told_to_all_ranks_with_the_hot_rows_of_this_job(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    assert recalled(path, counts(), keeps=HOT) == [{}, {}]
+    here = counts(shift=5)
+    (first, second) = recalled(path, here)
+    assert first == second
+    assert (first["table"].path, first["table"].cold) == (SparsePath.HOT_COLD, SparsePath.OWNER)
+    assert set(first["table"].hot_rows) == set(here.ranked()[:3].tolist())
+
+
+def test_rows_of_another_shape_or_curve_start_anew(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    even, popular = counts_by_turns(0), counts_by_turns(20)
+    assert (even.touched, even.union) == (popular.touched, popular.union) == (40, 40)
+    recalled(path, even, keeps=GATHER)
+    assert recalled(path, popular, keeps=HOT) == [{}, {}]
+    assert recalled(path, even) == [{"table": GATHER}] * 2
+    assert recalled(path, even, form=RowFormat(TABLE_ROWS + 1, TABLE_WIDTH, torch.float32)) == [{}, {}]
+    assert recalled(path, popular)[0]["table"].path is SparsePath.HOT_COLD
+
+
+def test_where_the_registry_is_off_or_broken_nothing_is_recalled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in ("off", tmp_path):  # a folder is no registry
+        assert recalled(path, counts(), keeps=HOT) == [{}, {}]
+        assert recalled(path, counts()) == [{}, {}]
+    assert "training goes on without the registry" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["by air", "hot_cold"])
+def test_a_way_that_is_none_here_is_not_taken(path: str) -> None:
+    key = RowsKey(topology="", ranks=2, n_rows=TABLE_ROWS, row_bytes=12, dtype="float32")
+    way = RowWay(
+        key=key,
+        name="t",
+        skew=skew_of(counts()),
+        path=path,
+        cold="gather",
+        block_rows=1,
+        n_hot=0,
+        span_s=0.0,
+        created_s=0.0,
+    )
+    assert plan_of(way, counts()) is None
+
+
+def iterations_until_kept(path: Path, *, looked_up: int = LOOKED_UP) -> int:
+    def act(rank: Trains) -> int:
+        while rank.sparse.choices["a"].stage is not Stage.KEEP and rank.iteration < MOST:
+            rank.iterate(looked_up=looked_up)
+        assert len(rank.sparse.summaries) == 1
+        return rank.iteration
+
+    (found,) = set(on_training_ranks(2, act, registry=str(path)))
+    return int(found)
+
+
+@pytest.mark.slow
+def test_a_second_job_starts_from_what_was_kept_and_one_with_another_skew_tries_ways(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    tried = iterations_until_kept(path)
+    with closing(open_store(str(path))) as store:
+        (way,) = store.ways(RowWay)
+    assert (way.name, way.key.n_rows, way.key.row_bytes) == ("a", TABLE_ROWS, 4 * TABLE_WIDTH)
+    assert way.span_s > 0.0
+    again = iterations_until_kept(path)
+    assert again < tried if way.path == "gather" else again != tried
+    assert iterations_until_kept(path, looked_up=3 * LOOKED_UP) > LEARNING_ITERATIONS
+
+
+TOLD = re.compile(r"(even|popular): kept after (\d+), (probed|not probed), (\w+)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tried_anew(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    registry, skews = tmp_path / "registry.db", ["even", "even", "popular", "popular", "even"]
+    env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_LOG_LEVEL": "info"}
+    job = run_ranks("sparse_memory.py", ranks, *skews, env=env, timeout_s=180)
+    told = TOLD.findall(job.stdout)
+    logs = re.split(r"trained: \w+", job.stderr)
+    assert [skew for skew, *_ in told] == skews
+    for first, second in ((0, 1), (2, 3)):
+        assert told[first][2] == "probed"
+        assert "are touched like those" not in logs[first]
+        assert f"are touched like those of weight in an earlier job, which went by {told[first][3]}" in logs[second]
+        recalled = 0 if told[first][3] == "gather" else 2 * CHECKS
+        if "is clearly faster than" in logs[second]:  # trials are short, and the machine may be busy
+            assert told[second][2] == "probed"
+        else:
+            # In the first iteration gradients travel dense; it is found out then which are sparse.
+            assert (int(told[second][1]), told[second][2]) == (LEARNING_ITERATIONS + recalled, "not probed")
+            assert int(told[first][1]) >= int(told[second][1])
+    assert "are touched like those of weight" in logs[4]
+    ways = open_store(str(registry)).ways(RowWay)
+    assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}
