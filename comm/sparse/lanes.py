@@ -212,12 +212,6 @@ class SparseLanes:
 
     # ── waits, and the end ───────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self) -> None:
-        """Any thread, now and then while it waits: raises `Closed`, or the failure of the job."""
-        if self._closing:
-            raise Closed
-        self._control.failures.check()
-
     def _wait(self, works: Sequence[Work]) -> None:
         try:
             done = self._router.wait_for(works, interrupted=lambda: self._closing)

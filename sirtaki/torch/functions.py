@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .basics import rank
 from .collectives import allgather, broadcast_, broadcast_async_, synchronize_all
@@ -78,6 +79,17 @@ class _TensorSlot:
     dtype: torch.dtype
     device_type: str
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _TensorSlot:
+        """That of a tensor."""
+        # A moment has its parameter's strides, on which fused optimizers rely.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(shape=tuple(tensor.shape), strides=strides, dtype=tensor.dtype, device_type=tensor.device.type)
+
+    def empty_tensor(self) -> torch.Tensor:
+        """What the tensor is received in."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
+
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
@@ -110,38 +122,10 @@ def broadcast_optimizer_state(
 
 def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:
     """Collective: the root's `state_dict()` on every rank, whatever theirs are like; its tensors travel as tensors."""
-    own: list[torch.Tensor] = []
-    skeleton = broadcast_object(_take_tensors(state, own), root_rank, name)
-    if rank() == root_rank:
-        received, tensors = state, own
-    else:
-        tensors = []
-        received = _make_tensors(skeleton, tensors)
+    skeleton = broadcast_object(tree_map_only(torch.Tensor, _TensorSlot.of, state), root_rank, name)
+    received: dict[str, Any] = (
+        state if rank() == root_rank else tree_map_only(_TensorSlot, _TensorSlot.empty_tensor, skeleton)
+    )
+    tensors = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
     synchronize_all([broadcast_async_(tensor, root_rank, f"{name}.{n}") for n, tensor in enumerate(tensors)])
     return received
-
-
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with its tensors moved to `tensors` and slots in their places."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        # A moment has its parameter's strides, on which fused optimizers rely.
-        strides = torch.empty_like(value, device="meta").stride()
-        return _TensorSlot(shape=tuple(value.shape), strides=strides, dtype=value.dtype, device_type=value.device.type)
-    return _map_children(value, lambda child: _take_tensors(child, tensors))
-
-
-def _make_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with an empty tensor in the place of each slot; they are added to `tensors` in the same order."""
-    if isinstance(value, _TensorSlot):
-        tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device_type))
-        return tensors[-1]
-    return _map_children(value, lambda child: _make_tensors(child, tensors))
-
-
-def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: function(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(function(child) for child in value)
-    return value
