@@ -30,8 +30,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
 
@@ -348,6 +350,62 @@ def attendee(listeners: Sequence[socket.socket]) -> Attendee:
     return Attendee(host=host_identity(), places=tuple(listener.getsockname()[:2] for listener in listeners))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a rank tells the others of itself; of the first one's they take the name of the mesh, and the secret.
+
+    Attributes:
+        attendee: without places as long as it does not listen.
+        name: that the mesh may have.
+        secret: that the job may have; "" = the user has given this rank one, which it keeps to itself.
+    """
+
+    attendee: Attendee
+    name: str
+    secret: str = field(repr=False)
+
+
+def arrange(
+    exchange: Callable[[Introduction], Sequence[Introduction]],
+    *,
+    interface: str | None,
+    secret: str | None,
+    ranks: Sequence[int] | None = None,
+    in_vain: Callable[[], str] = lambda: "",
+) -> tuple[str, Appointment]:
+    """Collective: the name of a mesh, and who meets in it: each tells the others where it is, then where it listens.
+
+    Args:
+        exchange: collective: what all have told of themselves, by rank.
+        interface: name of the network interface that joins the hosts; None = any.
+        secret: of the job, from the user; None = the first rank makes one.
+        ranks: by which numbers messages name them; None = from 0.
+        in_vain: see `Appointment`.
+
+    Raises:
+        ConfigError: some have a secret from the user, and some have none; or there is no such interface.
+        CommError: this rank cannot listen, or what `exchange` raises.
+    """
+    here = Attendee(host=host_identity(), places=())
+    mine = Introduction(attendee=here, name=secrets.token_hex(16), secret="" if secret else secrets.token_hex(32))
+    told = exchange(mine)
+    for number, each in enumerate(told):
+        if bool(each.secret) is not bool(told[0].secret):
+            first, odd = (0, number) if ranks is None else (ranks[0], ranks[number])
+            raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {odd} only; all need the same")
+    listeners = open_places(interface, loopback_only=all(each.attendee.host == here.host for each in told))
+    try:
+        told = exchange(replace(mine, attendee=attendee(listeners)))
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    attendees = tuple(each.attendee for each in told)
+    return told[0].name, Appointment(
+        attendees=attendees, secret=secret or told[0].secret, listeners=listeners, in_vain=in_vain
+    )
+
+
 def keep(
     appointment: Appointment, *, rank: int, name: str, timeout_s: float, unproved_s: float = float("inf")
 ) -> dict[int, socket.socket]:
@@ -505,7 +563,9 @@ def meet(
         )
     own = members.index(meeting.rank)
     try:
-        name, appointment = _appoint(table, meeting, secret, interface)
+        name, appointment = arrange(
+            table.exchange, interface=interface, secret=secret, ranks=members, in_vain=table.problem
+        )
         left_s = deadline_s - time.monotonic()
         sockets = keep(appointment, rank=own, name=name, timeout_s=left_s, unproved_s=WRONG_SECRET_S)
     except SirtakiError as err:
@@ -570,36 +630,42 @@ class _Table:
         self.deadline_s = deadline_s
         self._ask_s = 0.0
 
-    def tell(self, what: str, value: Any) -> None:
-        """Of this rank, for all."""
-        self._call("set", self._key(what, self._meeting.rank), json.dumps(value))
-
-    def read(self, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What these ranks have told; None = all.
+    def exchange(self, mine: Introduction) -> list[Introduction]:
+        """Collective: what all have told of themselves, by the order of members.
 
         Raises:
+            ConfigError: they do not agree on how many there are.
             CommError: one of them does not come, or has met a problem.
         """
-        ranks = self.members if ranks is None else ranks
-        keys = [self._key(what, rank) for rank in ranks]
+        what = "places" if mine.attendee.places else "host"
+        own_size, own_key = self._meeting.size, self._key(what, self._meeting.rank)
+        self._call("set", own_key, msgspec.json.encode((own_size, mine)).decode())
+        keys = [self._key(what, rank) for rank in self.members]
         notice_s = time.monotonic() + _NOTICE_S
         while not self._call("check", keys):
             if problem := self.problem():
                 raise CommError(problem)
             now_s = time.monotonic()
             if now_s > min(notice_s, self.deadline_s):
-                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._call("check", [key])]
+                missing = [rank for rank, key in zip(self.members, keys, strict=True) if not self._call("check", [key])]
                 text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
                 if now_s > self.deadline_s and missing:
                     raise CommError(
-                        f"{text} of {self._meeting.size} did not come to {self._meeting.host}:{self._meeting.port} in "
-                        "time; are all processes started, with one WORLD_SIZE and different RANKs? "
-                        "SIRTAKI_START_TIMEOUT_S=… waits longer"
+                        f"{text} of {own_size} did not come to {self._meeting.host}:{self._meeting.port} in time; are "
+                        "all processes started, with one WORLD_SIZE and different RANKs? SIRTAKI_START_TIMEOUT_S=… "
+                        "waits longer"
                     )
                 notice_s = self.deadline_s
                 logger.warning("rank %d waits for %s", self._meeting.rank, text)
             time.sleep(_LOOK_S)
-        return [json.loads(self._call("get", key)) for key in keys]
+        told = [msgspec.json.decode(self._call("get", key), type=tuple[int, Introduction]) for key in keys]
+        for rank, (size, _) in zip(self.members, told, strict=True):
+            if size != told[0][0]:
+                raise ConfigError(
+                    f"WORLD_SIZE is {told[0][0]} on rank {self.members[0]} and {size} on rank {rank}; it must be one "
+                    "on all ranks"
+                )
+        return [each for _, each in told]
 
     def claim(self) -> bool:
         """Whether this process is the first that says to be this rank."""
@@ -626,35 +692,3 @@ class _Table:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:
             raise PeerLostError(f"the store is gone, and rank 0 or the launcher with it: {_first_line(err)}") from err
-
-
-def _appoint(table: _Table, meeting: Meeting, secret: str | None, interface: str | None) -> tuple[str, Appointment]:
-    """Collective: the name of the mesh, and who meets in it."""
-    own = {"size": meeting.size, "secret": secret is not None, "host": host_identity()}
-    table.tell("here", own)
-    first = table.members[0]
-    if meeting.rank == first:
-        table.tell("job", {"id": secrets.token_hex(16), "secret": None if secret else secrets.token_hex(32)})
-    everybody = table.read("here")
-    for rank, other in zip(table.members, everybody, strict=True):
-        if other["size"] != everybody[0]["size"]:
-            raise ConfigError(
-                f"WORLD_SIZE is {everybody[0]['size']} on rank {first} and {other['size']} on rank {rank}; it must be "
-                "one on all ranks"
-            )
-        if other["secret"] != everybody[0]["secret"]:
-            raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {rank} only; all need the same")
-    job = table.read("job", [first])[0]
-    hosts = [tuple(other["host"]) for other in everybody]
-    listeners = open_places(interface, loopback_only=len(set(hosts)) == 1)
-    table.tell("places", [listener.getsockname()[:2] for listener in listeners])
-    try:
-        places = [tuple((str(host), int(port)) for host, port in each) for each in table.read("places")]
-    except BaseException:
-        for listener in listeners:
-            listener.close()
-        raise
-    attendees = tuple(Attendee(host=host, places=each) for host, each in zip(hosts, places, strict=True))
-    return job["id"], Appointment(
-        attendees=attendees, secret=secret or job["secret"], listeners=listeners, in_vain=table.problem
-    )

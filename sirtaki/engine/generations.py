@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sirtaki.comm.control.addresses import host_identity
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh_rendezvous import Attendee, attendee, meet, open_places
+from sirtaki.comm.control.mesh_rendezvous import Attendee, Introduction, arrange, meet
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, LaunchError, PeerLostError
@@ -36,12 +33,15 @@ from .tuning.plans import CarriedTuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Introduction:
+class _Survivor:
     origin: int
     after: int
     has_state: bool
-    attendee: Attendee
-    proof: Proof
+    introduction: Introduction
+
+    @property
+    def attendee(self) -> Attendee:
+        return self.introduction.attendee
 
 
 class SurvivingMembership:
@@ -57,41 +57,34 @@ class SurvivingMembership:
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
-        lost = after > 0
+        lost, own = after > 0, self._survivors.origin
+        told: list[_Survivor] = []
+
+        def exchange(mine: Introduction) -> list[Introduction]:
+            survivor = _Survivor(origin=own, after=after, has_state=has_state, introduction=mine)
+            told[:] = self._survivors.exchange(survivor)
+            return [each.introduction for each in told]
+
         while True:
             if lost:
                 self._survivors.shrink(max(0.0, deadline_s - time.monotonic()))
-            listeners: tuple[socket.socket, ...] = ()
             try:
-                one_host = len(set(self._survivors.exchange(host_identity()))) == 1
-                listeners = open_places(self._interface, loopback_only=one_host)
-                mine = _Introduction(
-                    origin=self._survivors.origin,
-                    after=after,
-                    has_state=has_state,
-                    attendee=attendee(listeners),
-                    proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)),
-                )
-                told = self._survivors.exchange(mine)
-            except BaseException as err:
-                for listener in listeners:
-                    listener.close()
-                if not isinstance(err, PeerLostError):
-                    raise
+                name, appointment = arrange(exchange, interface=self._interface, secret=None)
+            except PeerLostError:
                 lost = True
                 continue
             members = in_order(told)
             formed = Formed(
                 number=1 + max(each.after for each in told),
-                rank=members.index(mine),
+                rank=[each.origin for each in members].index(own),
                 members=tuple(
                     Member(host="/".join(each.attendee.host), slot=each.origin, is_new=not each.has_state)
                     for each in members
                 ),
                 attendees=tuple(each.attendee for each in members),
-                proof=told[0].proof,
+                proof=Proof(job=name, secret=appointment.secret),
             )
-            return generation_of(formed, listeners, self._in_vain)
+            return generation_of(formed, appointment.listeners, self._in_vain)
 
     def change(self) -> Change:
         """REMOVED once MPI has lost a rank; nobody is added."""
@@ -107,7 +100,7 @@ class SurvivingMembership:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
 
 
-def in_order(told: list[_Introduction]) -> list[_Introduction]:
+def in_order(told: list[_Survivor]) -> list[_Survivor]:
     """By rank: as before, but those that hold the job's state come first, as far as a host's ranks are neighbours."""
     hosts = dict.fromkeys(each.attendee.host for each in told)
     there = {host: [each for each in told if each.attendee.host == host] for host in hosts}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from sirtaki.comm.control.addresses import host_identity
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, alone, attendee, meet, open_places
+from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
@@ -93,15 +90,6 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
-    """What a rank tells the others of itself; of rank 0's they take the secret and the name of the mesh."""
-
-    attendee: Attendee
-    secret: str = field(repr=False)
-    name: str
-
-
 def _introduced(
     settings: Settings,
     exchange: Callable[[Introduction], list[Introduction]],
@@ -110,25 +98,14 @@ def _introduced(
     size: int,
     timeout_s: float,
 ) -> Communicator:
-    """Collective: a mesh of ranks that can tell each other something: where each is, then where each listens."""
+    """Collective: a mesh of ranks that can tell each other something."""
     if size == 1:
         return alone()
-    here = Attendee(host=host_identity(), places=())
-    mine = Introduction(attendee=here, secret=settings.secret or secrets.token_hex(32), name=secrets.token_hex(16))
-    one_host = all(each.attendee.host == here.host for each in exchange(mine))
-    listeners = open_places(settings.gloo_interface, loopback_only=one_host)
-    told = exchange(replace(mine, attendee=attendee(listeners)))
-    secret, name = told[0].secret, told[0].name
-    attendees = tuple(each.attendee for each in told)
+    name, appointment = arrange(exchange, interface=settings.gloo_interface, secret=settings.secret)
     return meet(
-        Meeting(
-            rank=rank,
-            size=size,
-            name=name,
-            appointment=Appointment(attendees=attendees, secret=secret, listeners=listeners),
-        ),
+        Meeting(rank=rank, size=size, name=name, appointment=appointment),
         interface=settings.gloo_interface,
-        secret=secret,
+        secret=settings.secret,
         timeout_s=timeout_s,
         heartbeat_s=settings.heartbeat_s,
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mesh_rendezvous import Attendee, Meeting, meet
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine import generations, membership
-from sirtaki.engine import generations as surviving_membership
 from sirtaki.engine.generations import Generations, SurvivingMembership, in_order, open_survivors
 from sirtaki.engine.membership import (
     AgentClient,
@@ -403,7 +403,7 @@ def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys(
 
 
 def test_survivors_of_several_hosts_listen_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surviving_membership, "host_identity", lambda: (str(threading.get_ident()),))
+    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
     for generation in on_all(World(2), lambda rank: join_left(rank, after=0)):
         assert [len(each.places) for each in generation.meeting.appointment.attendees] == [2, 2]  # interface="lo", too
         close_places(generation)
@@ -414,8 +414,8 @@ def test_ranks_of_a_host_stay_neighbours() -> None:
     on_all(world, lambda rank: close_places(join_left(rank, after=1)))
     hosts = [("a",), ("b",), ("a",), ("b",)]
     told = [
-        replace(world.told[origin], attendee=replace(world.told[origin].attendee, host=hosts[origin]))
-        for origin in range(4)
+        replace(each, introduction=replace(each.introduction, attendee=replace(each.attendee, host=host)))
+        for each, host in zip((world.told[origin] for origin in range(4)), hosts, strict=True)
     ]
     assert [each.origin for each in in_order(told)] == [0, 2, 1, 3]
     told = [replace(each, has_state=each.origin in (2, 3)) for each in told]
@@ -426,13 +426,13 @@ def test_ranks_of_a_host_stay_neighbours() -> None:
 
 def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = list[socket.socket]()
-    really = surviving_membership.open_places
+    really = mesh_rendezvous.open_places
 
     def open_places(interface: str | None, *, loopback_only: bool) -> tuple[socket.socket, ...]:
         opened.extend(places := really(interface, loopback_only=loopback_only))
         return places
 
-    monkeypatch.setattr(surviving_membership, "open_places", open_places)
+    monkeypatch.setattr(mesh_rendezvous, "open_places", open_places)
     (rank,) = World(1).ranks
     lost = PeerLostError("a rank was lost while survivors met")
     rank.errors = [lost, None, lost]  # before it listens, and when it does
@@ -458,7 +458,7 @@ def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
 
 
 def test_mpi_is_asked_only_where_mpiexec_lets_ranks_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surviving_membership, "Survivors", lambda: World(1).ranks[0])
+    monkeypatch.setattr(generations, "Survivors", lambda: World(1).ranks[0])
     assert open_survivors(Settings(), {}) is None
     assert open_survivors(Settings(), {"OMPI_COMM_WORLD_SIZE": "2"}) is None
     assert open_survivors(Settings(control=Backend.MPI), UNDER_ULFM) is None

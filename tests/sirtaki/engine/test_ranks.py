@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.engine import ranks
-from sirtaki.engine.ranks import Introduction, choose_backend, open_at_store, open_ranks
+from sirtaki.comm.control.mesh_rendezvous import Introduction
+from sirtaki.engine.ranks import choose_backend, open_at_store, open_ranks
 from sirtaki.errors import ConfigError
 from sirtaki.settings import Settings
 
@@ -78,8 +78,7 @@ def test_ranks_that_meet_in_a_store_listen_beyond_loopback_only_if_they_have_sev
     monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
     if hosts == 2:
-        for module in (ranks, mesh_rendezvous):
-            monkeypatch.setattr(module, "host_identity", lambda: (str(threading.get_ident()),))
+        monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
         monkeypatch.setattr(mesh_rendezvous, "own_addresses", lambda interface: ["127.0.0.2"])
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
@@ -90,3 +89,22 @@ def test_ranks_that_meet_in_a_store_listen_beyond_loopback_only_if_they_have_sev
     listened = {host for each in told for host, _ in each.attendee.places}
     assert listened == ({"127.0.0.1"} if hosts == 1 else {"127.0.0.1", "127.0.0.2"})
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
+
+
+def test_a_secret_of_the_users_is_told_to_nobody_and_all_or_none_must_have_one() -> None:
+    def meet(store: HashStore, given: list[str | None]) -> list[object]:
+        def one(rank: int) -> object:
+            try:
+                return open_at_store(Settings(secret=given[rank]), store, rank=rank, size=2, timeout_s=20.0)
+            except ConfigError as err:
+                return str(err)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(one, [0, 1]))
+
+    store = HashStore()
+    meshes = meet(store, ["of the user", "of the user"])
+    close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
+    assert all(b"of the user" not in store.get(f"{what}/{rank}") for what in ("host", "places") for rank in range(2))
+    told = meet(HashStore(), ["of the user", None])
+    assert told == ["SIRTAKI_SECRET is set on one of the ranks 0 and 1 only; all need the same"] * 2
