@@ -715,7 +715,7 @@ class GradientReducer:
     @property
     def begun(self) -> bool:
         """Gradients have come on this rank that no finished iteration has reduced."""
-        return self.pending or self._accumulated or bool(self.thawed)
+        return self.pending or self._accumulated or any(param.grad is not None for param in self.thawed)
 
     @property
     def in_flight(self) -> InFlight | None:
