@@ -745,8 +745,9 @@ class Reference(Played):
         watched = self._world.watched
         legal(all(name in watched for mine in gradients for name in mine), "nobody zeroes what it leaves there")
         for wrapped in self._world.optimizers:
-            if any(wrapped.hooked & set(mine) for mine in gradients):
-                wrapped.broken = True
+            came = {name for mine in gradients for name in mine if name in wrapped.spec.parameters}
+            legal(came <= wrapped.hooked, "what was thawed keeps what a failed pass has computed")
+            wrapped.broken |= bool(came)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
