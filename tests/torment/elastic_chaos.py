@@ -463,6 +463,7 @@ class Job(LaunchedJob):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self._checkpoints, ignore_errors=True)  # the lab's disk is small, and there are more jobs
 
 
 # ── a lab ────────────────────────────────────────────────────────────────────────────────────────────────────────────
