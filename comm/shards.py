@@ -31,6 +31,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
+from sirtaki.comm.units import LATE_S
 from sirtaki.errors import CommError, MismatchError, StallError
 
 MOST_TAGS = 1 << 30
@@ -61,6 +62,8 @@ class ShardWork:
         failures, deadline_s = self._control.failures, time.monotonic() + self._timeout_s
         try:
             while not self._work.wait(WAIT_SLICE_S):
+                if failures.error is not None and self._work.wait(LATE_S):
+                    break
                 failures.check()
                 if time.monotonic() > deadline_s:
                     raise StallError(
@@ -93,8 +96,11 @@ class ShardLanes(ABC):
     def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
         self.control, self._router, self._timeout_s = control, router, timeout_s
 
-    def reserve(self, *, shard_bytes: int, whole_bytes: int) -> None:  # noqa: B027 - most need nothing
-        """Collective: so large are the largest shard that is gathered, and the largest tensor that is scattered."""
+    def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need nothing
+        """Collective: so large are the largest shard that is gathered, and the largest tensor that is scattered.
+
+        If nothing is scattered (0), `gather_memory` has nothing that is shared.
+        """
 
     def use(self, streams: int) -> None:  # noqa: B027 - where there are no connections
         """Collective, with nothing under way: from now on cuts what is submitted over so many connections.
@@ -104,8 +110,11 @@ class ShardLanes(ABC):
         """
 
     @abstractmethod
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
-        """Collective: fills `whole`, `(ranks * n,)`, with the `shard`, `(n,)`, of every rank, which may lie there."""
+    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor) -> ShardWork:
+        """Collective: fills `rows[r]`, `(n,)`, with the `shard`, `(n,)`, of rank r; this rank's may be that already.
+
+        Rows may lie apart, or one after the other in `gather_memory`.
+        """
 
     @abstractmethod
     def scatter(self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float) -> ShardWork:
@@ -211,12 +220,12 @@ class _OverSockets(ShardLanes):
         self._router.open_plan(CommPlan(numel=streams, units=units, streams=streams, transport=self.kind))
         self._streams = streams
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
-        rows, mine = whole.detach().view(self.control.size, -1), shard.detach().view(-1)
-        came = self._trade([mine] * self.control.size, list(rows))
+    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor) -> ShardWork:
+        rows, mine = [row.detach() for row in rows], shard.detach()
+        came = self._trade([mine] * self.control.size, rows)
         if (own := rows[self.control.rank]).data_ptr() != mine.data_ptr():
             own.copy_(mine)
-        return self._under_way(self._gathers.put(came), "gather", whole.numel())
+        return self._under_way(self._gathers.put(came), "gather", len(rows) * mine.numel())
 
     def scatter(self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float) -> ShardWork:
         me, size = self.control.rank, self.control.size
@@ -381,21 +390,22 @@ class _InSharedMemory(ShardLanes):
         self._gathered, self._scattered = _Slots(router), _Slots(router)
         self._wholes: _Wholes | None = None
 
-    def reserve(self, *, shard_bytes: int, whole_bytes: int) -> None:
+    def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:
         self._gathered.reserve(shard_bytes)
-        self._scattered.reserve(whole_bytes)
-        self._wholes = _Wholes(self.control, self._router, shard_bytes * self.control.size)
+        if whole_bytes:
+            self._scattered.reserve(whole_bytes)
+            self._wholes = _Wholes(self.control, self._router, shard_bytes * self.control.size)
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         taken = self._wholes.take(numel * dtype.itemsize) if self._wholes is not None else None
         return super().gather_memory(numel, dtype) if taken is None else taken.view(dtype)
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> ShardWork:
+    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor) -> ShardWork:
         me, mine, wholes = self.control.rank, _bytes(shard), self._wholes
-        rows, size_bytes = _bytes(whole).view(self.control.size, -1), mine.numel()
+        rows, size_bytes, elements = [_bytes(row) for row in rows], mine.numel(), len(rows) * shard.numel()
         number = wholes.number if wholes is not None else 0
         common = wholes.next() if wholes is not None else None
-        in_common = common is not None and rows.data_ptr() == common.data_ptr()
+        in_common = common is not None and rows[0].data_ptr() == common.data_ptr()
         slot = self._gathered.next(size_bytes)
         if not in_common:
             slot.tensor[:size_bytes].copy_(mine)
@@ -414,7 +424,7 @@ class _InSharedMemory(ShardLanes):
                 wholes.end(number)
 
         mark = -size_bytes if in_common else size_bytes
-        return self._visit(self._gathered, mark, read, "gather", whole.numel())
+        return self._visit(self._gathered, mark, read, "gather", elements)
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = numel * dtype.itemsize

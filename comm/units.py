@@ -41,7 +41,43 @@ LATE_S = 0.5
 """How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
 
 
-class TensorReduction:
+class TensorOperation:
+    """Something that fills tensors, under way.
+
+    Attributes:
+        ended: gets its result when they are filled, or why it has failed.
+    """
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        """Nothing happens yet; `then` is called with the tensors filled, before anybody hears of it."""
+        self.ended: Future[None] = Future()
+        self._then = then
+
+    def finish(self, error: CommError | None = None) -> None:
+        """Called by whoever drives it; what comes after the first time counts for nothing."""
+        if error is None:
+            try:
+                self._then()
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                error = CommError(f"a tensor has come, but could not be put away: {err!r}")
+        with suppress(InvalidStateError):
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time; drives nothing."""
+        return bool(wait([self.ended], timeout_s).done)
+
+    def check(self) -> None:
+        """Raises why it has failed, if it has."""
+        error = self.ended.exception() if self.ended.done() else None
+        if isinstance(error, CommError):
+            raise fresh(error)
+
+
+class TensorReduction(TensorOperation):
     """A tensor under way.
 
     Attributes:
@@ -49,7 +85,6 @@ class TensorReduction:
         target: where elements `[start, start + target.numel())` of the result belong, 1-d and contiguous. It may be
             `source`.
         start: see there.
-        ended: gets its result when the target has, or why it has failed.
     """
 
     def __init__(
@@ -72,36 +107,12 @@ class TensorReduction:
             op: how elements are combined.
             scale: what the result is multiplied by.
             timeout_s: after so long, from now on, it has failed.
-            then: called with the result in `target`, before anybody hears of it.
+            then: see `TensorOperation`.
         """
+        super().__init__(then)
         self.source, self.target, self.start = source, target, start
         self.op, self.scale = op, scale
         self.timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
-        self.ended: Future[None] = Future()
-        self._then = then
-
-    def finish(self, error: CommError | None = None) -> None:
-        """Called by whoever drives it; what comes after the first time counts for nothing."""
-        if error is None:
-            try:
-                self._then()
-            except Exception as err:  # whatever it is, those who wait must hear of it
-                error = CommError(f"a tensor was reduced, but its result could not be put away: {err!r}")
-        with suppress(InvalidStateError):
-            if error is None:
-                self.ended.set_result(None)
-            else:
-                self.ended.set_exception(error)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time; drives nothing."""
-        return bool(wait([self.ended], timeout_s).done)
-
-    def check(self) -> None:
-        """Raises why it has failed, if it has."""
-        error = self.ended.exception() if self.ended.done() else None
-        if isinstance(error, CommError):
-            raise fresh(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Opens the lanes of large tensors: those of eager operations, and of the process groups of torch.distributed."""
+"""Opens the lanes of large tensors: of eager operations, of torch.distributed's process groups, of sharded models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Router
+from sirtaki.comm.shards import ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.comm.units import UnitPipeline
 from sirtaki.settings import Settings
@@ -38,10 +39,7 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
         TransportError: on all ranks, streams could not be opened.
         CommError: the job has failed.
     """
-    raise_descriptor_limit()
-    # Nodes that are pretended, to try hierarchies, may not fit these ranks.
-    pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None
-    control = ControlPlane(ranks, local_size=pretended, interface=settings.gloo_interface)
+    control = _control_of(ranks, settings)
     router = Router(control, timeout_s=timeout_s)
     slots = router.allocate(SLOTS * SLOT_BYTES, torch.uint8)
     knobs = default_knobs(
@@ -62,3 +60,36 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
         unit_bytes=SLOT_BYTES if through_slots else knobs.unit_bytes,
         slots=slots if through_slots else None,
     )
+
+
+FLOWS = 8
+"""About so many connections out of a rank carry shards untuned: clouds cap each of them far below the link's rate."""
+
+
+def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
+    """Connections to each other rank that are used untuned."""
+    return min(settings.streams or -(-FLOWS // (lanes.control.size - 1)), lanes.most_streams)
+
+
+def open_shards(ranks: Communicator, *, settings: Settings, timeout_s: float) -> ShardLanes:
+    """Collective, from one thread of each rank: lanes of gathers and scatters, untuned.
+
+    Args:
+        ranks: two or more; nothing else may use this communicator until the lanes are closed.
+        settings: of this process.
+        timeout_s: how long gathers and scatters wait for other ranks.
+
+    Raises:
+        TransportError: on all ranks, connections could not be opened.
+        CommError: the job has failed.
+    """
+    lanes = open_shard_lanes(_control_of(ranks, settings), timeout_s=timeout_s, kind=settings.transport)
+    lanes.use(untuned_streams(lanes, settings))
+    return lanes
+
+
+def _control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
+    raise_descriptor_limit()
+    # Nodes that are pretended, to try hierarchies, may not fit these ranks.
+    pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None
+    return ControlPlane(ranks, local_size=pretended, interface=settings.gloo_interface)

@@ -38,12 +38,12 @@ import sirtaki
 from sirtaki.autotune.sharded import STREAMS, ShardKnobs, ShardSession, ShardSpace
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
-from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.shards import ShardLanes, ShardWork, open_shard_lanes
-from sirtaki.comm.transports.contract import ReduceOp, raise_descriptor_limit
+from sirtaki.comm.shards import ShardLanes, ShardWork
+from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress, tuning_ahead
 from sirtaki.engine.job import is_initialized
+from sirtaki.engine.lanes import open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 logger = logging.getLogger(__name__)
-
-FLOWS = 8
-"""About so many connections out of a rank are used untuned: clouds cap each of them far below the link's rate."""
 
 UNTUNED = ShardKnobs(streams=1, ahead=1, behind=1, kept=0)
 """One module ahead is gathered in the forward pass, too; in the backward pass FSDP does that."""
@@ -384,11 +381,6 @@ class _Tuning:
             store.close()
 
 
-def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
-    """Connections to each other rank that are used untuned."""
-    return min(settings.streams or -(-FLOWS // (lanes.control.size - 1)), lanes.most_streams)
-
-
 LEAVE_S = 5.0
 """How long a rank that is done with a model waits for the others, which may still need it."""
 
@@ -415,21 +407,16 @@ class _Connections:
         ranks, settings = _ranks_of(process_group), self._settings
         if len(ranks) == 1 or ranks in self.lanes:
             return
-        raise_descriptor_limit()
         mesh = open_beside(settings, process_group)
         self._meshes.append(mesh)
-        pretended = settings.local_size if mesh.size % (settings.local_size or 1) == 0 else None
-        control = ControlPlane(mesh, local_size=pretended, interface=settings.gloo_interface)
-        control.require_equal(str([_description(group) for group in groups]), "the sharded model")
-        lanes = open_shard_lanes(control, timeout_s=settings.transport_timeout_s, kind=settings.transport)
+        lanes = open_shards(mesh, settings=settings, timeout_s=settings.transport_timeout_s)
+        lanes.control.require_equal(str([_description(group) for group in groups]), "the sharded model")
         self.lanes[ranks] = lanes
-        streams = untuned_streams(lanes, settings)
-        lanes.use(streams)
         sizes = [_bytes_of(group, len(ranks)) for group in groups]
         lanes.reserve(shard_bytes=max(size[0] for size in sizes), whole_bytes=max(size[1] for size in sizes))
-        if control.rank == 0:
+        if lanes.control.rank == 0:
             shared = lanes.kind is TransportKind.SHARED_MEMORY
-            how = "shared memory" if shared else f"{streams} connections to each other rank"
+            how = "shared memory" if shared else f"{untuned_streams(lanes, settings)} connections to each other rank"
             tunes = settings.tune and settings.warmup_iterations > 0
             then = tuning_ahead(settings) if tunes else "tuning is off"
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
@@ -500,7 +487,7 @@ class _Gather:
             )
             return work
         self.attached.note_gather(self._group)
-        return GatherWork(lanes.gather(output_tensor, input_tensor))
+        return GatherWork(lanes.gather(output_tensor.chunk(group.size()), input_tensor))
 
 
 class _Scatter:

@@ -271,12 +271,66 @@ def parts_that_are_scattered_may_differ_in_size() -> None:
         assert torch.equal(output.double(), summed(2 * sizes[me()], me()).view(-1, 2))
 
 
+def tensors_are_gathered_in_every_type_size_and_form() -> None:
+    """One after the other or as a list, contiguous or not, from where they belong or elsewhere, awaited or not."""
+    size = len(ranks())
+    for dtype, numel in itertools.product(sorted((*LANE_DTYPES, torch.bool), key=str), NUMELS):
+        rows = [data(rank, numel, torch.float64).abs().to(dtype) for rank in ranks()]
+        whole = torch.zeros(size * numel, dtype=dtype)
+        mine = whole[me() * numel : (me() + 1) * numel]
+        mine.copy_(rows[me()])
+        listed = [torch.zeros(numel, 2, dtype=dtype)[:, 0] if rank % 2 else torch.zeros_like(mine) for rank in ranks()]
+        strided = torch.zeros(2 * numel, dtype=dtype)[::2]
+        strided.copy_(rows[me()])
+        works = [
+            all_gather_single(whole, mine, async_op=True),
+            dist.all_gather(listed, strided, async_op=True),
+        ]
+        for work in reversed(works):
+            work.wait()
+        assert torch.equal(whole, torch.cat(rows)), (dtype, numel)
+        assert all(map(torch.equal, listed, rows)), (dtype, numel)
+
+
+def many_gathers_and_sums_may_be_under_way() -> None:
+    """On all ranks in one order, and awaited in another one."""
+    numels = [70_000 + 13 * number if number % 3 else 11 for number in range(16)]
+    whole = [torch.zeros(len(ranks()) * numel) for numel in numels]
+    sums, works = [data(me(), numel, seed=number) for number, numel in enumerate(numels)], []
+    for number, numel in enumerate(numels):
+        works.append(all_gather_single(whole[number], data(me(), numel, seed=number), async_op=True))
+        works.append(dist.all_reduce(sums[number], async_op=True))
+    futures = [work.get_future() for work in works[::4]]
+    for work in reversed(works):
+        work.wait()
+    assert all(future.done() for future in futures)
+    for number, numel in enumerate(numels):
+        for rank in ranks():
+            assert torch.equal(whole[number].chunk(len(ranks()))[rank], data(rank, numel, seed=number))
+        assert torch.equal(sums[number].double(), summed(numel, number))
+
+
+def gathers_may_be_coalesced() -> None:
+    group, numels = dist.group.WORLD, (3, 40_003, 0, 1_300_001)
+    outputs = [torch.zeros(len(ranks()) * numel) for numel in numels]
+    gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    gather(outputs, [data(me(), numel) for numel in numels]).wait()
+    for output, numel in zip(outputs, numels, strict=True):
+        assert torch.equal(output, torch.cat([data(rank, numel) for rank in ranks()]))
+
+
 def sizes_that_do_not_fit_are_refused() -> None:
     for numel in (3, 90_000):
         try:
             dist.group.WORLD._reduce_scatter_base(torch.empty(numel), torch.empty(numel * len(ranks()) + 1))
         except ValueError as err:
             assert "does not give" in str(err), err
+        else:
+            raise AssertionError("it was not refused")
+        try:
+            all_gather_single(torch.empty(numel * len(ranks()) + 1), torch.empty(numel))
+        except (RuntimeError, ValueError):
+            pass
         else:
             raise AssertionError("it was not refused")
 
@@ -365,6 +419,8 @@ def subgroups_count_their_own_ranks() -> None:
             dist.all_reduce(tensor := data(me(), numel), group=group)
             wanted = sum(data(rank, numel, torch.float64) for rank in members)
             assert torch.equal(tensor.double(), wanted), members
+            dist.all_gather(rows := [torch.empty(numel) for _ in members], data(me(), numel), group=group)
+            assert all(torch.equal(row, data(rank, numel)) for row, rank in zip(rows, members, strict=True)), members
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -438,6 +494,9 @@ CASES = (
     compiled_code_reaches_the_same_operations,
     sums_are_scattered,
     parts_that_are_scattered_may_differ_in_size,
+    tensors_are_gathered_in_every_type_size_and_form,
+    many_gathers_and_sums_may_be_under_way,
+    gathers_may_be_coalesced,
     sizes_that_do_not_fit_are_refused,
     everything_else_gives_what_gloo_gives,
     objects_and_barriers_pass,
