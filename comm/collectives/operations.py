@@ -96,7 +96,13 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: Kind, **rest: Any) -> Signature:
-        """This rank's side of an operation on these tensors; `rest` are further fields (hence Any)."""
+        """This rank's side of an operation on these tensors; `rest` are further fields (hence Any).
+
+        Raises:
+            ConfigError: one is a DTensor.
+        """
+        if any(map(is_dtensor, tensors)):
+            raise ConfigError(f"{name} is a DTensor, of which each rank has a part: give .to_local() or .full_tensor()")
         return cls(
             name=name,
             kind=kind,
@@ -129,6 +135,11 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
             math.prod(shape) * getattr(torch, dtype).itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is one of torch.distributed's, which takes time to import and need not be."""
+    return hasattr(tensor, "device_mesh")
 
 
 @cache

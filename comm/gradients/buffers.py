@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -179,7 +180,6 @@ def _group_by_dtype(
 
 
 GRAD, VERSION, IS_SPARSE = attrgetter("grad"), attrgetter("_version"), attrgetter("is_sparse")
-SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor
 WRITTEN = -1
 """The version of a gradient that was written since it came."""
 
@@ -512,7 +512,7 @@ class Arrivals:
             return False
         buffers.fill(own, fresh)
         try:
-            deque(map(SET_GRAD, params, views), maxlen=0)
+            deque(map(setattr, params, repeat("grad"), views), maxlen=0)
         except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
             for param, gradient in zip(params, fresh, strict=True):
                 if param.grad is not gradient:
@@ -578,7 +578,7 @@ class Arrivals:
         return [
             position
             for position, gradient, version in zip(self.positions, self.gradients, self.versions, strict=True)
-            if gradient._version != version and params[position].grad is gradient
+            if params[position].grad is gradient and gradient._version != version
         ]
 
     @property

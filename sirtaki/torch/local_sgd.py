@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.engine import job
 from sirtaki.engine.reducing.checks import checksums, require_same_model
 from sirtaki.engine.reducing.reducer import reducers_of
@@ -544,7 +545,7 @@ def _divided(
     """The trained parameters and the buffers of floating point as fragments, in the model's order.
 
     Raises:
-        ConfigError: the optimizer has parameters that the model lacks, or `fragments` is invalid.
+        ConfigError: there are DTensors, the optimizer has parameters that the model lacks, or `fragments` is invalid.
     """
     trained = {id(param) for param in _params_of(optimizer)}
     items: dict[int, tuple[str, torch.Tensor]] = {}
@@ -556,6 +557,8 @@ def _divided(
         for name, tensor in own:
             if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
                 items.setdefault(id(tensor), (f"{prefix}.{name}".lstrip("."), tensor))
+    if whole := [name for name, tensor in items.values() if is_dtensor(tensor)]:
+        raise ConfigError(f"{whole[0]} is a DTensor, of which each rank has a part: a DistributedOptimizer takes those")
     if left_out := len(trained - items.keys()):
         raise ConfigError(f"the optimizer has {left_out} parameters that the model has not")
     place: dict[int, int] = {}

@@ -22,6 +22,7 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
+from sirtaki.engine.reducing.local_shards import local_shard
 from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
@@ -92,7 +93,8 @@ class GradientRecipe:
         if self.op == Average:
             reduction = replace(reduction, postscale=reduction.postscale / count)
         options = replace(self.options, reduction=reduction)
-        return OptimizerGradients(current, members, self.named, passes=self.passes, options=options)
+        named = [(name, local_shard(param)) for name, param in self.named]
+        return OptimizerGradients(current, members, named, passes=self.passes, options=options)
 
     def _members(self, current: job.Job) -> RankSet | None:
         """Collective over the set: its members, with their control plane; None on other ranks."""
@@ -238,7 +240,7 @@ class AveragingOptimizer(Distributed):
         self._parameter_names |= {param: name for name, param in added}
         self._recipe.named = [*self._recipe.named, *added]
         if self._gradients is not None:
-            self._gradients.extend(added)
+            self._gradients.extend([(name, local_shard(param)) for name, param in added])
 
     def state_dict(self) -> dict[str, Any]:
         """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
@@ -700,6 +702,7 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
+    divided = [list(map(local_shard, group)) for group in divided]
     current = job.current()
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:

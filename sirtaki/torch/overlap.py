@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
 from sirtaki.errors import StaleReadError
@@ -129,6 +130,8 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
         return f"{kind.__name__} looks at all parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__}(differentiable=True) keeps a graph of its step"
+    if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+        return "some of its parameters are DTensors"
     return ""
 
 

@@ -1,12 +1,15 @@
 """Every example runs and does what it says."""
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_jobs import OVER_MESH
+from torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
@@ -83,3 +86,30 @@ def test_the_two_towers_learn_tastes_and_say_how_rows_travelled(run_ranks: RunRa
     assert float(recall) > 1.2 * float(popular)
     assert re.search(r"^item\.rows\.weight \(300 × 16\): .* of rows .* by \w+", out, re.MULTILINE)
     assert re.search(r"^user\.rows\.weight \(1000 × 16\): ", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["tensor", "pipeline"])
+def test_a_grid_of_ranks_learns_what_one_process_in_float64_learns(
+    run_ranks: RunRanks, tmp_path: Path, other: str
+) -> None:
+    options = ("--other", other, "--epochs", 3, "--save", tmp_path / "model.pt")
+    out = run_ranks(EXAMPLES / "hybrid.py", 4, *options, env={**ENV, **OVER_MESH}, timeout_s=110).stdout
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", out)]
+    example = runpy.run_path(str(EXAMPLES / "hybrid.py"))
+    images, labels, *_ = example["digits"]()
+    alone = example["make_model"]().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for epoch, told in enumerate(losses):
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in example["batches"](epoch, len(labels)):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(alone(images[batch].double()), labels[batch])
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        assert told == pytest.approx(float(total) / (len(labels) / 64), rel=2e-6)
+    assert len(losses) == 3
+    for name, param in torch.load(tmp_path / "model.pt").items():
+        torch.testing.assert_close(param.double(), alone.state_dict()[name], rtol=0, atol=2e-6)
+    assert float(re.findall(r"accuracy .* ([\d.]+) %", out)[0]) > 70

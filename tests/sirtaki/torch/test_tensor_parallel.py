@@ -1,0 +1,10 @@
+"""Parameters that are DTensors, beside data parallelism by a process set, train as in one process."""
+
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+
+TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "60"}
+
+
+@on_ranks("tensor_parallel", Job(4, env={**UNTUNED, **OVER_MESH}), slow(Job(4, "tuned", env={**TUNED, **OVER_MESH})))
+def test_a_grid_of_ranks_trains_as_in_one_process(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
