@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance.training import main
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch.distributed  # noqa: F401
@@ -60,6 +61,28 @@ def ddp_trains_as_one_process() -> None:
         )
 
 
+def optimizer_states_may_be_sharded_under_ddp() -> None:
+    for as_views in (False, True):
+        model, alone = network(), network()
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+        ours = ZeroRedundancyOptimizer(
+            wrapped.parameters(), torch.optim.Adam, parameters_as_bucket_view=as_views, lr=0.01
+        )
+        theirs = torch.optim.Adam(alone.parameters(), lr=0.01)
+        for step in range(4):
+            for optimizer in (ours, theirs):
+                optimizer.zero_grad()
+            loss(wrapped, me(), step).backward()
+            sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+            for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        ours.consolidate_state_dict(to=0)
+        if me() == 0:
+            assert len(ours.state_dict()["state"]) == len(list(alone.parameters()))
+
+
 def fsdp_trains_as_one_process() -> None:
     sharded = fully_sharded(network())
     trains_alike(sharded, lambda: [p.full_tensor().detach() for p in sharded.parameters()])
@@ -96,6 +119,7 @@ def checkpoints_are_saved_and_loaded() -> None:
 
 CASES = (
     ddp_trains_as_one_process,
+    optimizer_states_may_be_sharded_under_ddp,
     fsdp_trains_as_one_process,
     checkpoints_are_saved_and_loaded,
 )
