@@ -12,8 +12,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind, Unit
-from sirtaki.errors import PlanError
+from sirtaki.comm.plan import (
+    Algorithm,
+    CommPlan,
+    GradientLayout,
+    Route,
+    TransportKind,
+    Unit,
+    UnitClass,
+    compressor_name,
+    goes_through_sockets,
+)
+from sirtaki.errors import ConfigError, PlanError
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 _T = TypeVar("_T")
@@ -30,6 +40,50 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     threads: int | None = None
 
 
+class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """By which compressor (`compressor_name`) units of each class are made smaller; empty = they travel as they are."""
+
+    large: str = ""
+    embeddings: str = ""
+    small: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            try:
+                known = compressor_name(name) == name
+            except ConfigError as err:
+                raise PlanError(str(err)) from err
+            if not known:
+                raise PlanError(f"{name!r} is not how a compressor is called in knobs: {compressor_name(name)!r} is")
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @classmethod
+    def all_by(cls, name: str) -> Lossy:
+        """Every class by one compressor."""
+        return cls(**{kind.value: name for kind in UnitClass})
+
+    def by(self, kind: UnitClass) -> str:
+        """The compressor of a class."""
+        name: str = getattr(self, kind.value)
+        return name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All compressors, each once."""
+        return tuple(dict.fromkeys(name for kind in UnitClass if (name := self.by(kind))))
+
+    def describe(self) -> str:
+        """`int8`, or `int8 (large), topk:0.01 (embeddings)`."""
+        if len(self.names) == 1 and all(self.by(kind) for kind in UnitClass):
+            return self.names[0]
+        return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
+
+
+LOSSLESS = Lossy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     """One setting of everything that is tuned; hashable, JSON both ways.
@@ -41,6 +95,7 @@ class Knobs:
         algorithm: flat or hierarchical.
         transport: what carries the units.
         cuts: explicit units (they fit one layout only), or None for uniform ones.
+        lossy: what makes units smaller.
     """
 
     unit_bytes: int
@@ -49,6 +104,7 @@ class Knobs:
     algorithm: Algorithm = Algorithm.FLAT
     threads: int | None = None
     cuts: tuple[Cut, ...] | None = None
+    lossy: Lossy = LOSSLESS
 
     def __post_init__(self) -> None:
         if self.unit_bytes < 1:
@@ -83,6 +139,7 @@ class Knobs:
                 stream=cut.stream,
                 threads=cut.threads or self.threads,
                 algorithm=self.algorithm,
+                compressor=self.lossy.by(layout.class_of(start, cut.stop)) if self.lossy else "",
             )
             for start, cut in zip([0, *(cut.stop for cut in cuts)], cuts, strict=False)
         ]
@@ -91,6 +148,8 @@ class Knobs:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        if not self.lossy:
+            del data["lossy"]  # as in releases that did not know it
         return data
 
     @classmethod
@@ -110,7 +169,8 @@ class Knobs:
         cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
         threads = "" if self.threads is None else f", {self.threads} threads"
         plural = "" if self.streams == 1 else "s"
-        return f"{self.transport.value} {self.algorithm.value}, {cut}, {self.streams} stream{plural}{threads}"
+        lossy = f", compressed by {self.lossy.describe()}" if self.lossy else ""
+        return f"{self.transport.value} {self.algorithm.value}, {cut}, {self.streams} stream{plural}{threads}{lossy}"
 
 
 def format_bytes(count: int) -> str:
@@ -131,6 +191,8 @@ class KnobSpace:
         threads: permitted allowances, ascending; `(None,)` where the transport has none.
         routes: permitted pairs of transport and algorithm, the default one first.
         most_streams: of routes that do not offer all counts, the largest that they do.
+        lossy: compressors that the user allows; they have no axis of their own, see `CompressorArm`.
+        classes: of units that there are.
     """
 
     routes: tuple[Route, ...]
@@ -138,6 +200,8 @@ class KnobSpace:
     streams: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
     threads: tuple[int | None, ...] = (None,)
     most_streams: tuple[tuple[Route, int], ...] = ()
+    lossy: tuple[str, ...] = ()
+    classes: tuple[UnitClass, ...] = tuple(UnitClass)
 
     def __post_init__(self) -> None:
         low, high = self.unit_bytes
@@ -159,7 +223,7 @@ class KnobSpace:
     def has_choices(self) -> bool:
         """There is more than one setting."""
         low, high = self.unit_bytes
-        return low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1
+        return low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1 or bool(self.lossy)
 
     def __contains__(self, knobs: Knobs) -> bool:
         return (
@@ -168,6 +232,8 @@ class KnobSpace:
             and (knobs.threads in self.threads or knobs.cuts is not None)
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and knobs.route in self.routes
+            and (not knobs.lossy or goes_through_sockets(knobs.route))
+            and set(knobs.lossy.names) <= set(self.lossy)
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
@@ -236,8 +302,8 @@ class KnobLattice:
         )
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
-        """Index of the nearest setting; None where the knobs have explicit cuts or lie outside the space."""
-        if knobs.cuts is not None or knobs not in self.space:
+        """Index of the nearest setting; None for explicit cuts and compressors, and outside the space."""
+        if knobs.cuts is not None or knobs.lossy or knobs not in self.space:
             return None
         distances = [abs(np.log(value / knobs.unit_bytes)) for value in self.unit_bytes]
         return (

@@ -23,14 +23,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from sirtaki.errors import CommError, ConfigError
 
-from .plan import Algorithm, GradientLayout, Route, TransportKind
+from .plan import CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
 from .router import Router
 from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work
 
@@ -89,6 +89,27 @@ class Blockwise:
         return padded.mul_(scales[:, None]).view(-1)[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Numbers in a floating type of fewer bits; what is too large for it is sent as its largest.
+
+    Attributes:
+        dtype: float16 or bfloat16.
+    """
+
+    dtype: torch.dtype
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Codec`."""
+        largest = torch.finfo(self.dtype).max
+        within = torch.where(values.isinf(), values, values.clamp(-largest, largest))
+        return within.to(self.dtype).view(torch.uint8)
+
+    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        """See `Codec`."""
+        return packed.clone().view(self.dtype)[:count].float()
+
+
 class Scheme(Protocol):
     """A way to add up vectors of all ranks roughly."""
 
@@ -108,6 +129,7 @@ class Unit:
         values: `(n,)` float32, of this rank; not to be changed.
         pieces: of which parameters it has elements, see `Piece`.
         factors: what PowerSGD keeps of each piece, by its key.
+        sent_bytes: by this rank until now.
     """
 
     values: torch.Tensor
@@ -118,10 +140,12 @@ class Unit:
     _router: Router
     _route: Route
     _stream: int
+    sent_bytes: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collective: adds up a contiguous vector exactly, in place."""
         if tensor.numel():
+            self.sent_bytes += _sent_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
             work = self._router.all_reduce(buffer, 0, tensor.numel(), route=self._route, stream=self._stream)
             self._router.wait_for([work])
@@ -144,11 +168,17 @@ class Unit:
         return self._carry(parcel, Parcels.to_all(lengths))
 
     def _carry(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
+        self.sent_bytes += float(parcels.lengths[self.rank].sum() - parcels.lengths[self.rank, self.rank])
         received = parcels.received_by(self.rank)
         incoming = torch.empty(sum(received), dtype=torch.uint8)
         work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, route=self._route, stream=self._stream)
         self._router.wait_for([work])
         return list(torch.split(incoming, received))
+
+
+def _sent_bytes(n_bytes: float, size: int) -> float:
+    """By each rank for an all-reduce of so many."""
+    return 2.0 * (size - 1) / size * n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +314,27 @@ class PowerSgd:
         return torch.randn(shape, generator=generator)
 
 
+@lru_cache(maxsize=64)
+def scheme_of(name: str) -> Scheme:
+    """What a compressor's name stands for.
+
+    Raises:
+        ConfigError: nothing.
+    """
+    kind, _, number = compressor_name(name).partition(":")
+    if kind == "topk":
+        return TopK(float(number))
+    if kind == "powersgd":
+        return PowerSgd(int(number))
+    codecs: dict[str, Callable[[], Codec]] = {
+        "int8": Blockwise,
+        "fp8": lambda: Blockwise(torch.float8_e4m3fn),
+        "fp16": lambda: Rounded(torch.float16),
+        "bf16": lambda: Rounded(torch.bfloat16),
+    }
+    return Quantised(codecs[kind]())
+
+
 def _summed(unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Collective: several tensors, each added up over the ranks, in one message."""
     if not tensors:
@@ -300,10 +351,12 @@ class Feedback:
     Attributes:
         owed: by the parameter's name, `(n,)` float32 in the order of memory.
         factors: see `Unit`.
+        loaded: it was replaced since units were laid out.
     """
 
     owed: dict[str, torch.Tensor] = field(default_factory=dict)
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    loaded: bool = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of all, of this rank."""
@@ -321,6 +374,7 @@ class Feedback:
             else:
                 owed.copy_(there)
         self.owed |= {name: there.clone() for name, there in state["owed"].items() if name not in self.owed}
+        self.loaded = True
         self.factors.clear()
         self.factors |= {name: there.clone() for name, there in state["factors"].items()}
 
@@ -333,15 +387,33 @@ class Laid(Protocol):
     places: list[torch.Tensor]
 
 
-class CompressedUnits:
-    """Carries units as the router does, in fewer bytes where that is possible."""
+class Cost(NamedTuple):
+    """What compression has cost and saved; of units that were compressed, but for the bytes.
 
-    def __init__(self, router: Router, scheme: Scheme, feedback: Feedback, *, rank: int, size: int) -> None:
+    Attributes:
+        owed_squares, gradient_squares: sums of squares of what was left to the next step, and of the gradients.
+        sent_bytes, whole_bytes: by a rank, and what they would be without compression.
+    """
+
+    owed_squares: float = 0.0
+    gradient_squares: float = 0.0
+    sent_bytes: float = 0.0
+    whole_bytes: float = 0.0
+
+
+class CompressedUnits:
+    """Carries units as the router does, in fewer bytes where that is possible.
+
+    Attributes:
+        measures: adds to what `cost` gives.
+    """
+
+    def __init__(self, router: Router, scheme: Scheme | None, feedback: Feedback, *, rank: int, size: int) -> None:
         """Starts no thread yet.
 
         Args:
             router: carries what is left; closed by the caller, after this.
-            scheme: how to compress.
+            scheme: how to compress; None = as plans say it.
             feedback: see there.
             rank: of this process.
             size: how many ranks there are.
@@ -351,20 +423,52 @@ class CompressedUnits:
         self._threads: list[threading.Thread] = []
         self._owed: dict[int, torch.Tensor] = {}
         self._laid: dict[int, Laid] = {}
+        self._plans: list[CommPlan] = []
+        self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
+        self._unsettled: set[tuple[int, int]] = set()  # not compressed any more, but still owed something
+        self.measures = False
+        self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
 
-    def lay_out(self, groups: Sequence[Laid]) -> None:
-        """With nothing under way: gradients lie in these buffers from now on, and leave by another plan."""
+    def lay_out(self, groups: Sequence[Laid], plans: Sequence[CommPlan]) -> None:
+        """With nothing under way: gradients lie in these buffers from now on, and leave by these plans."""
         self._feedback.factors.clear()  # they are of other pieces
-        self._owed, self._laid = {}, {id(group.buffer): group for group in groups}
-        for group in groups:
+        self._laid, self._plans = {id(group.buffer): group for group in groups}, list(plans)
+        self._schemes = {}
+        for group, plan in zip(groups, plans, strict=True):
             if not group.buffer.tensor.is_floating_point():
                 continue
-            owed = self._owed[id(group.buffer)] = torch.zeros(group.layout.numel)
-            for name, start, stop in _spans(group.layout):
-                before = self._feedback.owed.get(name)
+            for unit in plan.units:
+                scheme = scheme_of(unit.compressor) if unit.compressor else self._scheme
+                if (
+                    scheme is not None
+                    and goes_through_sockets((plan.transport, unit.algorithm))
+                    and self._end(group, unit.stop) - unit.start >= FEWEST
+                ):
+                    self._schemes[id(group.buffer), unit.start] = scheme
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What is owed lies in the order of the buffers; none where nothing is, nor will be."""
+        feedback = self._feedback
+        feedback.loaded, self._owed, self._unsettled = False, {}, set()
+        for (key, group), plan in zip(self._laid.items(), self._plans, strict=True):
+            spans = _spans(group.layout)
+            there = any(bool(feedback.owed[name].any()) for name, *_ in spans if name in feedback.owed)
+            if not group.buffer.tensor.is_floating_point() or not (self._schemes or there):
+                for name, *_ in spans:
+                    feedback.owed.pop(name, None)
+                continue
+            owed = self._owed[key] = torch.zeros(group.layout.numel)
+            for name, start, stop in spans:
+                before = feedback.owed.get(name)
                 if before is not None and before.numel() == stop - start:
                     owed[start:stop] = before
-                self._feedback.owed[name] = owed[start:stop]
+                feedback.owed[name] = owed[start:stop]
+            self._unsettled |= {
+                (key, unit.start)
+                for unit in plan.units
+                if there and (key, unit.start) not in self._schemes and owed[unit.start : unit.stop].any()
+            }
 
     def all_reduce(
         self,
@@ -378,9 +482,17 @@ class CompressedUnits:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """As `Router.all_reduce`; all units of a stream go through here, or none."""
-        sockets = route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
-        if not sockets or op is not ReduceOp.SUM:
+        """As `Router.all_reduce`; all units of a plan go through here, or none."""
+        if self._feedback.loaded:
+            self._take_over()
+        key = id(buffer), start
+        if key in self._unsettled:
+            self._unsettled.remove(key)
+            self._settle(buffer.tensor[start:stop], self._owed[id(buffer)][start:stop])
+            if not (self._schemes or self._unsettled):
+                self._take_over()  # which forgets what is not owed any more
+                self._unsettled.clear()
+        if not self._schemes or op is not ReduceOp.SUM:
             return self._router.all_reduce(
                 buffer, start, stop, route=route, stream=stream, threads=threads, op=op, scale=scale
             )
@@ -388,13 +500,15 @@ class CompressedUnits:
 
         def task() -> None:
             try:
-                end = min(stop, self._laid[id(buffer)].layout.offsets[-2]) if self._has_flags(buffer) else stop
-                compressible = id(buffer) in self._owed and end - start >= FEWEST
-                plain = end if compressible else start
-                rest = self._router.all_reduce(buffer, plain, stop, route=route, stream=stream, scale=scale)
-                if compressible:
-                    self._reduce(buffer, start, end, route, stream, scale)
+                scheme = self._schemes.get(key)
+                end = start if scheme is None else self._end(self._laid[id(buffer)], stop)
+                rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
+                if scheme is not None:
+                    self._reduce(scheme, buffer, start, end, route, stream, scale)
                 self._router.wait_for([rest])
+                if self.measures:
+                    sent_bytes = _sent_bytes((stop - end) * buffer.tensor.itemsize, self._size)
+                    self._add(stream, Cost(sent_bytes=sent_bytes, whole_bytes=sent_bytes))
             except CommError as err:
                 work.finish(err)
             except Exception as err:  # whatever it is, the waiting thread must hear of it
@@ -405,17 +519,43 @@ class CompressedUnits:
         self._queue(stream).put(task)
         return work
 
-    def _has_flags(self, buffer: FlatBuffer) -> bool:
-        return self._laid[id(buffer)].layout.names[-1:] == (FLAGS,)
+    def cost(self) -> Cost:
+        """What was measured since the last call."""
+        costs, self._costs = self._costs, {}
+        return Cost(*(sum(values) for values in zip(Cost(), *costs.values(), strict=True)))
+
+    def _add(self, stream: int, cost: Cost) -> None:
+        before = self._costs.get(stream, Cost())
+        self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
+
+    def _end(self, group: Laid, stop: int) -> int:
+        """Where a unit's gradients end: control flags travel as they are."""
+        layout = group.layout
+        return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
 
     @torch.no_grad()
-    def _reduce(self, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float) -> None:
+    def _settle(self, target: torch.Tensor, owed: torch.Tensor) -> None:
+        """Gives back what compression owes a gradient that travels as it is now, but for what its dtype rounds off."""
+        before = target.clone() if target.itemsize < owed.itemsize else None
+        target.add_(owed)
+        if before is None:
+            owed.zero_()
+        else:
+            owed.sub_(target.float() - before).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    @torch.no_grad()
+    def _reduce(
+        self, scheme: Scheme, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float
+    ) -> None:
         target, owed = buffer.tensor[start:stop], self._owed[id(buffer)][start:stop]
         values = owed.add_(target)
-        pieces = [] if not isinstance(self._scheme, PowerSgd) else self._pieces(buffer, start, stop)
+        pieces = [] if not isinstance(scheme, PowerSgd) else self._pieces(buffer, start, stop)
         unit = Unit(values, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream)
-        result, now_owed = self._scheme.reduce(unit)
+        result, now_owed = scheme.reduce(unit)
         owed.copy_(now_owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        if self.measures and target.isfinite().all():
+            owed_norm, norm = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (owed, target))
+            self._add(stream, Cost(owed_norm**2, norm**2, unit.sent_bytes, _sent_bytes(target.nbytes, self._size)))
         target.copy_(result if scale == 1.0 else result.mul_(scale))
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -12,7 +13,40 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from sirtaki.errors import PlanError
+from sirtaki.errors import ConfigError, PlanError
+
+SMALL_GRADIENT = 16 * 1024
+"""Elements from which on a gradient counts as large."""
+
+
+class UnitClass(Enum):
+    """What most elements of a unit belong to."""
+
+    LARGE = "large"  # gradients of many elements
+    EMBEDDINGS = "embeddings"  # matrices most rows of which are zero in a step
+    SMALL = "small"  # gradients of fewer than `SMALL_GRADIENT` elements
+
+
+COMPRESSORS = "fp16, bf16, int8, fp8, topk:RATIO and powersgd:RANK"
+
+
+def compressor_name(text: str) -> str:
+    """A compressor as plans and knobs name it: `TopK:.1` → `topk:0.1`, `powersgd` → `powersgd:4`.
+
+    Raises:
+        ConfigError: there is none of that name, or not with that number.
+    """
+    kind, colon, number = text.strip().lower().partition(":")
+    try:
+        if kind in ("fp16", "bf16", "int8", "fp8") and not colon:
+            return kind
+        if kind == "topk" and 0.0 < (ratio := float(number if colon else 0.01)) <= 1.0:
+            return f"topk:{ratio:g}"
+        if kind == "powersgd" and (rank := int(number if colon else 4)) >= 1:
+            return f"powersgd:{rank}"
+    except ValueError:
+        pass
+    raise ConfigError(f"{text.strip()!r} is no compressor; there are {COMPRESSORS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +59,7 @@ class GradientLayout:
         dtype: name of the element type as it travels, such as "float32".
         device: "cpu" or "cuda".
         names: parameter names, `(n_gradients,)`, for messages and traces; empty if unknown.
+        embeddings: names of those whose rows are mostly zero in a step; only known where that matters.
     """
 
     sizes: tuple[int, ...]
@@ -32,6 +67,7 @@ class GradientLayout:
     dtype: str = "float32"
     device: str = "cpu"
     names: tuple[str, ...] = ()
+    embeddings: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):
@@ -64,6 +100,18 @@ class GradientLayout:
             return self.names[first]
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
+    def class_of(self, start: int, stop: int) -> UnitClass:
+        """What most of the elements `[start, stop)` belong to."""
+        elements: Counter[UnitClass] = Counter()
+        place = bisect_right(self.offsets, start) - 1
+        while place < len(self.sizes) and self.offsets[place] < stop:
+            kind = UnitClass.LARGE if self.sizes[place] >= SMALL_GRADIENT else UnitClass.SMALL
+            if self.names and self.names[place] in self.embeddings:
+                kind = UnitClass.EMBEDDINGS
+            elements[kind] += min(stop, self.offsets[place + 1]) - max(start, self.offsets[place])
+            place += 1
+        return max(UnitClass, key=lambda kind: elements[kind])
+
     def reordered(self, order: Sequence[int]) -> GradientLayout:
         """The layout whose i-th gradient is this one's `order[i]`-th."""
         if sorted(order) != list(range(len(self.sizes))):
@@ -74,6 +122,7 @@ class GradientLayout:
             dtype=self.dtype,
             device=self.device,
             names=tuple(self.names[i] for i in order) if self.names else (),
+            embeddings=self.embeddings,
         )
 
 
@@ -98,6 +147,11 @@ Route = tuple[TransportKind, Algorithm]
 """The way of a unit: by which transport, and how the ranks go about it."""
 
 
+def goes_through_sockets(route: Route) -> bool:
+    """Whether units on it may be compressed: what ranks send to each other there are bytes."""
+    return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One all-reduce: elements `[start, stop)` of the flat buffer.
@@ -106,6 +160,7 @@ class Unit:
         stream: index of the communicator that carries it.
         threads: GPU threads (LIBRA's r), None = the transport's default.
         algorithm: flat or hierarchical.
+        compressor: what it is made smaller by (`compressor_name`); empty = it travels as it is.
     """
 
     start: int
@@ -113,6 +168,7 @@ class Unit:
     stream: int = 0
     threads: int | None = None
     algorithm: Algorithm = Algorithm.FLAT
+    compressor: str = ""
 
     @property
     def numel(self) -> int:
@@ -157,7 +213,7 @@ class CommPlan:
             "numel": self.numel,
             "streams": self.streams,
             "transport": self.transport.value,
-            "units": [{**asdict(unit), "algorithm": unit.algorithm.value} for unit in self.units],
+            "units": [_unit_json(unit) for unit in self.units],
         }
 
     @classmethod
@@ -180,3 +236,11 @@ class CommPlan:
         """A digest that is equal on two ranks exactly if their plans are."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _unit_json(unit: Unit) -> dict[str, Any]:
+    """Without what most units have not, so that their plans keep their fingerprints."""
+    data = {**asdict(unit), "algorithm": unit.algorithm.value}
+    if not unit.compressor:
+        del data["compressor"]
+    return data

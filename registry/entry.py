@@ -123,7 +123,13 @@ class _Cut(Struct, array_like=True, forbid_unknown_fields=True):
     threads: Threads
 
 
-class _Knobs(Struct, forbid_unknown_fields=True):
+class _Lossy(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    large: Text = ""
+    embeddings: Text = ""
+    small: Text = ""
+
+
+class _Knobs(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """As `Knobs.to_json` gives them."""
 
     unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -132,6 +138,7 @@ class _Knobs(Struct, forbid_unknown_fields=True):
     algorithm: Literal["flat", "hierarchical"]
     transport: Literal["shared_memory", "gloo", "mpi", "nccl", "staged"]
     cuts: Annotated[list[_Cut], Meta(max_length=100_000)] | None
+    lossy: _Lossy = msgspec.field(default_factory=_Lossy)
 
     def __post_init__(self) -> None:
         cuts = self.cuts or []

@@ -196,12 +196,14 @@ class Permitted:
         streams: ascending.
         unit_bytes: smallest and largest.
         threads: ascending, or a single None.
+        lossy: compressors.
     """
 
     routes: tuple[RouteNames, ...]
     streams: tuple[int, ...]
     unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
     threads: tuple[int | None, ...] = (None,)
+    lossy: tuple[str, ...] = ()
 
     def nearest(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
         """The knobs with unit size, streams and threads moved to the nearest permitted values, by ratio."""
@@ -405,6 +407,11 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         transport, algorithm = job.permitted.routes[0]
         changes.append(f"over {transport} {algorithm}, as {' '.join(route_of(knobs))} is left out here")
         knobs |= {"transport": transport, "algorithm": algorithm}
+    if job.permitted is not None and "lossy" in knobs:
+        names = set(knobs["lossy"].values())
+        if not names <= set(job.permitted.lossy) or route_of(knobs) != route_of(entry.knobs):
+            changes.append(f"without {', '.join(sorted(names))}, which is left out here")
+            del knobs["lossy"]
     here = _link_here(entry, job, route_of(knobs))
     latency_ratio, bandwidth_ratio = _link_ratios(entry, job, here)
     if (

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import COMPRESSORS, Algorithm, TransportKind, compressor_name
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import ConfigError
 from sirtaki.host_port import parse_address
@@ -86,6 +86,11 @@ def _size(text: str) -> int:
 def _fusion_threshold(text: str) -> int:
     """Horovod's 0 means "do not fuse"; the smallest unit comes nearest."""
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
+
+
+def _compressors(text: str) -> tuple[str, ...]:
+    """`int8, PowerSGD` → `("int8", "powersgd:4")`."""
+    return tuple(sorted({compressor_name(name) for name in text.split(",") if name.strip()}))
 
 
 def _port(text: str) -> tuple[str, int]:
@@ -182,6 +187,7 @@ class Settings:
         streams: fixes how many communicators run at the same time.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
+        lossy: compressors that the tuner may try, and keeps where they make iterations faster; rank 0's hold for all.
         sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
@@ -222,6 +228,7 @@ class Settings:
     algorithm: Algorithm | None = _set_by(
         None, HOROVOD_HIERARCHICAL_ALLREDUCE=_HIERARCHY, SIRTAKI_ALGORITHM=_member(Algorithm)
     )
+    lossy: tuple[str, ...] = _set_by((), SIRTAKI_LOSSY=(_compressors, f"a list with commas of {COMPRESSORS}"))
     sparse: SparsePath | None = _set_by(
         None, SIRTAKI_SPARSE=_member_or_auto(SparsePath, f"auto (the fastest is found out), {_member(SparsePath)[1]}")
     )

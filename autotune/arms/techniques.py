@@ -1,4 +1,6 @@
-"""Search techniques by name: grid, population based, Hyperband, scikit-optimize's, those of installed packages."""
+"""Search techniques by name: grid, population based, Hyperband, scikit-optimize's, those of installed packages; and
+what tries compressors.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import islice
 from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
+from sirtaki.comm.plan import UnitClass, goes_through_sockets
 from sirtaki.errors import TuningError
 
-from ..knobs import KnobLattice, Knobs, KnobSpace
+from ..knobs import KnobLattice, Knobs, KnobSpace, Lossy
 from ..trial import Arm, Proposal, Trial, TrialStatus
 from .bayesian import BayesianArm
 
@@ -346,7 +350,11 @@ class ScikitOptimizeArm:
 
     def tell(self, trials: Sequence[Trial]) -> None:
         """Learns from the trials of all arms; plans with explicit cuts have no place in its space."""
-        self._untold += [trial for trial in trials if trial.knobs.cuts is None and trial.knobs in self._space]
+        self._untold += [
+            trial
+            for trial in trials
+            if trial.knobs.cuts is None and not trial.knobs.lossy and trial.knobs in self._space
+        ]
         self._known |= {trial.knobs for trial in trials}
 
     def _told(self) -> Any:
@@ -401,6 +409,67 @@ class ScikitOptimizeArm:
 def _axis(low: float, high: float) -> Any:
     """Numbers between, or the only one that there is."""
     return (low, high) if low < high else [low]
+
+
+# ── compressors ───
+
+
+class CompressorArm:
+    """Compresses the fastest setting until then: all units by each compressor, then classes of units by others.
+
+    What it proposes of a compressed setting besides are units twice and half as large: compressed, they take less.
+
+    Args:
+        space: what may be chosen; it allows some compressor.
+    """
+
+    def __init__(self, space: KnobSpace, *, name: str = "compressors") -> None:
+        self.name, self._space = name, space
+        self._route = next((route for route in space.routes if goes_through_sockets(route)), None)
+        self._ran: dict[Knobs, float] = {}
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` settings that nobody has tried."""
+        if not self._ran or self._route is None:
+            return []
+        fresh = (knobs for knobs in dict.fromkeys(self._variants()) if knobs in self._space and knobs not in self._ran)
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(fresh, n)]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Notes what ran, and how fast."""
+        self._ran |= {trial.knobs: trial.span_s for trial in trials}
+
+    def _variants(self) -> Iterator[Knobs]:
+        lossless = [knobs for knobs in self._ran if not knobs.lossy and goes_through_sockets(knobs.route)]
+        if lossless:
+            yield from self._all_alike(min(lossless, key=self._ran.__getitem__))
+        best = min(self._ran, key=self._ran.__getitem__)
+        if not goes_through_sockets(best.route) and self._route is not None:
+            transport, algorithm = self._route
+            offered = self._space.streams_on(self._route)
+            streams = max((count for count in offered if count <= best.streams), default=offered[0])
+            best = replace(best, transport=transport, algorithm=algorithm, streams=streams, cuts=None)
+        if not best.lossy:
+            yield from self._all_alike(best)
+            return
+        for kind in self._space.classes:
+            for name in ("", *self._space.lossy):
+                others = {other.value: best.lossy.by(other) for other in UnitClass if other is not kind}
+                if lossy := Lossy(**others, **{kind.value: name}):
+                    yield replace(best, lossy=lossy)
+        for factor in (2.0, 0.5):
+            yield self._with_units(best, factor * best.unit_bytes)
+
+    def _all_alike(self, knobs: Knobs) -> Iterator[Knobs]:
+        for name in self._space.lossy:
+            compressed = replace(knobs, lossy=Lossy.all_by(name))
+            # Whole matrices compress more, and a unit takes two rounds however little is left of it.
+            least = self._space.unit_bytes[1] / 4 if name.startswith("powersgd") else 0.0
+            yield self._with_units(compressed, least) if knobs.unit_bytes < least else compressed
+
+    def _with_units(self, knobs: Knobs, unit_bytes: float) -> Knobs:
+        low, high = self._space.unit_bytes
+        return replace(knobs, unit_bytes=min(max(self._space.whole_unit_bytes(unit_bytes), low), high), cuts=None)
 
 
 ENTRY_POINT_GROUP = "sirtaki.arms"

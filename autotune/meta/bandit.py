@@ -15,7 +15,7 @@ import numpy as np
 from sirtaki.errors import TuningError, in_a_line
 
 from ..arms.planners import Planner
-from ..arms.techniques import OUR_ARMS, make_arm, third_party_arms
+from ..arms.techniques import OUR_ARMS, CompressorArm, make_arm, third_party_arms
 from ..knobs import Knobs, KnobSpace
 from ..trial import Arm, Proposal, Trial, opinion
 
@@ -239,7 +239,7 @@ def default_arms(
     as_given: bool = True,
     whole_space: KnobSpace | None = None,
 ) -> BanditArm:
-    """The bandit over the named search techniques and the given planners.
+    """The bandit over the named search techniques, the given planners, and what tries compressors if any are allowed.
 
     A technique that cannot be built, or whose name is taken, is left out with a warning, unless the caller named it.
 
@@ -275,7 +275,8 @@ def default_arms(
                 arms.append(arm)
         return arms
 
-    arms = [*planners, *techniques(space)]
+    compressors = [CompressorArm(whole_space or space)] if space.lossy else []
+    arms = [*planners, *compressors, *techniques(space)]
     return BanditArm(
         arms,
         rng=ties,

@@ -419,6 +419,7 @@ def _near(first: Knobs, second: Knobs) -> bool:
 
 
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.35  # shares of the budget between which the final comparison gets what it needs
+MAX_RESERVE_LOSSY = 0.5  # where compressors are allowed there are two of them
 REFINEMENT = 0.12  # share of the budget that is for neighbours of the fastest setting
 SHORT = 60  # iterations below which trials are too few to spend some on neighbours
 NOISY = 0.06  # noise from which on neighbours cannot be told apart
@@ -619,20 +620,41 @@ class WarmupSession:
         why = yield from self._search()
         if self._for_refinement:
             yield from self._refine()
-        kept, gain, verdict = self._default, None, f"nothing came near {self._called}"
-        beaten: list[Knobs] = []  # by the default, clearly: then another one has its turn
-        while (challenger := (yield from self._select(beaten))) is not None:
-            if self._setting(self._default).failed:
-                return self._end(challenger, f"{self._called} cannot be run; {why}")
-            turns = yield from self._compare(challenger, arm=FINALS_ARM)
+        kept, gain, verdict = yield from self._prove(self._default, self._called, lossy=False)
+        if self._setting(self._default).failed:
+            return self._end(kept, f"{verdict}; {why}")
+        if any(setting.knobs.lossy for setting in self._ledger.ranked()):
+            doubt = self._doubt
+            rival = self._called if kept == self._default else "the fastest that loses nothing"
+            found, more, told = yield from self._prove(kept, rival, lossy=True)
+            if more is not None:
+                whole = more if gain is None else more.after(gain)
+                return self._end(found, f"{told}; {why}", whole)
+            self._doubt = doubt or (self._doubt if gain is None else "")
+        return self._end(kept, f"{verdict}; {why}", gain)
+
+    def _prove(
+        self, base: Knobs, called: str, *, lossy: bool
+    ) -> Generator[Assignment, Sequence[float], tuple[Knobs, Gain | None, str]]:
+        """The fastest of those settings that lose something, or nothing, if paired turns prove it faster than `base`.
+
+        Returns:
+            What is kept, the gain over `base` that is proved, and the verdict in words.
+        """
+        kept, gain, verdict = base, None, f"nothing came near {called}"
+        beaten: list[Knobs] = []  # by the base, clearly: then another one has its turn
+        while (challenger := (yield from self._select(base, beaten, lossy=lossy))) is not None:
+            if self._setting(base).failed:
+                return challenger, None, f"{called} cannot be run"
+            turns = yield from self._compare(challenger, base=base, arm=FINALS_ARM)
             if turns is None:
                 verdict = verdict if beaten else "too few iterations are left to prove a gain"
                 break
-            kept, gain, verdict = self._judge(challenger, turns)
+            kept, gain, verdict = self._judge(challenger, turns, base=base, called=called)
             if not turns.failed and turns.gain.high >= 1.0:
                 break
             beaten.append(challenger)
-        return self._end(kept, f"{verdict}; {why}", gain)
+        return kept, gain, verdict
 
     def _end(self, knobs: Knobs, reason: str, gain: Gain | None = None) -> None:
         self._outcome = knobs, reason, gain
@@ -760,27 +782,31 @@ class WarmupSession:
 
     # ── the final comparison ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _finalists(self, beaten: Sequence[Knobs]) -> list[Knobs]:
+    def _finalists(self, base: Knobs, beaten: Sequence[Knobs], *, lossy: bool) -> list[Knobs]:
         """The fastest settings and those with the best surrogate's estimate, in turns, but none that is hopeless."""
-        ranked = self._ledger.ranked()
+        ranked = [setting for setting in self._ledger.ranked() if bool(setting.knobs.lossy) is lossy]
         rivals = [
             setting.knobs
             for setting in ranked
-            if not self._same(setting.knobs, self._default)
+            if not self._same(setting.knobs, base)
+            and not (lossy and self._ledger.lead(setting, self._setting(base)) < 0.0)
             and setting.knobs not in beaten
             and self._ledger.lead(setting, ranked[0]) > -HOPELESS
         ]
         in_turns = zip(rivals, sorted(rivals, key=self._believed_s), strict=True)
         return list(dict.fromkeys(knobs for pair in in_turns for knobs in pair))[: self._most_finalists]
 
-    def _select(self, beaten: Sequence[Knobs]) -> Generator[Assignment, Sequence[float], Knobs | None]:
+    def _select(
+        self, base: Knobs, beaten: Sequence[Knobs], *, lossy: bool
+    ) -> Generator[Assignment, Sequence[float], Knobs | None]:
         """Rounds of the finalists in random order, after each of which the slower half leaves; who remains.
 
         Of two that cannot be told apart both stay while iterations last that the paired turns do not need.
         """
-        field = self._finalists(beaten)
+        field = self._finalists(base, beaten, lossy=lossy)
         for _ in range(MAX_ROUNDS):
-            if len(field) < 2 or self._left - self._for_pairs < len(field) * self._turn:
+            left = self._left - self._for_pairs - (0 if lossy else self._for_lossy)
+            if len(field) < 2 or left < len(field) * self._turn:
                 break
             for i in self._rng.permutation(len(field)).tolist():
                 yield from self._run(
@@ -795,7 +821,7 @@ class WarmupSession:
         return min(field, key=self._believed_s, default=None)
 
     def _compare(
-        self, knobs: Knobs, *, arm: str, known: Gain | None = None
+        self, knobs: Knobs, *, arm: str, known: Gain | None = None, base: Knobs | None = None
     ) -> Generator[Assignment, Sequence[float], PairedTurns | None]:
         """Runs a setting and the default in paired turns, until it is proved faster or can hardly be; None = no time.
 
@@ -806,20 +832,24 @@ class WarmupSession:
             knobs: the setting.
             arm: whose trial it is.
             known: what an earlier job has proved.
+            base: what it is compared with instead of the default.
         """
-        turns, default = PairedTurns(usual_noise=self._ledger.noise), self._default
+        turns, default = PairedTurns(usual_noise=self._ledger.noise), base or self._default
         order = [default, knobs] if self._running == default else [knobs, default]
         final = arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
-        at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= self._left), default=0)
+        left = self._left - (0 if knobs.lossy or not final else self._for_lossy)
+        at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= left), default=0)
         if final and not at_most:
             return None
-        wanted = min(self._pairs_wanted(knobs), at_most) if final else FEWEST_PAIRS  # to check comes before the budget
+        wanted = (
+            min(self._pairs_wanted(knobs, default), at_most) if final else FEWEST_PAIRS
+        )  # to check comes before the budget
         if wanted >= at_most:
             turns.widened = 1.0  # there will be no second look
         while not turns.failed and len(turns.other) < wanted:
             for one in order:
-                proposer = DEFAULT_ARM if one == default else self._setting(one).arm if final else arm
+                proposer = DEFAULT_ARM if one == self._default else self._setting(one).arm if final else arm
                 spans_s = yield from self._run(one, arm=proposer, purpose=Purpose.FINALS, measured=1)
                 valid = math.isfinite(spans_s[0]) and spans_s[0] > 0.0
                 (turns.default if one == default else turns.other).append(math.log(spans_s[0]) if valid else math.inf)
@@ -834,18 +864,28 @@ class WarmupSession:
         return turns
 
     def _judge(
-        self, knobs: Knobs, turns: PairedTurns | None, *, known: Gain | None = None
+        self,
+        knobs: Knobs,
+        turns: PairedTurns | None,
+        *,
+        known: Gain | None = None,
+        base: Knobs | None = None,
+        called: str = "",
     ) -> tuple[Knobs, Gain | None, str]:
-        """What is kept after paired turns with the default, the gain that is proved, and the verdict in words."""
+        """What is kept after paired turns with the default, the gain that is proved, and the verdict in words.
+
+        With `base`, `called` so in words, in the default's place.
+        """
+        base = base or self._default
         if turns is None or turns.failed:
-            return self._default, None, "could not be compared"
+            return base, None, "could not be compared"
         here, n_pairs = turns.gain, len(turns.other)
         gain = here if known is None else here.pooled(known)
-        against = f"{self._called} in {n_pairs} paired turns"
+        against = f"{called or self._called} in {n_pairs} paired turns"
         self._doubt = turns.doubt
         if here.times > 1.0 and gain.proved and not self._doubt:
             return knobs, gain, f"beat {against}"
-        return self._default, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
+        return base, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
 
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -856,13 +896,14 @@ class WarmupSession:
     @property
     def _left_for_trials(self) -> int:
         """The others are kept for the final comparison; negative where they are used already."""
-        needed = self._most_finalists * self._turn + self._for_pairs
-        reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(MAX_RESERVE * self._iterations))
+        needed = self._most_finalists * self._turn + self._for_pairs + self._for_lossy
+        most = MAX_RESERVE_LOSSY if self._space.lossy else MAX_RESERVE
+        reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(most * self._iterations))
         return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
 
-    def _pairs_wanted(self, knobs: Knobs) -> int:
-        """Paired turns that will probably prove what a setting seems to gain."""
-        setting, default = self._setting(knobs), self._setting(self._default)
+    def _pairs_wanted(self, knobs: Knobs, base: Knobs | None = None) -> int:
+        """Paired turns that will probably prove what a setting seems to gain, over the default or `base`."""
+        setting, default = self._setting(knobs), self._setting(base or self._default)
         if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
             return FEWEST_PAIRS
         lead = self._ledger.sure_lead(setting, default)
@@ -873,6 +914,15 @@ class WarmupSession:
         """Iterations that paired turns of the fastest setting will take."""
         ranked = self._ledger.ranked()
         return self._for_turns(self._pairs_wanted(ranked[0].knobs)) if ranked else 0
+
+    @property
+    def _for_lossy(self) -> int:
+        """Iterations for a proof that compressing is faster than the fastest setting that loses nothing.
+
+        None are kept in a short session, where settings that lose nothing come first.
+        """
+        tried = self._space.lossy and any(setting.knobs.lossy for setting in self._ledger.ranked())
+        return self._for_turns(ENOUGH_PAIRS) + self._turn if tried and self._iterations >= SHORT else 0
 
     def _for_turns(self, n_pairs: int) -> int:
         """Iterations of so many paired turns, in each of which the setting changes once, and once before them."""

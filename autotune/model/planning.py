@@ -172,11 +172,13 @@ class Forecast:
                 self._agreement = None
 
     def predicted_s(self, knobs: Knobs) -> float | None:
-        """Span by simulation; None on a route that nobody has probed, or of cuts that are another layout's."""
+        """Span by simulation; None on a route that nobody has probed, of cuts that are another layout's, and of
+        compressed units, whose cost no probe has shown.
+        """
         if knobs not in self._predicted_s:
             route = knobs.route
             try:
-                known = route in self._model.links
+                known = route in self._model.links and not knobs.lossy
                 self._predicted_s[knobs] = self._model.simulator(route).run_knobs(knobs).span_s if known else None
             except PlanError:
                 self._predicted_s[knobs] = None

@@ -142,6 +142,7 @@ class Synchroniser:
         complete: all gradients of this iteration are reduced.
         problem: what makes the gradients of this iteration undefined; empty until they are reduced, and if all is well.
         in_flight: what the device may still be busy with.
+        compressed: carries units in fewer bytes; None = all travel as they are.
         pace: what all ranks have said of reductions with `say_pace`, by the last iteration; with streams, by the one
             before it.
     """
@@ -158,6 +159,7 @@ class Synchroniser:
         reduction: Reduction,
         default_plan: Callable[[GradientLayout], CommPlan],
         unused_as_none: bool = False,
+        lossy: bool = False,
         rank: int | None = None,
     ) -> None:
         """Collective.
@@ -170,6 +172,7 @@ class Synchroniser:
             reduction: what is done to every gradient.
             default_plan: the plan of a new layout; the same on all ranks.
             unused_as_none: gradients that no rank has computed are None afterwards, not zeros.
+            lossy: plans may compress units, if `reduction` does not.
             rank: by which messages name this one; None = its rank among those of `control`.
         """
         self._rank = control.rank if rank is None else rank
@@ -178,9 +181,9 @@ class Synchroniser:
         self._default_plan, self._unused_as_none = default_plan, unused_as_none
         self._device = router.device
         self._device.users += 1
-        self._compressed: CompressedUnits | None = None
-        if reduction.compression is not None and not router.device.streams:
-            self._compressed = CompressedUnits(
+        self.compressed: CompressedUnits | None = None
+        if (lossy or reduction.compression is not None) and not router.device.streams:
+            self.compressed = CompressedUnits(
                 router, reduction.compression, reduction.feedback, rank=control.rank, size=control.size
             )
         self._negotiation = (
@@ -236,8 +239,8 @@ class Synchroniser:
             held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
         )
         self.plans = tuple(plans)
-        if self._compressed is not None:
-            self._compressed.lay_out(buffers.groups)
+        if self.compressed is not None:
+            self.compressed.lay_out(buffers.groups, plans)
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
@@ -327,6 +330,12 @@ class Synchroniser:
     def _begin_iteration(self) -> None:
         """Ready for the next backward pass."""
         device, self.profiling = self._device, self._order.active
+        if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
+            # Of a job that compressed: its debts are paid, though this one does not compress.
+            self.compressed = CompressedUnits(
+                self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
+            )
+            self.compressed.lay_out(self._buffers.groups, self.plans)
         self._flags.write(Said(reprofile=self._order.asks, complete=True))
         self._arrivals = Arrivals(self._buffers)
         traced = timeline.current is not None or recorder.current is not None
@@ -419,7 +428,7 @@ class Synchroniser:
         if reduction.prescale != 1.0:
             self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
         issued = None if now.trace is None else self._device.record_event()
-        carrier = self._router if self._compressed is None or self.profiling else self._compressed
+        carrier = self._router if self.compressed is None or self.profiling else self.compressed
         try:
             work = carrier.all_reduce(
                 buffer,
@@ -704,5 +713,5 @@ class Synchroniser:
         """Ends the threads; gradients keep their values. Once. False if a thread stays, and uses its communicator."""
         self._device.users -= 1
         del self._default_plan  # it leads back to whom it belongs
-        ended = self._compressed is None or self._compressed.close()
+        ended = self.compressed is None or self.compressed.close()
         return (self._negotiation is None or self._negotiation.close()) and ended

@@ -246,7 +246,8 @@ class AveragingOptimizer(Distributed):
         """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
         state: dict[str, Any] = super().state_dict()
         reduction = self._recipe.options.reduction
-        return state if reduction.compression is None else state | {OWED: reduction.feedback.state_dict()}
+        loses = reduction.compression is not None or reduction.feedback.owed
+        return state | {OWED: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's; takes over what is owed, too, if the state says it."""

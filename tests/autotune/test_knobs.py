@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.knobs import KIB, MIB, Cut, KnobLattice, Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.knobs import KIB, MIB, Cut, KnobLattice, Knobs, KnobSpace, Lossy, format_bytes
 from sirtaki.autotune.trial import Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import PlanError, TuningError
@@ -30,6 +30,9 @@ cuts = st.lists(
 ).map(lambda drawn: tuple(sorted(drawn, key=lambda cut: cut.stop)))
 
 
+compressors = st.sampled_from(["", "int8", "topk:0.01"])
+
+
 def knobs(*, planned: st.SearchStrategy[Any]) -> st.SearchStrategy[Knobs]:
     return st.builds(
         Knobs,
@@ -39,6 +42,7 @@ def knobs(*, planned: st.SearchStrategy[Any]) -> st.SearchStrategy[Knobs]:
         algorithm=st.sampled_from(Algorithm),
         transport=st.sampled_from(TransportKind),
         cuts=planned,
+        lossy=st.builds(Lossy, large=compressors, embeddings=compressors, small=compressors),
     )
 
 
@@ -103,6 +107,25 @@ def test_what_is_no_knobs_is_refused(broken: dict[str, Any]) -> None:
     good = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO).to_json()
     with pytest.raises(PlanError):
         Knobs.from_json({**good, **broken})
+
+
+def test_units_are_compressed_by_what_is_chosen_for_their_class() -> None:
+    layout = GradientLayout(sizes=(30_000, 400, 600, 20_000), names=("w", "b", "n", "e"), embeddings=frozenset({"e"}))
+    cut = tuple(Cut(stop=stop) for stop in (30_000, 31_000, 51_000))
+    lossy = Lossy(large="int8", embeddings="topk:0.01")
+    knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO, cuts=cut, lossy=lossy)
+    assert [unit.compressor for unit in knobs.to_plan(layout).units] == ["int8", "", "topk:0.01"]
+    assert knobs.describe().endswith("1 stream, compressed by int8 (large), topk:0.01 (embeddings)")
+    space = KnobSpace(routes=(knobs.route,), lossy=("int8", "topk:0.01"))
+    assert knobs in space
+    assert knobs not in KnobSpace(routes=(knobs.route,), lossy=("int8",))
+    assert "lossy" not in Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO).to_json()
+
+
+@pytest.mark.parametrize("name", ["int4", "INT8", "topk:.01"])
+def test_compressors_in_knobs_have_their_one_name(name: str) -> None:
+    with pytest.raises(PlanError, match="compressor"):
+        Lossy(large=name)
 
 
 def test_knobs_describe_themselves_in_words() -> None:

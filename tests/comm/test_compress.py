@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.compress import Blockwise, Codec, Feedback, PowerSgd, TopK
+from sirtaki.comm.compress import Blockwise, Codec, Feedback, PowerSgd, Quantised, Rounded, TopK, scheme_of
+from sirtaki.comm.plan import compressor_name
 from sirtaki.errors import ConfigError
 
 CODECS = [Blockwise(), Blockwise(torch.float8_e4m3fn), Blockwise(block=7)]
@@ -71,3 +72,34 @@ def test_what_is_owed_goes_on_where_it_fits() -> None:
 def test_parts_and_ranks_out_of_range_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounded_numbers_are_within_half_a_digit_and_what_is_too_large_is_the_largest(dtype: torch.dtype) -> None:
+    codec, largest = Rounded(dtype), torch.finfo(dtype).max
+    values = torch.tensor([1.2345678, -3e-3, 7e4, -3e38, math.inf, -math.inf, math.nan])
+    packed = codec.pack(values)
+    assert packed.numel() == 2 * values.numel()
+    back = codec.unpack(torch.cat([torch.zeros(1, dtype=torch.uint8), packed])[1:], values.numel())
+    torch.testing.assert_close(back[:4], values[:4].clamp(-largest, largest), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert back[4:6].tolist() == [math.inf, -math.inf]
+    assert back[6].isnan()
+
+
+def test_compressors_are_known_by_one_name_each() -> None:
+    names = {"TopK": "topk:0.01", " topk:.10": "topk:0.1", "powersgd": "powersgd:4", "PowerSGD:2": "powersgd:2"}
+    assert {text: compressor_name(text) for text in names} == names
+    assert scheme_of("topk:0.1") == TopK(0.1)
+    assert scheme_of("powersgd:2") == PowerSgd(2)
+    assert scheme_of("int8") == Quantised()
+    assert {scheme_of(name) for name in ("fp16", "bf16", "fp8")} == {
+        Quantised(Rounded(torch.float16)),
+        Quantised(Rounded(torch.bfloat16)),
+        Quantised(Blockwise(torch.float8_e4m3fn)),
+    }
+
+
+@pytest.mark.parametrize("text", ["int4", "", "int8:2", "topk:0", "topk:nan", "topk:", "topk:1.5", "powersgd:0.5"])
+def test_what_is_no_compressor_is_refused_with_those_that_there_are(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no compressor; there are fp16, bf16, int8, fp8"):
+        compressor_name(text)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind, Unit, UnitClass
 from sirtaki.errors import PlanError
 
 
@@ -23,6 +23,7 @@ def plans(draw: st.DrawFn) -> CommPlan:
             stream=draw(st.integers(0, streams - 1)),
             threads=draw(st.none() | st.integers(1, 4096)),
             algorithm=draw(st.sampled_from(Algorithm)),
+            compressor=draw(st.sampled_from(["", "int8"])),
         )
         for start, stop in zip([0, *stops], stops, strict=False)
     )
@@ -160,3 +161,13 @@ def test_a_range_is_told_by_the_names_of_its_gradients() -> None:
     assert layout.describe(0, 18) == "a … d (4)"
     assert layout.describe(10, 15) == "c"
     assert layout.describe(12, 16) == "c … d (2)"
+
+
+def test_a_unit_is_of_the_class_of_most_of_its_elements() -> None:
+    layout = GradientLayout(
+        sizes=(100, 20_000, 200, 50_000), names=("bias", "weight", "norm", "table"), embeddings=frozenset({"table"})
+    )
+    classes = {(0, 150): "small", (0, 500): "large", (20_000, 20_300): "small", (15_000, 70_300): "embeddings"}
+    assert {span: layout.class_of(*span).value for span in classes} == classes
+    assert layout.reordered([3, 2, 1, 0]).class_of(0, 50_000) is UnitClass.EMBEDDINGS
+    assert replace(layout, embeddings=frozenset()).class_of(21_000, 70_300) is UnitClass.LARGE

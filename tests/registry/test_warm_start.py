@@ -398,6 +398,16 @@ def test_only_what_is_permitted_is_proposed() -> None:
     assert suited(unthreaded, permitted=permitted).knobs["threads"] == 512
 
 
+def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
+    entry = replace(make_entry(), knobs={**UNIFORM, "lossy": {"large": "int8"}})
+    allowing = replace(PERMITTED, lossy=("fp16", "int8"))
+    assert suited(entry, permitted=allowing).knobs["lossy"] == {"large": "int8"}
+    for permitted in (PERMITTED, replace(allowing, routes=(("shared_memory", "flat"),))):
+        start = suited(entry, permitted=permitted)
+        assert "lossy" not in start.knobs
+        assert "without int8, which is left out here" in start.explanation
+
+
 @given(
     st.floats(1e-9, 10),
     st.floats(1, 1e12),

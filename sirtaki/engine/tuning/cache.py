@@ -124,9 +124,9 @@ def _promising(
 
 
 def _expected_s(knobs: Knobs, model: PlanningModel) -> float | None:
-    """The span by simulation; None on a route that was not measured."""
+    """The span by simulation; None on a route that was not measured, and of compressed units."""
     route = knobs.route
-    return model.simulator(route).run_knobs(knobs).span_s if route in model.links else None
+    return model.simulator(route).run_knobs(knobs).span_s if route in model.links and not knobs.lossy else None
 
 
 _T = TypeVar("_T")
@@ -199,6 +199,7 @@ def permitted_by(space: KnobSpace) -> Permitted:
         streams=space.streams,
         unit_bytes=space.unit_bytes,
         threads=space.threads,
+        lossy=space.lossy,
     )
 
 
@@ -292,7 +293,8 @@ class TuningCache:
                 device=layout.device,
                 versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
                 gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
-                fixed=fixed_knobs(self._settings),
+                # What loses something is found again by jobs only that allow as much.
+                fixed=fixed_knobs(self._settings) | ({"lossy": ",".join(space.lossy)} if space.lossy else {}),
             ),
             model=graph,
             topology=self._topology,

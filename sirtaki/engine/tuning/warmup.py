@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.arms.planners import Planner, make_planners
-from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.arms.techniques import CompressorArm
+from sirtaki.autotune.knobs import Knobs, KnobSpace, Lossy
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
@@ -32,12 +33,20 @@ from sirtaki.autotune.meta.session import (
 )
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm, Trial
-from sirtaki.comm.compress import PowerSgd
+from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.gradients.buffers import Pace, Reduction
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
-from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
+from sirtaki.comm.plan import (
+    CommPlan,
+    GradientLayout,
+    Route,
+    TransportKind,
+    UnitClass,
+    goes_through_sockets,
+)
 from sirtaki.comm.router import Router
+from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.console import Progress, progress_every_s, tell_progress, tuning_ahead
 from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster
@@ -186,6 +195,69 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
     gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
     found = f"{gain}{result.knobs.describe()}, {whence}"
     return f"tuned again in {result.iterations_used} iterations: {found} ({result.reason})"
+
+
+MEASURED_LOSS = 20
+"""Iterations after the warm-up over which it is measured what compression costs in accuracy."""
+
+
+def describe_lossy(lossy: Lossy, cost: Cost, iterations: int, whose: str) -> str:
+    """What compressors that the tuner has kept save, and what they cost, in one line.
+
+    Args:
+        lossy: what was kept.
+        cost: what was measured.
+        iterations: over which that was.
+        whose: what gradients these are of.
+    """
+    left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
+    share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
+    return (
+        f"compressed as SIRTAKI_LOSSY allows, by {lossy.describe()}: {share:.2g} of the bytes; what is left to the "
+        f"next step has {100.0 * left:.2g} % of the gradients' norm ({whose}, {iterations} iterations)"
+    )
+
+
+def allowed_compressors(
+    control: ControlPlane, settings: Settings, reduction: Reduction, space: KnobSpace, params: Sequence[torch.Tensor]
+) -> tuple[str, ...]:
+    """Collective: by which compressors the tuner may have these gradients travel, as rank 0 allows; rank 0 tells."""
+    allowed: tuple[str, ...] = control.broadcast(settings.lossy)
+    why = ""
+    if not allowed:
+        return ()
+    if reduction.compression is not None or reduction.wire_dtype:
+        why = "compression= of the optimizer says how these gradients travel"
+    elif not settings.tune or settings.warmup_iterations == 0:
+        why = "nothing is tuned"
+    elif reduction.op is not ReduceOp.SUM:
+        why = "gradients are neither summed nor averaged"
+    elif not any(param.is_floating_point() for param in params):
+        dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
+        why = f"gradients of {dtypes} cannot be compressed"
+    elif not any(goes_through_sockets(route) for route in space.routes):
+        why = "gradients travel through sockets on no route here"
+    if why and control.rank == 0:
+        logger.warning("SIRTAKI_LOSSY=%s has no effect: %s", ",".join(allowed), why)
+    return () if why else allowed
+
+
+EMPTY_ROWS = 0.5
+"""Of a matrix's rows, from which on it counts as an embedding's."""
+
+
+def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """Those whose averaged gradient has mostly rows without any number but zero."""
+
+    def empty_rows(gradient: torch.Tensor) -> float:
+        return 1.0 - float(gradient.any(dim=1).float().mean())
+
+    gradients = ((name, param.grad) for name, param in named)
+    return frozenset(
+        name
+        for name, gradient in gradients
+        if gradient is not None and gradient.dim() == 2 and gradient.numel() and EMPTY_ROWS < empty_rows(gradient) < 1.0
+    )
 
 
 _P = ParamSpec("_P")
@@ -383,8 +455,9 @@ class TuningCoordinator:
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
         rng = np.random.default_rng(SEED)
         if self._arms is not None:
-            window = window_for(self._budget_iterations // ITERATIONS_PER_TRIAL, len(self._arms))
-            return BanditArm(self._arms, rng=rng, window=window)
+            arms = [*self._arms, *([CompressorArm(space)] if space.lossy else [])]
+            window = window_for(self._budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
+            return BanditArm(arms, rng=rng, window=window)
         build = functools.partial(
             default_arms,
             space=promising,
@@ -778,6 +851,10 @@ class TunedSynchroniser:
             # Whole matrices compress more, and a unit takes two rounds however little is left of it.
             low, high = space.unit_bytes
             space = replace(space, unit_bytes=(max(low, high // 4), high))
+        self._allowed = allowed_compressors(control, settings, reduction, space, params)
+        self._named, self._embeddings = list(zip(names, params, strict=True)), frozenset[str]()
+        self._to_measure = 0  # iterations until it is told what compression costs
+        space = replace(space, lossy=self._allowed)
         self._space, self._default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = Synchroniser(
             params,
@@ -787,6 +864,7 @@ class TunedSynchroniser:
             reduction=reduction,
             default_plan=self._default_plan,
             unused_as_none=settings.unused_as_none,
+            lossy=bool(self._allowed),
             rank=rank,
         )
         self.knobs = self._default
@@ -837,7 +915,7 @@ class TunedSynchroniser:
     @property
     def can_put_off(self) -> bool:
         """The end of this iteration needs no other rank, once all gradients have left."""
-        return self.overlap.ready and not self.tuning and self._sync.can_put_off
+        return self.overlap.ready and not self.tuning and not self._to_measure and self._sync.can_put_off
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
@@ -865,7 +943,9 @@ class TunedSynchroniser:
             else:
                 if self._drift is not None and not self.overlap.trying:
                     self._watch(self._drift, span_s, self._sync.pace)
-                if self.overlap.wanted and not self.tuning:
+                if self._to_measure and not self.tuning:
+                    self._measure_loss()
+                elif self.overlap.wanted and not self.tuning:
                     self._note_overlap(report, joined=joined)
 
     def _tell(self, report: IterationReport) -> None:
@@ -888,6 +968,8 @@ class TunedSynchroniser:
         if self.overlap.trials is not None and self.overlap.trying:
             self.knobs = self.overlap.trials.first.knobs
         self.overlap.begin()
+        if self._allowed:
+            self._learn_classes(first=self._profiled is None)
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
@@ -898,9 +980,7 @@ class TunedSynchroniser:
             if self._coordinator is not None:
                 self._coordinator.default = self._default
                 before = [] if self._carried is None else self._carried.of(self._key)
-                remembered = self._coordinator.recall(
-                    self._sync.layouts, self._space, before, place=self._control.hosts
-                )
+                remembered = self._coordinator.recall(self._layouts, self._space, before, place=self._control.hosts)
             if not self._control.broadcast(remembered):
                 self._search()
             self._next_assignment()
@@ -911,12 +991,32 @@ class TunedSynchroniser:
                 logger.info("%s cannot be run any more: %s", self.knobs.describe(), err)
                 self.knobs = self._default
 
+    def _learn_classes(self, *, first: bool) -> None:
+        """Collective: which units there are that compressors may be chosen for; embeddings by the first profile."""
+        if first:
+            self._embeddings = self._control.broadcast(embeddings_among(self._named))
+        sizes = {self._default.unit_bytes, self._space.unit_bytes[1]}
+        there = {
+            layout.class_of(unit.start, unit.stop)
+            for layout in self._layouts
+            for size in sizes
+            for unit in replace(self._default, unit_bytes=size).to_plan(layout).units
+        }
+        self._space = replace(self._space, classes=tuple(kind for kind in UnitClass if kind in there))
+
+    @property
+    def _layouts(self) -> tuple[GradientLayout, ...]:
+        layouts = self._sync.layouts
+        if not self._embeddings:
+            return layouts
+        return tuple(replace(layout, embeddings=self._embeddings) for layout in layouts)
+
     def _take_given(self) -> None:
         """What the user has given is tried first; where nothing is tuned, it runs. Once."""
         given, self._given = self._given, None
         if given is not None:
             must_run = not self.tuning and self._carried is None
-            knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
+            knobs = given.accepted(self._layouts, self._control, self._space, must_run=must_run)
             if self._coordinator is not None:
                 self._coordinator.given = knobs
             elif not self.tuning:
@@ -927,7 +1027,7 @@ class TunedSynchroniser:
 
         `span_s` is what synchronising takes now on this rank; not a number = as when the order was profiled.
         """
-        report, layouts = self._profiled, self._sync.layouts
+        report, layouts = self._profiled, self._layouts
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
@@ -975,14 +1075,29 @@ class TunedSynchroniser:
 
     def _apply(self, knobs: Knobs) -> None:
         """Collective."""
-        self._sync.set_plans(plans_for(knobs, self._sync.layouts))
+        self._sync.set_plans(plans_for(knobs, self._layouts))
         self.knobs = knobs
 
     def _end(self) -> None:
         self.tuning, self._assignment, self._kept = False, None, self.knobs
-        self.router.keep_only(plans_for(self.knobs, self._sync.layouts))
+        self.router.keep_only(plans_for(self.knobs, self._layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
+        self._to_measure = MEASURED_LOSS if self.knobs.lossy else 0
+        if self._sync.compressed is not None:
+            self._sync.compressed.cost()
+            self._sync.compressed.measures = bool(self.knobs.lossy)
+
+    def _measure_loss(self) -> None:
+        """Collective: another iteration has been measured; after the last of them rank 0 tells what was lost."""
+        self._to_measure -= 1
+        compressed = self._sync.compressed
+        if self._to_measure or compressed is None:
+            return
+        compressed.measures = False
+        cost = Cost(*self._control.total(np.array(compressed.cost())).tolist())
+        if self._control.rank == 0:
+            logger.info("%s", describe_lossy(self.knobs.lossy, cost, MEASURED_LOSS, "all ranks"))
 
     # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -998,7 +1113,7 @@ class TunedSynchroniser:
             link=None if self.model is None else self.model.link_between_hosts(self.knobs.route),
         )
         if knobs is not None:
-            self._sync.set_plans(plans_for(knobs, self._sync.layouts))
+            self._sync.set_plans(plans_for(knobs, self._layouts))
             self.knobs = knobs
             self.overlap.order(self._sync)
             if self.overlap.trying:
@@ -1022,7 +1137,7 @@ class TunedSynchroniser:
     def _retune(self, drift: DriftWatch, span_s: float) -> None:
         """Collective: a short search begins with what runs now."""
         if self._coordinator is not None:
-            self._coordinator.retune(self.knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
+            self._coordinator.retune(self.knobs, self._layouts, ratio=drift.ratio, iteration=self._sync.iteration)
         drift.retuned()
         self.overlap.forget()
         self._sync.say_pace(Pace.USUAL)
@@ -1042,6 +1157,9 @@ class TunedSynchroniser:
         """
         if self._carried is not None and self._carried.going_on and (self._kept or self._assignment is not None):
             self._carried.leave(self._key, self._left_behind())
+        compressed, iterations = self._sync.compressed, MEASURED_LOSS - self._to_measure
+        if self._to_measure and iterations and compressed is not None and self._coordinator is not None:
+            logger.info("%s", describe_lossy(self.knobs.lossy, compressed.cost(), iterations, "rank 0"))
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self.router.release()]):

@@ -22,6 +22,7 @@ from sirtaki.autotune.arms.bayesian import BayesianArm, GaussianProcess, IntArra
 from sirtaki.autotune.arms.techniques import (
     N_INITIAL,
     OUR_ARMS,
+    CompressorArm,
     GridArm,
     HyperbandArm,
     PBTArm,
@@ -30,10 +31,10 @@ from sirtaki.autotune.arms.techniques import (
     make_arm,
     require,
 )
-from sirtaki.autotune.knobs import FloatArray, KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.knobs import FloatArray, KnobLattice, Knobs, KnobSpace, Lossy
 from sirtaki.autotune.meta.bandit import BanditArm, default_arms
 from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, TransportKind, UnitClass
 from sirtaki.errors import TuningError
 
 
@@ -57,6 +58,11 @@ def scikit_optimize(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return ScikitOptimizeArm(space, rng=rng)
 
 
+def compressors(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    """It has something to propose where some are allowed only, and something has run."""
+    return CompressorArm(space)
+
+
 def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
 
@@ -64,11 +70,50 @@ def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "make",
-    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), bandit],
+    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), compressors, bandit],
     ids=lambda make: make.__name__,
 )
 def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
     check(make)
+
+
+LOSSY = replace(WIDE, lossy=("int8", "powersgd:4", "topk:0.01"))
+PLAIN = Knobs(unit_bytes=4 << 20, streams=4, transport=TransportKind.GLOO)
+
+
+def told(arm: Arm, knobs: Knobs, span_s: float) -> None:
+    arm.tell([trial_of(Proposal(arm="somebody", knobs=knobs), span_s)])
+
+
+def test_each_compressor_is_tried_on_the_fastest_setting_and_then_class_by_class() -> None:
+    arm = CompressorArm(LOSSY)
+    assert arm.ask() == []  # nothing to compress yet
+    told(arm, replace(PLAIN, streams=1), 2.0)
+    told(arm, PLAIN, 1.0)
+    first = [proposal.knobs for proposal in arm.ask(8)]
+    assert [knobs.lossy for knobs in first] == [Lossy.all_by(name) for name in LOSSY.lossy]
+    assert all(knobs in LOSSY and knobs.streams == 4 for knobs in first)
+    assert first[1].unit_bytes == LOSSY.unit_bytes[1] // 4  # whole matrices
+    for knobs, span_s in zip(first, (0.5, 0.7, 0.9), strict=True):
+        told(arm, knobs, span_s)
+    asked = [proposal.knobs for proposal in arm.ask(30)]
+    then = [knobs.lossy for knobs in asked if knobs.unit_bytes == PLAIN.unit_bytes]
+    assert Lossy(large="int8", embeddings="topk:0.01", small="int8") in then
+    assert Lossy(large="int8", embeddings="int8") in then
+    assert all(sum(lossy.by(kind) != "int8" for kind in UnitClass) == 1 for lossy in then)
+    assert {2 * PLAIN.unit_bytes, PLAIN.unit_bytes // 2} <= {knobs.unit_bytes for knobs in asked}
+
+
+def test_what_goes_through_shared_memory_is_compressed_over_sockets() -> None:
+    space = replace(LOSSY, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT), *LOSSY.routes))
+    arm = CompressorArm(space)
+    told(arm, replace(PLAIN, transport=TransportKind.SHARED_MEMORY), 1.0)
+    asked = [proposal.knobs for proposal in arm.ask(8)]
+    assert {knobs.route for knobs in asked} == {(TransportKind.GLOO, Algorithm.FLAT)}
+    assert replace(asked[0], transport=TransportKind.SHARED_MEMORY) not in space
+    nowhere = CompressorArm(replace(LOSSY, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),)))
+    told(nowhere, replace(PLAIN, transport=TransportKind.SHARED_MEMORY), 1.0)
+    assert nowhere.ask() == []
 
 
 class Mine:

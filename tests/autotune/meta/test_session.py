@@ -27,7 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.arms.techniques import GridArm
-from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, Lossy
+from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
     FINALS_ARM,
@@ -39,10 +40,11 @@ from sirtaki.autotune.meta.session import (
     Remembered,
     SessionResult,
     Setting,
+    WarmupSession,
     neighbours,
 )
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
-from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.plan import TransportKind, UnitClass
 from sirtaki.errors import PlanError, TuningError
 
 
@@ -726,3 +728,63 @@ def test_the_span_takes_an_outlier_like_a_median_and_two_spans_like_a_mean() -> 
     book = ledger()
     assert book.add(knobs(1), arm="a", spans_s=[1.0, 2.0]).span_s == 1.5
     assert book.add(knobs(2), arm="a", spans_s=[1.0, 1.1, 0.9, 1.0, 50.0]).span_s == pytest.approx(1.05)
+
+
+# What loses something.
+LOSSY_SPACE = replace(SPACE, lossy=("int8", "powersgd:4"), classes=(UnitClass.LARGE,))
+
+
+def lossy_session(seed: int) -> WarmupSession:
+    arm = default_arms(space=LOSSY_SPACE, rng=np.random.default_rng(seed), budget_iterations=100)
+    return session(arm, space=LOSSY_SPACE, refine=True)
+
+
+def test_compressors_that_gain_nothing_are_not_kept() -> None:
+    """Each proof may be wrong in one of forty jobs."""
+    jobs = [Job(lossy_session(seed), noise=0.03, seed=seed).run() for seed in range(20)]
+    assert all(any(knobs.lossy for knobs in job.run_for(Purpose.TRIAL)) for job in jobs)
+    assert sum(bool(job.result.knobs.lossy) for job in jobs) <= 2
+    assert sum(job.result.tuned for job in jobs) >= 18
+    assert all(job.iterations <= 100 for job in jobs)
+
+
+def test_a_compressor_that_makes_iterations_faster_is_kept() -> None:
+    def span_of(knobs: Knobs) -> float:
+        return landscape(knobs) * (0.6 if knobs.lossy.large == "int8" else 1.5 if knobs.lossy else 1.0)
+
+    for seed in range(5):
+        job = Job(lossy_session(seed), span_of=span_of, noise=0.03, seed=seed).run()
+        assert job.result.knobs.lossy.large == "int8"
+        gain = job.result.gain
+        assert gain is not None
+        assert gain.proved
+        # Over the default: what the fastest setting gains that loses nothing, and what compressing adds.
+        lossless_s = min(span_of(knobs) for knobs in job.run_for(Purpose.FINALS) if not knobs.lossy)
+        assert gain.times == pytest.approx(landscape(DEFAULT) / span_of(job.result.knobs), rel=0.15)
+        assert gain.times > 1.3 * landscape(DEFAULT) / lossless_s
+        assert "beat the fastest that loses nothing in" in job.result.reason or lossless_s == landscape(DEFAULT)
+
+
+def test_what_is_slower_than_the_fastest_that_loses_nothing_is_not_kept_though_it_beats_the_default() -> None:
+    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
+    arm = ListArm(BEST, compressed, streams(2))
+    job = Job(
+        session(arm, space=LOSSY_SPACE), span_of=lambda knobs: landscape(knobs) * (1.1 if knobs.lossy else 1.0)
+    ).run()
+    assert compressed in job.run_for(Purpose.TRIAL)
+    assert job.result.knobs == BEST
+
+
+def test_a_remembered_compressor_is_left_alone_by_jobs_that_do_not_allow_it() -> None:
+    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
+    exact = replace(remembered(BEST), knobs=compressed)
+    assert session(exact=exact, space=LOSSY_SPACE).assignment.knobs == compressed
+    job = Job(session(exact=exact, space=replace(SPACE, lossy=("fp16",)))).run()
+    assert not any(now.knobs.lossy for now in job.assignments)
+
+
+def test_a_retune_drops_a_compressor_that_has_become_slower() -> None:
+    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
+    retune = session(ListArm(BEST), space=LOSSY_SPACE, default=compressed, budget_iterations=25, retune=True)
+    job = Job(retune, span_of=lambda knobs: landscape(knobs) * (2.0 if knobs.lossy else 1.0)).run()
+    assert job.result.knobs == BEST

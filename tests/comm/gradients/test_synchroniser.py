@@ -481,3 +481,20 @@ def test_the_end_of_a_unit_is_that_of_the_last_one_if_all_tell() -> None:
     made.sync._now.works = [SimpleNamespace(times=lambda: (None, 1e12), wait=lambda timeout_s: True)]  # type: ignore[list-item]
     made.sync.reduce(None)
     assert made.sync._now.reduced == 1e12
+
+
+def test_what_a_job_that_compressed_owes_is_paid_once_by_one_that_does_not() -> None:
+    reduction = Reduction()
+    made = Made(2, 3, reduction=reduction).profiled()
+    reduction.feedback.load_state_dict({"owed": {"p1": torch.tensor([1.0, 2.0, 4.0])}, "factors": {}})
+    seen = []
+    for _ in range(4):
+        made.come(0, 1)
+        made.sync.finish()
+        seen.append(made.grads)
+    plain = seen[-1]
+    assert plain[1] is not None
+    paid = [plain[0], [value + RANKS * owed for value, owed in zip(plain[1], (1.0, 2.0, 4.0), strict=True)]]
+    assert seen.count(paid) == 1
+    assert seen.count(plain) == 3
+    assert not reduction.feedback.owed
