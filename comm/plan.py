@@ -67,7 +67,7 @@ class GradientLayout:
     dtype: str = "float32"
     device: str = "cpu"
     names: tuple[str, ...] = ()
-    embeddings: frozenset[str] = frozenset()
+    embeddings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):

@@ -110,7 +110,7 @@ def test_what_is_no_knobs_is_refused(broken: dict[str, Any]) -> None:
 
 
 def test_units_are_compressed_by_what_is_chosen_for_their_class() -> None:
-    layout = GradientLayout(sizes=(30_000, 400, 600, 20_000), names=("w", "b", "n", "e"), embeddings=frozenset({"e"}))
+    layout = GradientLayout(sizes=(30_000, 400, 600, 20_000), names=("w", "b", "n", "e"), embeddings=("e",))
     cut = tuple(Cut(stop=stop) for stop in (30_000, 31_000, 51_000))
     lossy = Lossy(large="int8", embeddings="topk:0.01")
     knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO, cuts=cut, lossy=lossy)

@@ -165,9 +165,9 @@ def test_a_range_is_told_by_the_names_of_its_gradients() -> None:
 
 def test_a_unit_is_of_the_class_of_most_of_its_elements() -> None:
     layout = GradientLayout(
-        sizes=(100, 20_000, 200, 50_000), names=("bias", "weight", "norm", "table"), embeddings=frozenset({"table"})
+        sizes=(100, 20_000, 200, 50_000), names=("bias", "weight", "norm", "table"), embeddings=("table",)
     )
     classes = {(0, 150): "small", (0, 500): "large", (20_000, 20_300): "small", (15_000, 70_300): "embeddings"}
     assert {span: layout.class_of(*span).value for span in classes} == classes
     assert layout.reordered([3, 2, 1, 0]).class_of(0, 50_000) is UnitClass.EMBEDDINGS
-    assert replace(layout, embeddings=frozenset()).class_of(21_000, 70_300) is UnitClass.LARGE
+    assert replace(layout, embeddings=()).class_of(21_000, 70_300) is UnitClass.LARGE

@@ -246,14 +246,14 @@ EMPTY_ROWS = 0.5
 """Of a matrix's rows, from which on it counts as an embedding's."""
 
 
-def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
     """Those whose averaged gradient has mostly rows without any number but zero."""
 
     def empty_rows(gradient: torch.Tensor) -> float:
         return 1.0 - float(gradient.any(dim=1).float().mean())
 
     gradients = ((name, param.grad) for name, param in named)
-    return frozenset(
+    return tuple(
         name
         for name, gradient in gradients
         if gradient is not None and gradient.dim() == 2 and gradient.numel() and EMPTY_ROWS < empty_rows(gradient) < 1.0
@@ -852,7 +852,7 @@ class TunedSynchroniser:
             low, high = space.unit_bytes
             space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._allowed = allowed_compressors(control, settings, reduction, space, params)
-        self._named, self._embeddings = list(zip(names, params, strict=True)), frozenset[str]()
+        self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
         self._to_measure = 0  # iterations until it is told what compression costs
         space = replace(space, lossy=self._allowed)
         self._space, self._default = open_default(space, control, self.router, self._choose)
