@@ -75,13 +75,10 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return tuple(dict.fromkeys(name for kind in UnitClass if (name := self.by(kind))))
 
     def describe(self) -> str:
-        """`int8`, or `int8 (large), topk:0.01 (embeddings)`."""
+        """As `Knobs.compressors`."""
         if len(self.names) == 1 and all(self.by(kind) for kind in UnitClass):
             return self.names[0]
         return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
-
-
-LOSSLESS = Lossy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,7 @@ class Knobs:
         algorithm: flat or hierarchical.
         transport: what carries the units.
         cuts: explicit units (they fit one layout only), or None for uniform ones.
-        lossy: what makes units smaller.
+        lossy: what makes units smaller; unset, and left out in JSON, if nothing does.
     """
 
     unit_bytes: int
@@ -104,9 +101,11 @@ class Knobs:
     algorithm: Algorithm = Algorithm.FLAT
     threads: int | None = None
     cuts: tuple[Cut, ...] | None = None
-    lossy: Lossy = LOSSLESS
+    lossy: Lossy | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        if not self.lossy:
+            object.__setattr__(self, "lossy", msgspec.UNSET)
         if self.unit_bytes < 1:
             raise PlanError(f"unit_bytes must be positive, not {self.unit_bytes}")
         if self.streams < 1:
@@ -145,11 +144,14 @@ class Knobs:
         ]
         return CommPlan(numel=layout.numel, units=tuple(units), streams=self.streams, transport=self.transport)
 
+    @property
+    def compressors(self) -> str:
+        """`int8`, or `int8 (large), topk:0.01 (embeddings)`; empty if units travel as they are."""
+        return self.lossy.describe() if self.lossy else ""
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
-        if not self.lossy:
-            del data["lossy"]  # as in releases that did not know it
         return data
 
     @classmethod
@@ -169,7 +171,7 @@ class Knobs:
         cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
         threads = "" if self.threads is None else f", {self.threads} threads"
         plural = "" if self.streams == 1 else "s"
-        lossy = f", compressed by {self.lossy.describe()}" if self.lossy else ""
+        lossy = f", compressed by {self.compressors}" if self.lossy else ""
         return f"{self.transport.value} {self.algorithm.value}, {cut}, {self.streams} stream{plural}{threads}{lossy}"
 
 
@@ -232,8 +234,7 @@ class KnobSpace:
             and (knobs.threads in self.threads or knobs.cuts is not None)
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and knobs.route in self.routes
-            and (not knobs.lossy or goes_through_sockets(knobs.route))
-            and set(knobs.lossy.names) <= set(self.lossy)
+            and (not knobs.lossy or (goes_through_sockets(knobs.route) and set(knobs.lossy.names) <= set(self.lossy)))
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:

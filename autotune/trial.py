@@ -65,7 +65,7 @@ class Trial:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; an infinite span is None, since JSON knows no infinity. `from_json` is its inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
-        return data | {"knobs": self.knobs.to_json()}
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:

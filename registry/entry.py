@@ -129,7 +129,7 @@ class _Lossy(Struct, forbid_unknown_fields=True, omit_defaults=True):
     small: Text = ""
 
 
-class _Knobs(Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _Knobs(Struct, forbid_unknown_fields=True):
     """As `Knobs.to_json` gives them."""
 
     unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -138,7 +138,7 @@ class _Knobs(Struct, forbid_unknown_fields=True, omit_defaults=True):
     algorithm: Literal["flat", "hierarchical"]
     transport: Literal["shared_memory", "gloo", "mpi", "nccl", "staged"]
     cuts: Annotated[list[_Cut], Meta(max_length=100_000)] | None
-    lossy: _Lossy = msgspec.field(default_factory=_Lossy)
+    lossy: _Lossy | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         cuts = self.cuts or []

@@ -116,7 +116,7 @@ def in_words(knobs: Knobs) -> str:
         "first inside each node, then between nodes" if knobs.algorithm is Algorithm.HIERARCHICAL else "all ranks alike"
     )
     threads = "" if knobs.threads is None else f", with {knobs.threads} GPU threads each"
-    lossy = f", compressed by {knobs.lossy.describe()}" if knobs.lossy else ""
+    lossy = f", compressed by {knobs.compressors}" if knobs.lossy else ""
     return (
         f"Gradients travel {sizes}; {at_once}, over {knobs.transport.value.replace('_', ' ')}, {way}{threads}{lossy}."
     )

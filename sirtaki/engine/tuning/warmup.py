@@ -19,7 +19,7 @@ import torch
 
 from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import CompressorArm
-from sirtaki.autotune.knobs import Knobs, KnobSpace, Lossy
+from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
@@ -201,11 +201,11 @@ MEASURED_LOSS = 20
 """Iterations after the warm-up over which it is measured what compression costs in accuracy."""
 
 
-def describe_lossy(lossy: Lossy, cost: Cost, iterations: int, whose: str) -> str:
+def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
     """What compressors that the tuner has kept save, and what they cost, in one line.
 
     Args:
-        lossy: what was kept.
+        knobs: what was kept.
         cost: what was measured.
         iterations: over which that was.
         whose: what gradients these are of.
@@ -213,7 +213,7 @@ def describe_lossy(lossy: Lossy, cost: Cost, iterations: int, whose: str) -> str
     left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
     share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
     return (
-        f"compressed as SIRTAKI_LOSSY allows, by {lossy.describe()}: {share:.2g} of the bytes; what is left to the "
+        f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "
         f"next step has {100.0 * left:.2g} % of the gradients' norm ({whose}, {iterations} iterations)"
     )
 
@@ -1097,7 +1097,7 @@ class TunedSynchroniser:
         compressed.measures = False
         cost = Cost(*self._control.total(np.array(compressed.cost())).tolist())
         if self._control.rank == 0:
-            logger.info("%s", describe_lossy(self.knobs.lossy, cost, MEASURED_LOSS, "all ranks"))
+            logger.info("%s", describe_lossy(self.knobs, cost, MEASURED_LOSS, "all ranks"))
 
     # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -1159,7 +1159,7 @@ class TunedSynchroniser:
             self._carried.leave(self._key, self._left_behind())
         compressed, iterations = self._sync.compressed, MEASURED_LOSS - self._to_measure
         if self._to_measure and iterations and compressed is not None and self._coordinator is not None:
-            logger.info("%s", describe_lossy(self.knobs.lossy, compressed.cost(), iterations, "rank 0"))
+            logger.info("%s", describe_lossy(self.knobs, compressed.cost(), iterations, "rank 0"))
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self.router.release()]):
