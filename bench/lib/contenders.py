@@ -249,7 +249,7 @@ class Sirtaki(Contender):
         tune: bool,
         overlap_forward: bool = False,
         compression: Any = None,
-        **fixed: TransportKind | int,
+        **fixed: TransportKind | int | tuple[str, ...],
     ) -> None:
         """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up.
 
@@ -258,7 +258,7 @@ class Sirtaki(Contender):
             tune: as the setting.
             overlap_forward: as the argument of DistributedOptimizer.
             compression: the same; None = none.
-            fixed: knobs, as settings.
+            fixed: knobs, and what the tuner may try, as settings.
         """
         import sirtaki.torch as hvd
         from sirtaki.engine import job

@@ -296,11 +296,9 @@ class Lockstep:
         """Ends an iteration: what is not reduced is reduced now, unless another optimizer has done so."""
         names, wrapped.forgotten = wrapped.spec.parameters, False
         shared = {name for other in self.optimizers if other is not wrapped for name in other.spec.parameters}
-        there = {
-            name
-            for name in names
-            if name in shared and name not in self.began and self.reduced[name] != wrapped.seen[name]
-        }
+        there = {name for name in names if name not in self.began and self.reduced[name] != wrapped.seen[name]}
+        legal(not (there & self.divided) - shared, "who has reduced it is gone")
+        there &= shared
         legal(not (there and self.began & shared & set(names)), "what is reduced together is not said")
         legal(all(wrapped.seen[name] >= 0 for name in shared.intersection(names) - self.began), "nor what has failed")
         for name in names:
