@@ -32,7 +32,7 @@ DDP, DDP_INT8, DDP_POWERSGD = "ddp", "ddp, quantization_pertensor_hook", f"ddp, 
 PLAIN, INT8, POWERSGD = "sirtaki", "sirtaki, int8", f"sirtaki, powersgd({RANK})"
 LOSSY = "sirtaki, what SIRTAKI_LOSSY keeps"
 ALONE, DILOCO = "nothing synchronised", f"diloco, H = {EVERY}"
-JOB_TIMEOUT_S = 280.0
+JOB_TIMEOUT_S = 560.0
 
 
 class _Gathered:

@@ -382,6 +382,25 @@ def with_faster_loader(job: JobModel, factor: float) -> JobModel:
     return _with_durations(job, lambda _, piece: 1 / factor if piece.activity is Activity.DATA else 1.0)
 
 
+def with_batches(job: JobModel, factor: float) -> JobModel:
+    """Return the job with batches `factor` times as large on each rank.
+
+    Ranks load data and compute forward and backward passes for so many times as long; what the optimizer and the script
+    do besides, and what is exchanged, stays. One recording cannot tell what of a pass does not grow with the batch.
+
+    Raises:
+        ReplayError: it is not positive.
+    """
+    if not factor > 0:
+        raise ReplayError(f"batches cannot be {factor} times as large")
+    activities, phases = (Activity.COMPUTE, Activity.DATA), (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
+
+    def grown(_: int, piece: Piece) -> float:
+        return factor if piece.activity in activities and piece.phase in phases else 1.0
+
+    return _with_durations(job, grown)
+
+
 def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     """Gradients travel in so many times the bytes, of which nobody pays for the conversion.
 

@@ -6,19 +6,29 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sirtaki.analysis.global_graph import StepTimes, communication_s, computation_s, ms, path_lines, play, recorded
-from sirtaki.analysis.job_model import histories, job_model
+from sirtaki.analysis.global_graph import (
+    StepTimes,
+    communication_s,
+    computation_s,
+    ms,
+    path_lines,
+    percent,
+    play,
+    recorded,
+    replayed,
+)
+from sirtaki.analysis.job_model import JobModel, Operation, histories, job_model
 from sirtaki.analysis.recording import counted
 from sirtaki.analysis.what_if import (
-    Answer,
     Baseline,
     daydream,
     knobs_of,
     unanswered,
+    with_batches,
     with_faster_loader,
     with_knobs,
     with_link,
@@ -48,6 +58,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, metavar="FILE", help="units as in this plan, a JSON file")
     parser.add_argument("--no-straggler", action="store_true", help="no rank slower than the median one")
     parser.add_argument("--loader-times", type=positive, metavar="F", help="a data loader F times as fast")
+    parser.add_argument(
+        "--batches",
+        type=positive,
+        nargs="+",
+        metavar="F",
+        help="what the throughput would be with batches F times as large; beside other options, with what they change",
+    )
     add_formats(parser)
 
 
@@ -66,7 +83,10 @@ def main(options: Namespace) -> int:
     rule = None
     with suppress(ReplayError):
         rule = daydream(found, job)
-    asked = _asked(options, base)
+    words, changed, replanned = _changed(options, base)
+    if options.batches:
+        return _show_batches(options, base, changed, words, replanned=replanned)
+    asked = base.answer(words, changed, replanned=replanned) if words else None
     answers = [one for one in base.single_remedies() if one.is_worth_saying] if asked is None else [asked]
     notes = (*job.notes, *(unanswered(job) if asked is None else ()))
     path = path_lines(played)
@@ -93,8 +113,8 @@ def main(options: Namespace) -> int:
     return 0
 
 
-def _asked(options: Namespace, base: Baseline) -> Answer | None:
-    """All that the options say, at once; None if they say nothing."""
+def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
+    """All that the options say, at once: in words, the job that has it, and whether its units are others."""
     job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
     if options.plan is not None:
@@ -125,7 +145,50 @@ def _asked(options: Namespace, base: Baseline) -> Answer | None:
     if options.ranks:
         words.append(f"there were {options.ranks} ranks")
         job = with_ranks(job, options.ranks)
-    return base.answer(", ".join(words), job, replanned=replanned) if words else None
+    return ", ".join(words), job, replanned
+
+
+def _for_nothing(one: Operation) -> Operation:
+    return replace(one, fixed_s=0.0, link_s=0.0, host_s=0.0, processor_s=0.0, lag_s=0.0)
+
+
+def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: str, *, replanned: bool) -> int:
+    """Prints what throughput larger and smaller batches would have, against the recorded one, and what limits it."""
+    rows = list[dict[str, Any]]()
+    for factor in sorted({1.0, *options.batches}):
+        job = with_batches(changed, factor)
+        answer = base.answer(words, job, replanned=replanned)
+        apart = replayed(play(job.changed(operation=_for_nothing)))
+        rows.append(
+            {
+                "batch": factor,
+                "iteration_s": answer.times.iteration_s,
+                "low_s": answer.low_s,
+                "high_s": answer.high_s,
+                "throughput": factor * base.times.iteration_s / answer.times.iteration_s,
+                "exposed": max(0.0, 1.0 - apart.iteration_s / answer.times.iteration_s),
+            }
+        )
+    if printed(options, {"changed": words, "batches": rows}, rows):
+        return 0
+    print(f"If {words}:\n" if words else "")
+    titles = ("batch", "a step", "from … to, ms", "samples a second", "of a step, communication that nothing hides")
+    cells = (
+        (
+            f"{row['batch']:g} ×",
+            ms(row["iteration_s"]),
+            f"{1e3 * row['low_s']:.3g} to {1e3 * row['high_s']:.3g}",
+            f"{row['throughput']:.2f} ×",
+            percent(row["exposed"]),
+        )
+        for row in rows
+    )
+    print_table(titles, cells)
+    print(
+        "\nPasses are taken to last as much longer as the batch is larger; what of them does not grow with it makes "
+        "larger batches faster than told, and smaller ones slower."
+    )
+    return 0
 
 
 def _plan(path: Path) -> CommPlan:

@@ -46,6 +46,7 @@ from sirtaki.analysis.what_if import (
     unanswered,
     unit_cost,
     wire_bytes_per_byte,
+    with_batches,
     with_faster_loader,
     with_knobs,
     with_less_traffic,
@@ -398,6 +399,7 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
         (lambda: with_ranks(over_a_link(), 1), "two is the least"),
         (lambda: with_faster_loader(over_a_link(), 0), "0 times as fast"),
         (lambda: with_less_traffic(on_one_host(), 0), "0 times the bytes"),
+        (lambda: with_batches(on_one_host(), -1), "-1 times as large"),
         (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "no gradients were exchanged"),
         (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
          r"nothing is known of nccl flat: .*\(known: gloo flat\)"),
@@ -438,6 +440,17 @@ def test_data_that_comes_at_once_is_not_waited_for() -> None:
     assert times(with_faster_loader(slow, math.inf)).iteration_s == pytest.approx(times(none).iteration_s)
     less_s = times(over_a_link(data_s={0: 0.1})).iteration_s
     assert times(with_faster_loader(slow, 3.0)).iteration_s == pytest.approx(less_s)
+
+
+def test_larger_batches_take_longer_to_compute_and_no_longer_to_exchange() -> None:
+    def durations_s(factor: float) -> dict[int, list[float]]:
+        return {rank: [factor * seconds for seconds in (0.02, 0.03, 0.01, 0.04)] for rank in (0, 1)}
+
+    once, thrice = over_a_link(durations_s=durations_s(1.0)), over_a_link(durations_s=durations_s(3.0))
+    forward_s = {factor: times(with_batches(once, factor)).forward_s for factor in (1.0, 3.0)}
+    assert forward_s[3.0] == pytest.approx(3 * forward_s[1.0])
+    grown, wanted = times(with_batches(once, 3.0)), times(thrice)
+    assert grown.iteration_s - grown.forward_s == pytest.approx(wanted.iteration_s - wanted.forward_s)
 
 
 def test_half_the_bytes_take_half_the_link() -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -200,6 +201,27 @@ def test_what_is_asked_is_answered_all_at_once(folder: Path, capsys: pytest.Capt
     _, slower, _ = asked(folder, capsys, "--link-gbit", "0.0001", "--json")
     (answer,) = json.loads(slower)["what_if"]
     assert answer["gain"] < -1
+
+
+def test_throughput_is_told_for_batches_of_other_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = asked(folder, capsys, "--batches", "8", "0.5")
+    assert (status, err) == (0, "")
+    assert re.findall(r"([\d.]+) × +\S+ ms ", out) == ["0.5", "1", "8"]
+    _, out, _ = asked(folder, capsys, "--batches", "0.5", "8", "1000", "--json")
+    rows = json.loads(out)["batches"]
+    assert rows[1]["throughput"] == pytest.approx(1.0)
+    through, exposed = ([row[what] for row in rows] for what in ("throughput", "exposed"))
+    assert through == sorted(through)
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[0] > 0.1
+    assert exposed[-1] < 0.01
+    assert all(row["low_s"] <= row["iteration_s"] <= row["high_s"] for row in rows)
+    _, out, _ = asked(folder, capsys, "--batches", "1", "--link-gbit", "1000", "--json")
+    told = json.loads(out)
+    assert told["changed"] == "links had 1000 Gbit/s"
+    assert told["batches"][0]["throughput"] > 1.0
+    with pytest.raises(SystemExit):
+        asked(folder, capsys, "--batches", "0")
 
 
 def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
