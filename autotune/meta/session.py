@@ -919,10 +919,11 @@ class WarmupSession:
     def _for_lossy(self) -> int:
         """Iterations for a proof that compressing is faster than the fastest setting that loses nothing.
 
-        None are kept in a short session, where settings that lose nothing come first.
+        None are kept where no compressed setting is the fastest, nor in a short session, where those that lose nothing
+        come first.
         """
-        tried = self._space.lossy and any(setting.knobs.lossy for setting in self._ledger.ranked())
-        return self._for_turns(ENOUGH_PAIRS) + self._turn if tried and self._iterations >= SHORT else 0
+        ranked = self._ledger.ranked() if self._space.lossy and self._iterations >= SHORT else []
+        return self._for_turns(ENOUGH_PAIRS) + self._turn if ranked and ranked[0].knobs.lossy else 0
 
     def _for_turns(self, n_pairs: int) -> int:
         """Iterations of so many paired turns, in each of which the setting changes once, and once before them."""

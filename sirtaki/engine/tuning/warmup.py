@@ -214,7 +214,7 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
     share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
     return (
         f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "
-        f"next step has {100.0 * left:.2g} % of the gradients' norm ({whose}, {iterations} iterations)"
+        f"next step has {100.0 * left:.3g} % of the gradients' norm ({whose}, {iterations} iterations)"
     )
 
 
