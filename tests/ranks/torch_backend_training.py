@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance.training import main
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch.distributed  # noqa: F401
@@ -62,6 +62,10 @@ def ddp_trains_as_one_process() -> None:
 
 
 def optimizer_states_may_be_sharded_under_ddp() -> None:
+    with warnings.catch_warnings():  # of its own functions in TorchScript
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
     for as_views in (False, True):
         model, alone = network(), network()
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views)

@@ -19,6 +19,7 @@ class Late:
         self.hooked = [(str(number), param) for number, param in enumerate(params)]
         self.log: list[Any] = []
         self.can_put_off, self.needed_elsewhere, self.phase = True, False, Phase.COMING
+        self.written = False
 
     def put_off(self) -> None:
         self.log.append("step")
