@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
+from sirtaki.measures import ring_bytes
 
 if TYPE_CHECKING:
     from sirtaki.comm.sparse.worker import RowFormat
@@ -144,11 +145,6 @@ class Traffic:
     def received_bytes(self, ranks: int) -> float:
         """By the rank, where all-reduces are rings."""
         return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
-
-
-def ring_bytes(n_bytes: float, ranks: int) -> float:
-    """What a rank receives in an all-reduce of a tensor of that many bytes."""
-    return 2.0 * (ranks - 1) / ranks * n_bytes
 
 
 def dense_bytes(form: RowFormat, ranks: int) -> float:

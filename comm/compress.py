@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from sirtaki.errors import CommError, ConfigError
+from sirtaki.measures import ring_bytes
 
 from .plan import CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
 from .router import Router
@@ -145,7 +146,7 @@ class Unit:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collective: adds up a contiguous vector exactly, in place."""
         if tensor.numel():
-            self.sent_bytes += _sent_bytes(tensor.nbytes, self.size)
+            self.sent_bytes += ring_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
             work = self._router.all_reduce(buffer, 0, tensor.numel(), route=self._route, stream=self._stream)
             self._router.wait_for([work])
@@ -174,11 +175,6 @@ class Unit:
         work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, route=self._route, stream=self._stream)
         self._router.wait_for([work])
         return list(torch.split(incoming, received))
-
-
-def _sent_bytes(n_bytes: float, size: int) -> float:
-    """By each rank for an all-reduce of so many."""
-    return 2.0 * (size - 1) / size * n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +503,7 @@ class CompressedUnits:
                     self._reduce(scheme, buffer, start, end, route, stream, scale)
                 self._router.wait_for([rest])
                 if self.measures:
-                    sent_bytes = _sent_bytes((stop - end) * buffer.tensor.itemsize, self._size)
+                    sent_bytes = ring_bytes((stop - end) * buffer.tensor.itemsize, self._size)
                     self._add(stream, Cost(sent_bytes=sent_bytes, whole_bytes=sent_bytes))
             except CommError as err:
                 work.finish(err)
@@ -555,7 +551,7 @@ class CompressedUnits:
         owed.copy_(now_owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         if self.measures and target.isfinite().all():
             owed_norm, norm = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (owed, target))
-            self._add(stream, Cost(owed_norm**2, norm**2, unit.sent_bytes, _sent_bytes(target.nbytes, self._size)))
+            self._add(stream, Cost(owed_norm**2, norm**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
         target.copy_(result if scale == 1.0 else result.mul_(scale))
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:

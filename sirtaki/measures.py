@@ -110,6 +110,11 @@ SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
 """The range of the tuner; below it the start-up of a reduction is all that counts."""
 
 
+def ring_bytes(n_bytes: float, ranks: int) -> float:
+    """What a rank sends, and receives, in an all-reduce of a tensor of that many bytes, if it is a ring's."""
+    return 2.0 * (ranks - 1) / ranks * n_bytes
+
+
 def faster(before_s: float, after_s: float) -> str:
     """`1.24× faster`, `1.10× slower`, or `as fast` where the difference is less than half a percent."""
     ratio = before_s / after_s

@@ -842,9 +842,8 @@ class WarmupSession:
         at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= left), default=0)
         if final and not at_most:
             return None
-        wanted = (
-            min(self._pairs_wanted(knobs, default), at_most) if final else FEWEST_PAIRS
-        )  # to check comes before the budget
+        # To check comes before the budget.
+        wanted = min(self._pairs_wanted(knobs, default), at_most) if final else FEWEST_PAIRS
         if wanted >= at_most:
             turns.widened = 1.0  # there will be no second look
         while not turns.failed and len(turns.other) < wanted:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, TuningError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, ring_bytes
 
 from ..knobs import Knobs
 from ..trial import Trial, TrialStatus
@@ -62,6 +62,16 @@ class PlanningModel:
             contention=self.contention,
             host=self.host,
         )
+
+    def expected_s(self, knobs: Knobs) -> float | None:
+        """Span by simulation; None on a route that nobody has probed, and of compressed units, whose cost no probe has
+        shown.
+
+        Raises:
+            PlanError: the cuts are another layout's.
+        """
+        known = knobs.route in self.links and not knobs.lossy
+        return self.simulator(knobs.route).run_knobs(knobs).span_s if known else None
 
     def link_between_hosts(self, route: Route) -> LinkModel | None:
         """The link of that route; None if it was not measured, or if units take processors that compute, too."""
@@ -172,14 +182,10 @@ class Forecast:
                 self._agreement = None
 
     def predicted_s(self, knobs: Knobs) -> float | None:
-        """Span by simulation; None on a route that nobody has probed, of cuts that are another layout's, and of
-        compressed units, whose cost no probe has shown.
-        """
+        """As `PlanningModel.expected_s`; None also of cuts that are another layout's."""
         if knobs not in self._predicted_s:
-            route = knobs.route
             try:
-                known = route in self._model.links and not knobs.lossy
-                self._predicted_s[knobs] = self._model.simulator(route).run_knobs(knobs).span_s if known else None
+                self._predicted_s[knobs] = self._model.expected_s(knobs)
             except PlanError:
                 self._predicted_s[knobs] = None
         return self._predicted_s[knobs]
@@ -255,7 +261,7 @@ class Cluster:
 
         n flows carry n times one flow until they fill the link; each further one loses `crowding` of it.
         """
-        wire_bytes_per_byte = 2 * (self.ranks - 1) / self.ranks
+        wire_bytes_per_byte = ring_bytes(1.0, self.ranks)
         filling = self.link_bytes_per_s / self.flow_bytes_per_s
         throughput = [
             min(n * self.flow_bytes_per_s, self.link_bytes_per_s)

@@ -20,6 +20,7 @@ from sirtaki.autotune.model.fits import nonnegative_least_squares
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, ReplayError
+from sirtaki.measures import ring_bytes
 
 from .global_graph import StepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
 from .job_model import (
@@ -249,11 +250,6 @@ FILLED = 0.9
 """A single unit that moves at that share of the best rate fills the link."""
 
 
-def wire_bytes_per_byte(ranks: int) -> float:
-    """Bytes on each link for a byte of gradients: a ring's."""
-    return 2 * (ranks - 1) / ranks
-
-
 def link_rate(job: JobModel) -> float | None:
     """Bytes a second that the link carries of gradients with the best number of units at a time; None = no link."""
     alone = _rate_of_one_unit(job)
@@ -274,7 +270,7 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
         raise ReplayError("all ranks are on one host, so no link between hosts can be faster or slower")
     if not (math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0):
         raise ReplayError(f"a link's rate must be positive, not {link_bytes_per_s}")
-    wanted = PAYLOAD * link_bytes_per_s / wire_bytes_per_byte(len(job.ranks))
+    wanted = PAYLOAD * link_bytes_per_s / ring_bytes(1.0, len(job.ranks))
     totals = job.link.totals
     rate = max(totals) * alone
     if alone >= FILLED * rate:
@@ -916,7 +912,7 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
         yield "no rank waited for data", with_faster_loader(job, math.inf)
     rate = link_rate(job)
     if rate is not None:
-        yield "the links were twice as fast", with_link(job, 2 * wire_bytes_per_byte(len(job.ranks)) * rate)
+        yield "the links were twice as fast", with_link(job, 2 * ring_bytes(1.0, len(job.ranks)) * rate)
     if job.units:
         yield "gradients travelled in half as many bytes (bf16 for float32)", with_less_traffic(job, 0.5)
 

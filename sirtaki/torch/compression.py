@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sirtaki.comm.compress import Blockwise, Codec, PowerSgd, Quantised, Scheme, TopK
+from sirtaki.comm.compress import Codec, PowerSgd, Quantised, Scheme, TopK, scheme_of
 from sirtaki.errors import ConfigError
 
 
@@ -126,8 +126,8 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = LossyCompressor(Quantised())
-    fp8 = LossyCompressor(Quantised(Blockwise(torch.float8_e4m3fn)))
+    int8 = LossyCompressor(scheme_of("int8"))
+    fp8 = LossyCompressor(scheme_of("fp8"))
 
     @staticmethod
     def topk(ratio: float = 0.01) -> LossyCompressor:

@@ -525,7 +525,7 @@ class GradientReducer:
 
     @property
     def written(self) -> bool:
-        """See `Synchroniser.written`."""
+        """This rank has written gradients in place before they are reduced, so that `finish` will raise."""
         return self._sync is not None and self._sync.written
 
     def put_off(self) -> None:

@@ -108,10 +108,8 @@ def _promising(
     proposals: Sequence[FirstProposal], rivals: Sequence[Knobs], model: PlanningModel
 ) -> list[FirstProposal]:
     """Those that the model expects to be about as fast as the best that it knows, and those it knows nothing of."""
-    expected_s = [_expected_s(proposal.knobs, model) for proposal in proposals]
-    known_s = [
-        span_s for span_s in [*expected_s, *(_expected_s(knobs, model) for knobs in rivals)] if span_s is not None
-    ]
+    expected_s = [model.expected_s(proposal.knobs) for proposal in proposals]
+    known_s = [span_s for span_s in [*expected_s, *(model.expected_s(knobs) for knobs in rivals)] if span_s is not None]
     doubt = max([INDIFFERENCE, *(link.residual for link in model.links.values())])
     kept = []
     for proposal, span_s in zip(proposals, expected_s, strict=True):
@@ -121,12 +119,6 @@ def _promising(
             slower = faster(min(known_s), span_s)
             logger.info("not tried, as it would be %s than the best plan: %s", slower, proposal.message)
     return kept
-
-
-def _expected_s(knobs: Knobs, model: PlanningModel) -> float | None:
-    """The span by simulation; None on a route that was not measured, and of compressed units."""
-    route = knobs.route
-    return model.simulator(route).run_knobs(knobs).span_s if route in model.links and not knobs.lossy else None
 
 
 _T = TypeVar("_T")

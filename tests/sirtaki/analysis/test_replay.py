@@ -45,7 +45,6 @@ from sirtaki.analysis.what_if import (
     sizes_worth_trying,
     unanswered,
     unit_cost,
-    wire_bytes_per_byte,
     with_batches,
     with_faster_loader,
     with_knobs,
@@ -60,7 +59,7 @@ from sirtaki.autotune.model.replayer import Activity, SharedHost, replay
 from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import ReplayError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, ring_bytes
 
 # ── global graph ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -377,17 +376,17 @@ def test_a_probed_route_can_be_asked_for_though_nothing_used_it() -> None:
 def test_a_link_that_one_unit_fills_scales(factor: float) -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
     other = replace(link, throughput=(1e5 * factor, 1e5 * factor))
-    asked = with_link(over_a_link(link=link), 1e5 * factor / PAYLOAD * wire_bytes_per_byte(2))
+    asked = with_link(over_a_link(link=link), 1e5 * factor / PAYLOAD * ring_bytes(1.0, 2))
     assert times(asked).iteration_s == pytest.approx(times(over_a_link(link=other)).iteration_s)
 
 
 def test_a_faster_link_helps_flows_only_side_by_side() -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e5, 1.2e5))
-    faster = with_link(over_a_link(link=link), 4e5 / PAYLOAD * wire_bytes_per_byte(2))
+    faster = with_link(over_a_link(link=link), 4e5 / PAYLOAD * ring_bytes(1.0, 2))
     expected = LinkModel(alpha_s=0.001, throughput=(1e5, 2e5, 3e5, 4e5))
     assert times(faster).iteration_s == pytest.approx(times(over_a_link(link=expected)).iteration_s)
     alone = over_a_link(link=link, streams=1)
-    unchanged = with_link(alone, 4e5 / PAYLOAD * wire_bytes_per_byte(2))
+    unchanged = with_link(alone, 4e5 / PAYLOAD * ring_bytes(1.0, 2))
     assert times(unchanged).iteration_s == pytest.approx(times(alone).iteration_s)
 
 
