@@ -293,9 +293,14 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     run_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, forecast = tmp_path / "trials.jsonl", tmp_path / "scaling.html"
-    run_ranks("tuning.py", 2, 40, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    cold, *_, model = [record for record in records if record["event"] == "model"]
+    # Where other tests take the processor while links are probed, no model may fit any: such a job plans nothing.
+    for _ in range(3):
+        log.unlink(missing_ok=True)
+        run_ranks("tuning.py", 2, 40, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        if models := [record for record in records if record["event"] == "model"]:
+            break
+    cold, *_, model = models
     assert 0.0 < model["profile"]["forward_s"] <= cold["profile"]["forward_s"]
     assert 0.0 < model["profile"]["compute_s"] <= cold["profile"]["compute_s"]
     trials = [record for record in records if record["event"] == "trial"]
