@@ -10,6 +10,8 @@ space, the same training iterations and the same noise (4 %), and each seed is a
 - *regret*: true time of the setting kept over the best of all uniform ones, less one; never below zero.
 - *within 3 %*: training iterations until the setting that would be kept is that good; the share of runs that end so.
 - *cost*: time that the warm-up took over what its iterations would have taken untuned.
+- *paired*: regret less that of another contender on the same job with the same seed, in points (hundredths), with its
+  95 % interval.
 
 Sirtaki and its arms run in a warm-up session as a job does; optimisers that know nothing of gradients (optuna's and
 scikit-optimize's) measure the default, then whatever they ask for, three iterations each, and keep the fastest. The
@@ -33,7 +35,7 @@ import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser, processes
 from bench.lib.landscapes import families, recorded
-from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, OTHERS, SIRTAKI, SIRTAKIS
+from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, EQUAL_SHARES, OTHERS, SIRTAKI, SIRTAKIS
 from bench.lib.landscapes.landscape import Landscape
 
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
@@ -45,8 +47,11 @@ USUAL_BUDGET = 100
 NOTHING_TO_GAIN = 1.005
 """Default over best in a family where the default is taken for the best."""
 
+BEST_ARM = "bayesian"
+"""Of the search techniques, the one that does best alone."""
+
 FEWER_SEEDS = {"optuna GP": 6, "scikit-optimize GP": 6, **dict.fromkeys(ARMS, 4)}
-"""Of contenders whose every proposal takes long, and of single arms."""
+"""Of contenders whose every proposal takes long, and of the bandit's parts, where nobody asks for them by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,22 @@ def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list
     ]
 
 
+def paired(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Sirtaki's regret less another contender's on the same jobs."""
+    regrets: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+    for row in rows:
+        regrets[row["contender"]][row["family"], row["seed"]] = row["regret"]
+    points = [100.0 * (regrets[SIRTAKI][job] - theirs) for job, theirs in regrets[name].items()]
+    half = 1.96 * statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else math.inf
+    return {
+        "sirtaki less": name,
+        "points": statistics.fmean(points),
+        "95 % interval, ±": half,
+        "equal": statistics.fmean(point == 0.0 for point in points),
+        "pairs": len(points),
+    }
+
+
 def bars(rows: Sequence[dict[str, Any]], *, budget: int = USUAL_BUDGET) -> list[Bar]:
     """What is asked of the tuner with so many iterations."""
     rivals = [name for name in OTHERS if any(row["contender"] == name for row in rows)]
@@ -139,6 +160,10 @@ def _bars_alone(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     ]
     if idle:
         asked.append(Bar(claim="regret where the default is the best", value=max(idle), limit=0.005))
+    parts = [name for name in (EQUAL_SHARES, BEST_ARM) if any(row["contender"] == name for row in rows)]
+    for pair in (paired(rows, name) for name in parts):
+        claim = f"upper end of the paired difference with {pair['sirtaki less']}, points"
+        asked.append(Bar(claim=claim, value=pair["points"] + pair["95 % interval, ±"], limit=0.0))
     return asked
 
 
@@ -177,11 +202,12 @@ def main() -> int:
     names = args.families or names
     contenders = [name for name in CONTENDERS if args.only is None or name == SIRTAKI or name in args.only]
     n_seeds = 2 if args.quick else args.seeds
+    most = FEWER_SEEDS if args.only is None else {}
     seeds = [
         [
             Task(
                 family=family,
-                contenders=tuple(name for name in contenders if number < FEWER_SEEDS.get(name, n_seeds)),
+                contenders=tuple(name for name in contenders if number < most.get(name, n_seeds)),
                 seed=args.seed + number,
                 noise=args.noise,
                 budget=args.budget,
@@ -203,9 +229,11 @@ def main() -> int:
     report.rows += [summary(rows, name) for name in contenders]
     shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
     report.rows += families_table(rows, shown)
+    report.rows += [paired(rows, name) for name in contenders if name != SIRTAKI]
+    fewer = " (at most 6 of Gaussian processes, 4 of the bandit's parts)" if most else ""
     report.notes.append(
-        f"{n_seeds} seeds (at most 6 of Gaussian processes, 4 of single arms), {args.budget} iterations, noise "
-        f"{100 * args.noise:g} %; the second table is the mean regret by family"
+        f"{n_seeds} seeds{fewer}, {args.budget} iterations, noise {100 * args.noise:g} %; the second table is the "
+        "mean regret by family, the third one of pairs"
     )
     report.bars += bars(rows, budget=args.budget)
     return finish(report, args)

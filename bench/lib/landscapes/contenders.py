@@ -14,7 +14,7 @@ import numpy as np
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
-from sirtaki.autotune.meta.bandit import default_arms
+from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.trial import Arm
 
@@ -120,8 +120,9 @@ def _ensemble(
     seed: int,
     *,
     as_given: bool = True,
+    equal_shares: bool = False,
 ) -> Arm:
-    return default_arms(
+    arm = default_arms(
         space=space,
         rng=np.random.default_rng(seed),
         budget_iterations=budget,
@@ -130,6 +131,18 @@ def _ensemble(
         as_given=as_given,
         whole_space=landscape.space,
     )
+    if equal_shares:
+        window = window_for(budget // ITERATIONS_PER_TRIAL, len(arm.bandit.arms))
+        arm.bandit = EqualShares(arm.bandit.arms, window=window)
+    return arm
+
+
+class EqualShares(AUCBandit):
+    """Gives no credit, so that the arm used least has the next turn."""
+
+    def auc(self, arm: str) -> float:
+        """Nothing."""
+        return 0.0
 
 
 def _alone(
@@ -272,6 +285,7 @@ class Skopt:
 
 
 SIRTAKI, WITHOUT_PLANNERS, AIACC = "sirtaki", "sirtaki without planners", "AIACC's four, as printed"
+EQUAL_SHARES = "equal shares"
 
 SIRTAKIS: dict[str, Contender] = {
     SIRTAKI: partial(in_session, make_arm=_ensemble, planners=True),
@@ -285,6 +299,7 @@ OTHERS: dict[str, Contender] = {
     "horovod-like": partial(search, make=partial(Skopt, size_only=True)),
 }
 ARMS: dict[str, Contender] = {
+    EQUAL_SHARES: partial(in_session, make_arm=partial(_ensemble, equal_shares=True), planners=True),
     AIACC: partial(in_session, make_arm=partial(_ensemble, as_given=False), planners=False),
     **{name: partial(in_session, make_arm=partial(_alone, name=name), planners=False) for name in OUR_ARMS},
     **{
