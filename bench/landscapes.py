@@ -10,8 +10,8 @@ space, the same training iterations and the same noise (4 %), and each seed is a
 - *regret*: true time of the setting kept over the best of all uniform ones, less one; never below zero.
 - *within 3 %*: training iterations until the setting that would be kept is that good; the share of runs that end so.
 - *cost*: time that the warm-up took over what its iterations would have taken untuned.
-- *paired*: regret less that of another contender on the same job with the same seed, in points (hundredths), with its
-  95 % interval.
+- *paired*: regret less that of another contender on the same job with the same seed, in points (hundredths), and its
+  interval (95 %).
 
 Sirtaki and its arms run in a warm-up session as a job does; optimisers that know nothing of gradients (optuna's and
 scikit-optimize's) measure the default, then whatever they ask for, three iterations each, and keep the fastest. The

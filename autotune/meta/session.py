@@ -825,8 +825,9 @@ class WarmupSession:
     ) -> Generator[Assignment, Sequence[float], PairedTurns | None]:
         """Runs a setting and the default in paired turns, until it is proved faster or can hardly be; None = no time.
 
-        How many pairs it takes is settled by the lead and the noise that were seen before. If that was not enough, all
-        that can still be afforded follow, and then it is decided: looking after every pair would prove luck.
+        How many pairs it takes is settled by the lead and the noise that were seen before. If that was not enough, or
+        they cannot be trusted, all that can still be afforded follow, and then it is decided: looking after every pair
+        would prove luck.
 
         Args:
             knobs: the setting.
@@ -857,7 +858,7 @@ class WarmupSession:
             order.reverse()
             if len(turns.other) == wanted < at_most and not turns.failed:
                 gain = turns.gain if known is None else turns.gain.pooled(known)
-                if turns.gain.high > 1.0 and not gain.proved:
+                if turns.gain.high > 1.0 and (turns.doubt or not gain.proved):
                     wanted = at_most
         self._finish(Proposal(arm=arm, knobs=knobs))
         return turns
