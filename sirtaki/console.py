@@ -1,7 +1,8 @@
 """What a person at a terminal is told: lines of the log, each with its rank, and one bar while settings are tried.
 
-The bar stands below the line in which the cursor is, so that what a script prints, or its own bar, stays whole. Where
-standard error is no terminal there are lines every few seconds instead.
+The bar stands below the line in which the cursor is, so that what a script prints, or its own bar, stays whole; what
+this process prints removes it until it is drawn again, as the launcher does for all its ranks. Where standard error is
+no terminal there are lines every few seconds instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
@@ -85,6 +87,8 @@ class _Handler(logging.StreamHandler[TextIO]):
         self.setFormatter(_RankFormatter(rank, with_time=with_time))
         self.draws = is_terminal(self.stream)
         self._shown = False
+        self._watched: list[TextIO] = []
+        atexit.register(self.clear)
 
     @property
     def has_bar(self) -> bool:
@@ -105,17 +109,37 @@ class _Handler(logging.StreamHandler[TextIO]):
             self._draw("")
 
     def _draw(self, text: str) -> None:
-        if not self._shown:
-            atexit.register(self.clear)
         self._shown = bool(text)
         try:
             if to_launcher is not None:
                 to_launcher(text)
-            else:
-                self.stream.write(drawn(text))
-                self.flush()
+                return
+            self._stop_watching()
+            self.stream.write(drawn(text))
+            self.flush()
+            if text:
+                for stream in (sys.stdout, sys.stderr):
+                    self._watch(stream)
         except (OSError, ValueError):  # the terminal has gone
             self._shown = False
+
+    def _watch(self, stream: TextIO) -> None:
+        """Has the next text of this process remove the bar, of which lines that are shorter would leave a part."""
+        attributes = getattr(stream, "__dict__", None)
+        if attributes is None or "write" in attributes or not is_terminal(stream):
+            return
+
+        def write(text: str) -> int:
+            self.clear()
+            return stream.write(text)
+
+        attributes["write"] = write
+        self._watched.append(stream)
+
+    def _stop_watching(self) -> None:
+        for stream in self._watched:
+            vars(stream).pop("write", None)
+        self._watched.clear()
 
 
 def start_logging(settings: Settings, rank: int) -> None:

@@ -35,7 +35,7 @@ from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.sparse import MB, SparseSummary, Way
 from sirtaki.comm.plan import Algorithm
 from sirtaki.engine.tuning.trial_log import Measurement, Outcome, Retune, TrialLog, read_log
-from sirtaki.measures import faster
+from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
@@ -74,16 +74,16 @@ def _retune(retune: Retune) -> str:
 def _gain(kept: Outcome) -> Iterator[str]:
     """What tuning has brought."""
     if kept.default_span_s is None:
-        yield f"Communication takes {ms(kept.span_s)}."
+        yield f"Communication takes {in_ms(kept.span_s)}."
         return
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired turns"
-    yield f"Communication takes {ms(after_s)}, {ms(before_s)} by default ({gain})."
+    yield f"Communication takes {in_ms(after_s)}, {in_ms(before_s)} by default ({gain})."
     if usual is not None:
         yield (
-            f"A step takes {ms(usual.step_s(after_s))}, {ms(usual.step_s(before_s))} by default "
+            f"A step takes {in_ms(usual.step_s(after_s))}, {in_ms(usual.step_s(before_s))} by default "
             f"({faster(usual.step_s(before_s), usual.step_s(after_s))}); the backward pass does not hide "
-            f"{ms(usual.exposed_s(after_s))} of its communication, {ms(usual.exposed_s(before_s))} by default."
+            f"{in_ms(usual.exposed_s(after_s))} of its communication, {in_ms(usual.exposed_s(before_s))} by default."
         )
 
 
@@ -93,13 +93,14 @@ def _bound(log: TrialLog) -> Iterator[str]:
         return
     if log.bound_s < log.model.bound_s:
         yield (
-            f"The probes alone would have said that no plan can take less than {ms(log.model.bound_s)}, but "
-            f"gradients have travelled faster since, so the bound is drawn at the fastest setting, {ms(log.bound_s)}."
+            f"The probes alone would have said that no plan can take less than {in_ms(log.model.bound_s)}, but "
+            "gradients have travelled faster since, so the bound is drawn at the fastest setting, "
+            f"{in_ms(log.bound_s)}."
         )
     else:
         yield (
-            f"No plan can take less than {ms(log.bound_s)}: the backward pass from its first gradient on, or all bytes "
-            "at the best rate that was measured."
+            f"No plan can take less than {in_ms(log.bound_s)}: the backward pass from its first gradient on, or all "
+            "bytes at the best rate that was measured."
         )
 
 
@@ -134,7 +135,7 @@ def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
     if compared:
         times = sorted((median(spans_s), knobs.describe()) for knobs, spans_s in compared.items())
         words += " Therefore the fastest settings and the default ran in turns at the end, and took: "
-        words += ", ".join(f"{name} {ms(span_s)}" for span_s, name in times) + "."
+        words += ", ".join(f"{name} {in_ms(span_s)}" for span_s, name in times) + "."
     yield words
 
 
@@ -190,11 +191,6 @@ def searching(log: TrialLog) -> list[Measurement]:
     return list(first.values())
 
 
-def ms(seconds: float) -> str:
-    """A time in milliseconds."""
-    return f"{1e3 * seconds:.3g} ms"
-
-
 PLANNERS = {planner.name for planner in OUR_PLANNERS}
 FAINTEST = 0.08
 """Opacity of an arm without credit."""
@@ -226,7 +222,7 @@ def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
             plot.bar((trial.iteration, end), arms.index(arm), color=color, title=title, opacity=opacity)
     for trial in searching(log):
         if trial.arm in arms and trial.succeeded:
-            title, y = f"{ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}", plot.row(arms.index(trial.arm))
+            title, y = f"{in_ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}", plot.row(arms.index(trial.arm))
             plot.dot(trial.iteration, y, color="currentColor", title=title, large=trial.was_best)
     yield framed(plot.render(y_ticks=[(plot.row(row), arm) for row, arm in enumerate(arms)]))
 
@@ -246,7 +242,7 @@ def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
     plot = Plot(x=(low, high), y=(low, high), x_label="predicted, ms (log)", y_label="measured, ms (log)")
     plot.line([(low, low), (high, high)], color=DEFAULT_COLOR, dashed=True)
     for trial, predicted_s in predicted:
-        title = f"predicted {ms(predicted_s)}, measured {ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
+        title = f"predicted {in_ms(predicted_s)}, measured {in_ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
         plot.dot(log_ms(predicted_s), log_ms(trial.span_s), color=colors[trial.arm], title=title)
     ticks = log_ms_ticks(low, high)
     yield framed(plot.render(x_ticks=ticks, y_ticks=ticks))
@@ -315,8 +311,8 @@ def sparse(log: TrialLog) -> Iterator[str]:
 
 
 def _way(way: Way) -> str:
-    time = "" if way.measured_s is None else f" {ms(way.measured_s)},"
-    predicted = "" if way.predicted_s is None else f" (predicted {ms(way.predicted_s)})"
+    time = "" if way.measured_s is None else f" {in_ms(way.measured_s)},"
+    predicted = "" if way.predicted_s is None else f" (predicted {in_ms(way.predicted_s)})"
     return f"{way.plan}{time} {_mb(way.n_bytes)}{predicted}"
 
 
@@ -466,7 +462,7 @@ def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     for trial in log.measurements:
         title = f"{trial.arm}, {trial.knobs.describe()}"
         if trial.succeeded:
-            title = f"{ms(trial.span_s)}: {title}"
+            title = f"{in_ms(trial.span_s)}: {title}"
             color = colors[trial.arm]
             plot.dot(trial.iteration, log_ms(trial.span_s), color=color, title=title, large=trial.was_best)
         else:
@@ -503,9 +499,9 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
 def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
     """The fastest settings, in the columns of `TITLES`."""
     shown = fastest(log)[:most]
-    told = ["" if trial.predicted_s is None else ms(trial.predicted_s) for trial in shown]
+    told = ["" if trial.predicted_s is None else in_ms(trial.predicted_s) for trial in shown]
     return [
-        (ms(trial.span_s), predicted, trial.knobs.describe(), trial.arm, str(trial.iteration))
+        (in_ms(trial.span_s), predicted, trial.knobs.describe(), trial.arm, str(trial.iteration))
         for trial, predicted in zip(shown, told, strict=True)
     ]
 
@@ -543,7 +539,7 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     simulators = {name: model.simulator(knobs.route) for name, knobs in shown.items()}
     end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
     plots = (
-        f"<div><p>{name}: {escape(knobs.describe())}, {ms(simulators[name].run_knobs(knobs).span_s)}</p>"
+        f"<div><p>{name}: {escape(knobs.describe())}, {in_ms(simulators[name].run_knobs(knobs).span_s)}</p>"
         f"{_timeline_plot(simulators[name], knobs, end_ms=end_ms)}</div>"
         for name, knobs in shown.items()
     )

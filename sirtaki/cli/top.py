@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from sirtaki.measures import faster
+from sirtaki.measures import faster, in_ms
 from sirtaki.watch.presence import Answer, look
 
 from .output import add_formats, positive, printed, rich_table
@@ -57,7 +57,7 @@ def row(job: Answer) -> list[str]:
         f"{job['rank']} of {job['ranks']}{generation}",
         f"{minutes // 60}:{minutes % 60:02}:{seconds:02}",
         str(job["iteration"]),
-        *(f"{1e3 * job[name]:.3g} ms" if name in job else "" for name in ("step_s", "communication_s")),
+        *(in_ms(job[name]) if name in job else "" for name in ("step_s", "communication_s")),
         f"{100 * exposed_s / step_s:.0f} %" if step_s and exposed_s is not None else "",
         f"{'tuning: ' if job['tuning'] else ''}{job['setting']}{gain}",
     ]

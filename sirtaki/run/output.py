@@ -42,7 +42,7 @@ class Console:
     def __init__(self, stream: TextIO | None, name: str = "output", bar: Bar | None = None) -> None:
         """Nothing is written for None, which Python gives for a closed descriptor; `bar` is that of both streams."""
         self._stream, self._name = stream, name
-        self._bar = bar if bar is not None and is_terminal(stream) else Bar()
+        self._bar = bar if is_terminal(stream) else None
         self._has_warned = False
         self._lock = threading.RLock()
         self.at_line_start = True
@@ -51,8 +51,9 @@ class Console:
         """Writes `data` now; says once that this is not possible."""
         with self._lock:
             self.at_line_start = data.endswith(b"\n") if data else self.at_line_start
+            bar = self._bar.text if self._bar is not None else ""
             try:
-                self._write(_CLEARED + data + drawn(self._bar.text).encode() if self._bar.text else data)
+                self._write(_CLEARED + data + drawn(bar).encode() if bar else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
                     self._stream = None  # whoever read has gone (`| head`)
@@ -61,10 +62,11 @@ class Console:
                     say(f"{self._name} cannot be written ({err}); the job goes on")
 
     def show_bar(self, text: str) -> None:
-        """Draws the bar anew, or removes it."""
+        """Draws the bar anew, or removes it; nothing where this is no terminal."""
         with self._lock, contextlib.suppress(OSError, ValueError):
-            self._bar.text = text
-            self._write(drawn(text).encode())
+            if self._bar is not None and text != self._bar.text:
+                self._bar.text = text
+                self._write(drawn(text).encode())
 
     def say(self, line: str) -> None:
         """A line of the launcher's own; an unfinished one of a rank is ended first."""

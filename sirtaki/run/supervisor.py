@@ -69,7 +69,7 @@ class Supervisor:
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
-        self._bar = bar = Bar()
+        bar = Bar()
         self._consoles = {
             "stdout": Console(sys.stdout, "stdout", bar),
             "stderr": Console(sys.stderr, "stderr", bar),
@@ -102,8 +102,7 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
-                if self._bar.text:  # of a job that ends while it tunes
-                    self._consoles["stderr"].show_bar("")
+                self._consoles["stderr"].show_bar("")  # of a job that ends while it tunes
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:

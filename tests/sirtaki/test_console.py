@@ -3,8 +3,13 @@
 import contextlib
 import io
 import logging
+import os
+import pty
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +104,15 @@ def test_a_bar_stays_in_the_last_rows_of_a_full_terminal(terminal: Terminal) -> 
     assert terminal.rows[-2:] == ["", PROGRESS.bar()]
 
 
+def test_lines_that_are_printed_at_once_leave_nothing_of_the_bar(terminal: Terminal) -> None:
+    start(terminal)
+    with contextlib.redirect_stdout(terminal):
+        for number in range(2):
+            tell_progress(logging.getLogger("sirtaki.test"), PROGRESS)
+            print(f"epoch {number}\nloss 0.5\naccuracy 0.9")
+    assert terminal.rows == ["epoch 0", "loss 0.5", "accuracy 0.9", "epoch 1", "loss 0.5", "accuracy 0.9"]
+
+
 def test_a_bar_is_no_longer_than_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert console.drawn("x" * 1000).count("x") == 59
@@ -129,3 +143,40 @@ def test_a_launchers_bar_stays_below_the_lines_of_both_streams(terminal: Termina
     stderr.say("rank 1 failed")
     stderr.show_bar("")
     assert terminal.rows == ["[0] epoch 1", "[1] a warning", "[1] and", "sirtakirun: rank 1 failed"]
+
+
+RANK = """
+import logging, time
+from sirtaki.console import Progress, start_logging, tell_progress
+from sirtaki.settings import Settings
+
+start_logging(Settings(), 0)
+print("epoch 1", flush=True)
+tell_progress(logging.getLogger("sirtaki.test"), Progress(used=21, at_most=100, seen="nothing", now="x"))
+print("epoch 2", flush=True)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [["-np", "1"], ["-np", "1", "--min-np", "1"]], ids=["fixed", "elastic"])
+def test_launchers_draw_the_bar_where_their_standard_error_is_a_terminal(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "sirtaki.run", *options, sys.executable, "rank.py"],
+        env={**os.environ, "TERM": "xterm"},
+        cwd=tmp_path,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # raised where nobody writes any more
+        while data := terminal.read(65536):
+            shown += data
+    assert job.wait() == 0
+    screen = Terminal()
+    screen.write(shown.decode().replace("\r\n", "\n"))
+    assert "tuning [##........] 21/100; nothing" in shown.decode()
+    assert not any("tuning" in row for row in screen.rows)
+    assert any(row.endswith("epoch 2") for row in screen.rows)

@@ -336,8 +336,12 @@ class TuningCache:
                 gain=own.gain,
                 other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
             ),
-            message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
-            f"against the default {own.describe_gain()}, by {knobs.describe()}",
+            message=f"found {own.describe()} in the registry ({own.id[:8]}): "
+            + (
+                "the default, as nothing was proved to be faster"
+                if own.best_span_s == own.default_span_s
+                else f"{knobs.describe()}; communication against the default: {own.describe_gain()}"
+            ),
         )
 
     def disprove(self) -> None:

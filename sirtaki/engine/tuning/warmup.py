@@ -49,7 +49,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.console import Progress, progress_every_s, tell_progress, tuning_ahead
 from sirtaki.errors import PlanError, TransportError, in_a_line
-from sirtaki.measures import LinkModel, faster
+from sirtaki.measures import LinkModel, faster, in_ms
 from sirtaki.settings import Settings
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Decision, IterationEnded, TrialEnded
@@ -110,7 +110,7 @@ def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progres
     if known and not result.tuned:
         seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
     elif known:
-        seen = f"fastest seen so far, not yet proved: {1e3 * (default_s - best_s):.3g} ms a step less"
+        seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
         aside = _a_step(usual, default_s, best_s)
     return Progress(
         used=result.iterations_used,
@@ -126,7 +126,7 @@ def _a_step(usual: StepTime | None, *spans_s: float) -> str:
     """What a step takes with the default, and with the best, in brackets; empty where that is unknown."""
     if usual is None:
         return ""
-    return " (" + " → ".join(f"{1e3 * usual.step_s(span_s):.3g} ms" for span_s in spans_s) + ")"
+    return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
 
 
 def _seconds(at_most_s: float) -> str:
@@ -151,14 +151,14 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
         if usual is not None:
             before, after = usual.step_s(before_s), usual.step_s(after_s)
             gain += (
-                f"steps take {1e3 * after:.3g} ms instead of {1e3 * before:.3g} ({faster(before, after)}), and "
-                f"communication that the backward pass does not hide {1e3 * usual.exposed_s(after_s):.3g} ms "
-                f"instead of {1e3 * usual.exposed_s(before_s):.3g}; "
+                f"steps take {in_ms(after)} instead of {in_ms(before)} ({faster(before, after)}), and communication "
+                f"that the backward pass does not hide {in_ms(usual.exposed_s(after_s))} "
+                f"instead of {in_ms(usual.exposed_s(before_s))}; "
             )
     elif result.tuned:
         gain = "the fastest seen, not yet proved: "
     trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
-    return f"tuned in {result.iterations_used} iterations with {trials}: {gain}{found} ({result.reason})"
+    return f"tuned in {result.iterations_used} steps with {trials}: {gain}{found} ({result.reason})"
 
 
 def describe_change(ratio: float, iterations: int) -> str:
@@ -173,7 +173,7 @@ def describe_change(ratio: float, iterations: int) -> str:
         takes = f"communication takes {ratio:.2g} times as long as when"
     elif math.isfinite(ratio):
         takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
-    return f"{takes} this setting was chosen: trying others for at most {iterations} iterations"
+    return f"{takes} this setting was chosen: trying others for at most {iterations} steps"
 
 
 def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
@@ -186,7 +186,7 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
         proposer: who has proposed what is kept now.
     """
     if not result.tuned:
-        return f"nothing better found in {result.iterations_used} iterations: the setting stays ({result.reason})"
+        return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
     whence = f"proposed by {proposer}"
     if result.knobs == default:
         whence = "the untuned default"
@@ -194,7 +194,7 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
         whence = "as earlier in this job"
     gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
     found = f"{gain}{result.knobs.describe()}, {whence}"
-    return f"tuned again in {result.iterations_used} iterations: {found} ({result.reason})"
+    return f"tuned again in {result.iterations_used} steps: {found} ({result.reason})"
 
 
 MEASURED_LOSS = 20

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import msgspec
 
+from sirtaki.console import is_terminal
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.launchers import node_names
+from sirtaki.launchers import BAR, node_names
 from sirtaki.settings import Settings
 
 from ..hosts import Host, given_hosts, ssh_arguments
-from ..output import Console, OutputOptions, RankOutput, output_folder, say
+from ..output import Bar, Console, OutputOptions, RankOutput, output_folder, say
+from ..rank_channel import Event, Message
 from ..rank_command import begin_environ, carried_variables, complete_environ, rank_command
 from .agent import DriverEndpoint, ElasticJob, Inheritance
 from .agent_crew import AgentCrew, agent_words, is_child, new_endpoint
@@ -54,13 +56,25 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
         label=lambda worker: members.member_list.label(worker),
         place=lambda worker: members.member_list.place(worker),
     )
-    consoles = {name: Console(getattr(sys, name), name) for name in ("stdout", "stderr")}
-    outputs = {name: RankOutput(name, console=console, options=options) for name, console in consoles.items()}
-    say = consoles["stderr"].say
+    bar = Bar()
+    consoles = {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
+
+    def hear(message: Message) -> None:
+        if message.event is Event.PROGRESS:
+            consoles["stderr"].show_bar(message.reason)
+
+    def say(line: str) -> None:
+        consoles["stderr"].show_bar("")  # its rank may be gone; one that tunes draws it again
+        consoles["stderr"].say(line)
+
+    outputs = {
+        name: RankOutput(name, console=console, options=options, on_message=hear) for name, console in consoles.items()
+    }
 
     def finish_output() -> None:
         for output in outputs.values():
             output.finish()
+        consoles["stderr"].show_bar("")
 
     crew = AgentCrew(job, endpoint, lambda name, stream: outputs[name].pump(stream), environ)
     members = JobMembers(job.policy, crew, say, random.Random(time.time_ns()))
@@ -120,6 +134,9 @@ def launch_elastic(options: argparse.Namespace) -> int:
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
     complete_environ(environ, options, local_ranks=min(max([1, *hosts.values()]), policy.max_ranks or 2**31))
+    environ.pop(BAR, None)
+    if is_terminal(sys.stderr):
+        environ[BAR] = "1"
     job = replace(
         job,
         command=command.words,

@@ -1,7 +1,11 @@
 import contextlib
+import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +29,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("line", "offered"),
     [
         ("sirtaki rep", {"replay", "report"}),
@@ -38,6 +42,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sirtakirun -np 2 tra", {"train.py"}),
     ],
 )
+
+
+@CASES
 def test_bash_completes_commands_options_and_files(line: str, offered: set[str], script: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     *words, last = line.split(" ")
@@ -46,13 +53,54 @@ def test_bash_completes_commands_options_and_files(line: str, offered: set[str],
     assert set(answer.stdout.split()) == offered
 
 
+class Zsh:
+    """One at a terminal, which has read the script as its users have it do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.terminal, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            ["zsh", "-f", "-i"],
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "TERM": "dumb"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.type("PS1='ready''> '; autoload -Uz compinit; compinit -u -D; eval \"$(cat script)\"\n")
+        self.until("ready> ")
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def until(self, *words: str, timeout_s: float = 30.0) -> str:
+        shown, deadline_s = "", time.monotonic() + timeout_s
+        while not all(word in shown for word in words):
+            assert select.select([self.terminal], [], [], max(0.0, deadline_s - time.monotonic()))[0], shown
+            shown += os.read(self.terminal, 65536).decode(errors="replace")
+        return shown
+
+    def close(self) -> None:
+        os.close(self.terminal)
+        self.process.wait(timeout=10.0)
+
+
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_accepts_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_completes_commands_options_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["completion", "zsh"]) == 0
-    script = capsys.readouterr().out
-    subprocess.run(
-        ["zsh", "-c", 'autoload -Uz compinit; compinit -u -D; eval "$(cat)"'], input=script, text=True, check=True
-    )
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    zsh = Zsh(tmp_path)
+    try:
+        for line, offered in CASES.args[1]:
+            zsh.type(f"{line}\t\t")
+            shown = zsh.until(*offered)
+            assert "error" not in shown.lower()
+            assert "can only be called" not in shown
+            zsh.type("\x15")  # deletes the line
+    finally:
+        zsh.close()
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
