@@ -861,7 +861,7 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
     if unfit:
         logger.info(
-            "no plans for %s, whose times fit no model, as is usual within a host; search techniques try it all the same",
+            "no plans for %s, whose times fit no model, as is usual on one host; search techniques try it all the same",
             ", ".join(unfit),
         )
     return links
