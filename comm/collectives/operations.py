@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -114,8 +114,10 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        what = (self.name, *(side(self) for side in SIDES.values()), self.problem)
-        return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=DIGEST_BYTES).digest(), "big")
+        sides = _digest_of_sides(
+            self.kind, self.device, self.dtypes, self.op, self.factors, self.root, self.fixed_shapes(), self.problem
+        )
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), key=sides, digest_size=DIGEST_BYTES).digest(), "big")
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The parts of the shapes that must be the same on all ranks; -1 = any number of rows."""
@@ -137,9 +139,15 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@lru_cache(maxsize=4096)
+def _digest_of_sides(*sides: object) -> bytes:
+    """Of all that ranks must agree about but the name, which is another one each time where the user gives none."""
+    return hashlib.blake2b(msgspec.msgpack.encode(sides), digest_size=DIGEST_BYTES).digest()
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is one of torch.distributed's, which takes time to import and need not be."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
 @cache
