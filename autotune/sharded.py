@@ -25,18 +25,28 @@ class ShardKnobs:
         ahead: so many modules ahead their parameters are gathered in the forward pass.
         behind: the same in the backward pass.
         kept: so many modules, the last ones, keep their gathered parameters until the backward pass.
+        gathers: by which compressor shards are packed that are gathered; empty = they travel as they are.
+        scatters: the same of gradients that are scattered.
     """
 
     streams: int
     ahead: int = 1
     behind: int = 1
     kept: int = 0
+    gathers: str = ""
+    scatters: str = ""
 
     def describe(self) -> str:
         """In a few words, for logs."""
         kept = f", {self.kept} kept" if self.kept else ""
         plural = "" if self.streams == 1 else "s"
-        return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}"
+        packed = ", ".join(
+            f"{what} packed by {name}"
+            for what, name in (("parameters", self.gathers), ("gradients", self.scatters))
+            if name
+        )
+        packed = packed and f", {packed}"
+        return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}{packed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +58,14 @@ class ShardSpace:
         streams: that can be used, ascending.
         whole_bytes: of the gathered parameters of each module, in the order in which they are used.
         memory_bytes: that may be used above what the default takes.
+        lossy: compressors that the user allows.
     """
 
     modules: int
     streams: tuple[int, ...]
     whole_bytes: tuple[int, ...]
     memory_bytes: int = 0
+    lossy: tuple[str, ...] = ()
 
     def __contains__(self, knobs: ShardKnobs) -> bool:
         return (
@@ -61,11 +73,12 @@ class ShardSpace:
             and 0 <= knobs.ahead < max(2, self.modules)
             and 1 <= knobs.behind < max(2, self.modules)
             and 0 <= knobs.kept <= self.modules
+            and {knobs.gathers, knobs.scatters} <= {"", *self.lossy}
             and self.extra_bytes(knobs) <= self.memory_bytes
         )
 
     def extra_bytes(self, knobs: ShardKnobs) -> int:
-        """Memory at the peak above that of the default, at most.
+        """Memory at the peak above that of the default, at most; without packed shards on their way.
 
         In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
         the next one: four times its size; the forward pass stays below that with two gathered ahead.
@@ -81,7 +94,10 @@ class ShardSpace:
         place = self.streams.index(knobs.streams)
         beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
         candidates = [
+            *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
             *(replace(knobs, kept=kept) for kept in (self.modules, 1, 0)),
+            *(replace(knobs, scatters=name) for name in ("", *self.lossy)),
+            *(replace(knobs, gathers=name) for name in ("", *self.lossy)),
             *(replace(knobs, streams=streams) for streams in beside),
             *(replace(knobs, ahead=knobs.ahead + step) for step in (1, -1)),
             *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),

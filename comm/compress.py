@@ -193,7 +193,8 @@ class Piece:
 
 
 @lru_cache(maxsize=4096)
-def _packed_bytes(codec: Codec, count: int) -> int:
+def packed_bytes(codec: Codec, count: int) -> int:
+    """What so many numbers become."""
     return codec.pack(torch.zeros(count)).numel()
 
 
@@ -212,7 +213,7 @@ class Quantised:
         edges = [values.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
         parts, owed = torch.split(values, counts), torch.empty_like(values)
-        lengths = [_packed_bytes(codec, count) for count in counts]
+        lengths = [packed_bytes(codec, count) for count in counts]
         packed = [part.new_empty(0) if to == me else codec.pack(part) for to, part in enumerate(parts)]
         arriving = unit.exchange(packed, lengths)
         for to, (part, debt) in enumerate(zip(parts, torch.split(owed, counts), strict=True)):
@@ -329,6 +330,16 @@ def scheme_of(name: str) -> Scheme:
         "bf16": lambda: Rounded(torch.bfloat16),
     }
     return Quantised(codecs[kind]())
+
+
+def codec_of(name: str) -> Codec | None:
+    """How a compressor's name packs a tensor by itself; None if it needs all ranks' tensors, as top-k and PowerSGD do.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    scheme = scheme_of(name)
+    return scheme.codec if isinstance(scheme, Quantised) else None
 
 
 def _summed(unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

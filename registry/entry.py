@@ -582,7 +582,7 @@ class ShardsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _Modules = Annotated[int, Meta(ge=0, le=2**20)]
 
 
-class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the shards of one model travelled fastest, of what a job tried.
 
     Attributes:
@@ -591,6 +591,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True):
         modules: how many are sharded.
         streams: as the next three as `autotune.sharded.ShardKnobs` has them.
         gain: over the untuned setting, as a share of its step; 0 where that was kept.
+        gathers: as the next one as `autotune.sharded.ShardKnobs` has it: a compressor that the key names.
     """
 
     tag, called, listed = "shard way", "setting of sharded training", "shard_ways"
@@ -604,12 +605,16 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True):
     behind: _Modules
     kept: _Modules
     gain: Annotated[float, Meta(ge=0, le=1)]
+    gathers: Text = ""
+    scatters: Text = ""
 
     def _one_for_each(self) -> tuple[str, ...]:
         return (str(self.memory_bytes),)
 
     def misfit(self) -> str:  # noqa: D102
-        most = max(1, self.modules)
+        most, allowed = max(1, self.modules), self.key.fixed.get("lossy", "")
+        if not {self.gathers, self.scatters} <= {"", *allowed.split(",")}:
+            return f"packed by {self.gathers or 'none'} and {self.scatters or 'none'} of {allowed or 'no'} compressors"
         wrong = (name for name in ("ahead", "behind", "kept") if getattr(self, name) > most)
         return next((f"{name}: {getattr(self, name)} of {self.modules} modules" for name in wrong), "")
 

@@ -366,7 +366,8 @@ def _words(way: RowWay) -> str:
 
 
 def _setting(way: ShardWay) -> str:
-    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept"))
+    packed = [name for name in ("gathers", "scatters") if getattr(way, name)]
+    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept", *packed))
 
 
 def _link(link: LinkModel) -> str:

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -36,10 +36,11 @@ from torch.distributed import ReduceOp as TorchOp
 
 import sirtaki
 from sirtaki.autotune.sharded import STREAMS, ShardKnobs, ShardSession, ShardSpace
+from sirtaki.comm.compress import Codec, Quantised, Rounded, codec_of
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.shards import ShardLanes, ShardWork
+from sirtaki.comm.shards import Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress, tuning_ahead
 from sirtaki.engine.job import is_initialized
@@ -52,6 +53,8 @@ from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
 from sirtaki.settings import REGISTRY_OFF, Settings
+
+from .compression import Choice, NoneCompressor, reduction_options
 
 if TYPE_CHECKING:
     from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
@@ -66,7 +69,7 @@ _T = TypeVar("_T")
 _Group = Any  # FSDP's parameter group: of a private module of PyTorch, like its state
 
 
-def attach(model: nn.Module) -> None:
+def attach(model: nn.Module, *, gathers: Choice = NoneCompressor, scatters: Choice = NoneCompressor) -> None:
     """Collective, before the first forward pass: from now on Sirtaki gathers and scatters the shards of `model`.
 
     Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more. The rest
@@ -74,12 +77,17 @@ def attach(model: nn.Module) -> None:
 
     Args:
         model: `fully_shard` has been called on it, and on its blocks before; its parameters are on the CPU.
+        gathers: how shards are packed that are gathered: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a codec of
+            the user's own. Modules compute with what was unpacked; the optimizer and checkpoints have exact shards.
+            Ranks that share memory hand over what they have.
+        scatters: the same for gradients, whose sum is made of what was unpacked.
 
     Raises:
         ConfigError: PyTorch is too old, nothing is sharded, it is attached already, or the parameters are not on the
-            CPU; or modules have parameters on several meshes.
-        MismatchError: on all ranks, if their models differ.
+            CPU; or modules have parameters on several meshes; or a compressor cannot pack a tensor by itself.
+        MismatchError: on all ranks, if their models or compressors differ.
     """
+    packing = _codec(gathers), _codec(scatters)
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:
@@ -96,7 +104,20 @@ def attach(model: nn.Module) -> None:
     settings = Settings.from_environ()
     if not is_initialized():  # else `hvd.init()` has
         start_logging(settings, dist.get_rank())
-    Attached(model, modules, settings)
+    Attached(model, modules, settings, packing)
+
+
+Packing = tuple[Codec | None, Codec | None]
+"""What packs gathers and scatters."""
+
+
+def _codec(choice: Choice) -> Codec | None:
+    scheme = reduction_options(choice)
+    wire = dict(scheme.get("wire_dtype", ())).get(torch.float32)
+    quantised = scheme.get("compression")
+    if quantised is not None and not isinstance(quantised, Quantised):
+        raise ConfigError("shards are packed by int8, fp8, fp16, bf16 or an object with pack() and unpack()")
+    return quantised.codec if quantised is not None else None if wire is None else Rounded(wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +131,10 @@ class _Sharded:
 class Attached:
     """The sharded modules of one model, and what carries their shards."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[Any], settings: Settings, packing: Packing) -> None:
         """Collective."""
         self._settings = settings
+        self.given = self.packing = packing  # as the user wants it, and as it is now
         self._sharded = list(_sharded(modules))
         self._connections = _Connections(settings)
         self._pending: list[ShardWork] = []  # scatters that nobody has waited for
@@ -131,7 +153,7 @@ class Attached:
         for group in groups:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
                 if mesh is not None and hasattr(mesh, "shard_process_group"):
-                    self._connections.open(mesh.shard_process_group, groups)
+                    self._connections.open(mesh.shard_process_group, groups, packing)
         weakref.finalize(model, self._connections.close)
         self._tuning = _Tuning(self, next(iter(self._connections.lanes.values()), None), settings)
         for each in self._sharded:
@@ -216,6 +238,8 @@ class Attached:
     def set(self, knobs: ShardKnobs) -> None:
         """From the next forward pass on; streams are set by who opens them."""
         kept, self.knobs = self.knobs.kept, knobs
+        gathers, scatters = (codec_of(name) if name else None for name in (knobs.gathers, knobs.scatters))
+        self.packing = self.given[0] or gathers, self.given[1] or scatters
         if self._order:
             self._set_ahead()
         if knobs.kept != kept:
@@ -283,11 +307,14 @@ class _Tuning:
         self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
         self._begun_s: float | None = None
         self._told_s = -math.inf
+        self._to_measure = 0  # steps with packed shards, of which the loss is told
         if lanes is not None:
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
 
     def end_step(self) -> None:
         """Collective: a step has ended, with nothing under way."""
+        if self._lanes is not None and self._lanes.losses is not None:
+            self._measure(self._lanes, self._lanes.losses)
         if not self._active or self._lanes is None:
             return
         begun_s, self._begun_s = self._begun_s, time.perf_counter()
@@ -311,18 +338,37 @@ class _Tuning:
         if done:
             self._active = False
             self._end()
+            if knobs.gathers or knobs.scatters:
+                self._to_measure, self._lanes.losses = MEASURED_STEPS, (Loss(), Loss())
         self._begun_s = time.perf_counter()
+
+    def _measure(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
+        """Collective: another step with packed shards was measured; after the last one rank 0 tells what it cost."""
+        self._to_measure -= 1
+        if self._to_measure:
+            return
+        lanes.losses = None
+        kinds = ("parameters", self._attached.knobs.gathers), ("gradients", self._attached.knobs.scatters)
+        told = []
+        for loss, (what, name) in zip(losses, kinds, strict=True):
+            total = Loss(*lanes.control.total(np.array(astuple(loss))).tolist())
+            if name:
+                told.append(f"{what} by {name}, {total.describe()}")
+        if lanes.control.rank == 0:
+            logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(told), MEASURED_STEPS)
 
     def _begin(self, lanes: ShardLanes, topology: str) -> ShardSession:
         attached, settings = self._attached, self._settings
         wholes = tuple(_bytes_of(each.group, 1)[0] * lanes.control.size for each in attached.sharded)
         streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if settings.streams is None else ()
         default = attached.knobs
+        lossy = self._allowed(lanes)
         space = ShardSpace(
             modules=len(wholes),
             streams=tuple(sorted({default.streams, *streams})),
             whole_bytes=wholes,
             memory_bytes=settings.fsdp_memory,
+            lossy=lossy,
         )
         if topology:
             sizes = [[_description(each.group), _bytes_of(each.group, 1)] for each in attached.sharded]
@@ -332,10 +378,22 @@ class _Tuning:
                 model=digest("sharded model", canonical_json(sizes))[:32],
                 transport=lanes.kind.value,
                 versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
-                fixed={name: value for name, value in fixed_knobs(settings).items() if name == "streams"},
+                fixed={name: value for name, value in fixed_knobs(settings).items() if name == "streams"}
+                | ({"lossy": ",".join(lossy)} if lossy else {}),
             )
         first = None if self._key is None else self._recall(self._key, space)
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first)
+
+    def _allowed(self, lanes: ShardLanes) -> tuple[str, ...]:
+        """Those compressors that the user allows which can pack shards here."""
+        names, why = self._settings.lossy, ""
+        if any(self._attached.given):
+            names, why = (), "attach() was told how shards are packed"
+        elif lanes.kind is TransportKind.SHARED_MEMORY:
+            names, why = (), "ranks that share memory send each other nothing"
+        if why and self._settings.lossy:
+            logger.info("SIRTAKI_LOSSY is left aside: %s", why)
+        return tuple(name for name in names if codec_of(name) is not None)
 
     def _run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
         if knobs.streams != self._attached.knobs.streams:
@@ -363,7 +421,7 @@ class _Tuning:
         """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
         since_s, found = time.time() - STALE_AFTER_S, list[tuple[int, ShardKnobs]]()
         for way in self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]()):
-            knobs = ShardKnobs(streams=way.streams, ahead=way.ahead, behind=way.behind, kept=way.kept)
+            knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
             if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
                 found.append((way.memory_bytes, knobs))
         if not found:
@@ -381,6 +439,9 @@ class _Tuning:
             store.close()
 
 
+MEASURED_STEPS = 10
+"""Of a setting that packs shards, once it is kept."""
+
 LEAVE_S = 5.0
 """How long a rank that is done with a model waits for the others, which may still need it."""
 
@@ -397,7 +458,7 @@ class _Connections:
         self.lanes: dict[Ranks, ShardLanes] = {}
         self._meshes: list[Communicator] = []
 
-    def open(self, process_group: dist.ProcessGroup, groups: Sequence[_Group]) -> None:
+    def open(self, process_group: dist.ProcessGroup, groups: Sequence[_Group], packing: Packing) -> None:
         """Collective over the ranks of that process group, which have the same parameter groups; once for each.
 
         Raises:
@@ -411,6 +472,7 @@ class _Connections:
         self._meshes.append(mesh)
         lanes = open_shards(mesh, settings=settings, timeout_s=settings.transport_timeout_s)
         lanes.control.require_equal(str([_description(group) for group in groups]), "the sharded model")
+        lanes.control.require_equal(str(packing), "how shards are packed")
         self.lanes[ranks] = lanes
         sizes = [_bytes_of(group, len(ranks)) for group in groups]
         lanes.reserve(shard_bytes=max(size[0] for size in sizes), whole_bytes=max(size[1] for size in sizes))
@@ -487,7 +549,8 @@ class _Gather:
             )
             return work
         self.attached.note_gather(self._group)
-        return GatherWork(lanes.gather(output_tensor.chunk(group.size()), input_tensor))
+        codec, _ = self.attached.packing
+        return GatherWork(lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
 
 
 class _Scatter:
@@ -525,7 +588,8 @@ class _Scatter:
             return
         kind, scale = recipe
         self._attached.note_scatter()
-        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale)
+        _, codec = self._attached.packing
+        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale, codec=codec)
         if scale != 1.0 and self._nobody_looks(output_tensor.dtype):  # FSDP divides the sum itself where there is none
             self._attached.put_off(work)
         else:

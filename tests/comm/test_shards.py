@@ -8,9 +8,10 @@ from fakes.meshes import on_planes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.comm.compress import Blockwise, Codec
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.shards import ShardLanes, open_shard_lanes
+from sirtaki.comm.shards import Loss, ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.errors import CommError, MismatchError, StallError
 
@@ -91,6 +92,60 @@ def test_means_and_other_operations(kind: TransportKind) -> None:
             assert part.tolist() == [wanted] * 3
 
     with_lanes(2, kind, act)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", [Blockwise(), Blockwise(torch.float8_e4m3fn)], ids=["int8", "fp8"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_packed_shards_come_close_and_are_the_same_on_all_ranks(size: int, codec: Codec, dtype: torch.dtype) -> None:
+    n = 1500
+    gathered: dict[int, torch.Tensor] = {}
+
+    def act(lanes: ShardLanes, rank: int) -> None:
+        lanes.use(min(2, lanes.most_streams))
+        lanes.losses = Loss(), Loss()
+        whole = torch.zeros(size * n, dtype=dtype)
+        whole[rank * n : (rank + 1) * n] = drawn(rank, 1, n, dtype)  # a shard that lies in its place
+        part = torch.zeros(n, dtype=dtype)
+        works = [
+            lanes.gather(whole.chunk(size), whole[rank * n : (rank + 1) * n], codec=codec),
+            lanes.scatter(drawn(rank, 2, size * n, dtype), part, op=ReduceOp.SUM, scale=0.5, codec=codec),
+        ]
+        for work in reversed(works):
+            work.wait()
+        gathered[rank] = whole
+        total = sum(drawn(other, 2, size * n, dtype).double() for other in range(size))[rank * n : (rank + 1) * n] / 2
+        exact = torch.cat([drawn(other, 1, n, dtype) for other in range(size)]).double()
+        for found, wanted in ((whole, exact), (part, total)):
+            assert float((found.double() - wanted).norm() / wanted.norm()) < 0.03
+            assert not torch.equal(found.double(), wanted)
+        for loss in lanes.losses:
+            assert loss.sent_bytes < loss.whole_bytes * (1.0 if dtype.itemsize == 2 else 0.51)
+            assert 0.0 < loss.lost_squares < 1e-3 * loss.squares
+
+    with_lanes(size, TransportKind.GLOO, act)
+    assert all(torch.equal(gathered[0], each) for each in gathered.values())
+
+
+def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so() -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        whole, part = torch.zeros(4000), torch.zeros(2000)
+        mine = torch.full((2000,), 1.0)
+        mine[7] = torch.inf if rank else torch.nan
+        lanes.gather(whole.chunk(2), mine, codec=Blockwise()).wait()
+        assert not whole[7].isfinite()
+        assert not whole[2007].isfinite()
+        lanes.scatter(torch.cat([mine, mine]), part, op=ReduceOp.SUM, scale=1.0, codec=Blockwise()).wait()
+        assert not part[7].isfinite()
+        for n, dtype in ((100, torch.float32), (2000, torch.int64)):
+            rows = torch.zeros(2, n, dtype=dtype)
+            lanes.gather([*rows], torch.arange(n).to(dtype) + rank, codec=Blockwise()).wait()
+            assert torch.equal(rows[1], torch.arange(n).to(dtype) + 1)
+        largest = torch.zeros(2000)
+        lanes.scatter(torch.full((4000,), rank / 3), largest, op=ReduceOp.MAX, scale=1.0, codec=Blockwise()).wait()
+        assert torch.equal(largest, torch.full((2000,), 1 / 3))
+
+    with_lanes(2, TransportKind.GLOO, act)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ on its way, with the same model sharded without Sirtaki.
 """
 
 import functools
+import itertools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.torch import fsdp
+from sirtaki.torch.compression import Compression
 
 STEPS = 5
 Make = Callable[[], nn.Module]
@@ -290,9 +293,43 @@ def compiled_models_train_as_in_one_process() -> None:
     trains_alike(model, Tower(torch.float32, blocks=2), tolerance=1e-5, steps=3)
 
 
+def packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks() -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+
+    over_sockets = os.environ.get("SIRTAKI_TRANSPORT") == "gloo"
+    for gathers, scatters in itertools.product((Compression.int8, Compression.fp8, Compression.none), repeat=2):
+        model, alone = wide(), wide()
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        fsdp.attach(model, gathers=gathers, scatters=scatters)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (model, alone)]
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(batch(dist.get_rank(), step, 8, 64, dtype=torch.float32)).square().mean().backward()
+            losses = [alone(batch(rank, step, 8, 64, dtype=torch.float32)).square().mean() for rank in ranks()]
+            torch.stack(losses).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        exact = not over_sockets or (gathers is scatters is Compression.none)
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            lost = float((whole(found.detach()) - wanted).detach().norm() / wanted.detach().norm())
+            assert lost < (1e-5 if exact else 0.02), (gathers, scatters, lost)
+        outputs = [torch.empty(8, 64) for _ in ranks()]
+        dist.all_gather(outputs, model(batch(0, 99, 8, 64, dtype=torch.float32)).detach())
+        assert all(torch.equal(outputs[0], each) for each in outputs)
+
+
 def what_does_not_fit_is_refused() -> None:
-    for model, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
-        raises(ConfigError, says, functools.partial(fsdp.attach, model))
+    model = sharded(Tower(), attach=False)
+    raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
+    packing = {"scatters": Compression.int8} if dist.get_rank() == 0 else {}
+    raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
+    for other, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
+        raises(ConfigError, says, functools.partial(fsdp.attach, other))
     raises(MismatchError, "the sharded model", lambda: sharded(Tower(blocks=1 + (dist.get_rank() == 0))))
 
 
@@ -313,6 +350,7 @@ CASES = (
     knobs_of_the_user_stay,
     hooks_see_gradients_as_soon_as_they_are_told,
     compiled_models_train_as_in_one_process,
+    packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks,
     what_does_not_fit_is_refused,
 )
 

@@ -57,6 +57,20 @@ def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_pro
     assert len(set(found)) > 1
 
 
+def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next_job_knows(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    packed = "parameters packed by int8, gradients packed by int8"
+    env = {**SOCKETS, "SIRTAKI_FSDP_MEMORY": "1", "SIRTAKI_REGISTRY": str(tmp_path / "registry.db")}
+    found = settings_run(run_ranks, "fast", packed, SIRTAKI_LOSSY="int8,topk", **env)
+    assert "packed" not in found[0]
+    assert found[-1].endswith(packed)
+    assert settings_run(run_ranks, "fast", packed, SIRTAKI_LOSSY="int8,topk", **env)[1].endswith(packed)
+    assert not any("packed" in setting for setting in settings_run(run_ranks, "fast", packed, **env))
+    env["SIRTAKI_REGISTRY"] = "off"
+    assert "packed" not in settings_run(run_ranks, "slow", packed, SIRTAKI_LOSSY="int8", **env)[-1]
+
+
 def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and_replaces_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
