@@ -31,14 +31,12 @@ import torch
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.measures import ring_bytes
 
-from .plan import CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
+from .plan import FLAGS, CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
 from .router import Router
 from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work
 
 FEWEST = 1024
 """Units of fewer elements travel as they are."""
-
-FLAGS = "sirtaki.control_flags"
 
 
 @runtime_checkable

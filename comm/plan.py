@@ -49,6 +49,10 @@ def compressor_name(text: str) -> str:
     raise ConfigError(f"{text.strip()!r} is no compressor; there are {COMPRESSORS}")
 
 
+FLAGS = "sirtaki.control_flags"
+"""In a layout's names: what travels behind the gradients and is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientLayout:
     """Gradients one behind the other, in the order in which they are expected to become ready.
@@ -96,6 +100,7 @@ class GradientLayout:
         """The gradients with elements in `[start, stop)`, in words; needs names."""
         first = bisect_right(self.offsets, start) - 1
         last = max(first, bisect_left(self.offsets, stop) - 1)
+        last -= last > first and self.names[last] == FLAGS
         if first == last:
             return self.names[first]
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"

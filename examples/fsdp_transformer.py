@@ -23,12 +23,12 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores `(batch, length, 256)`."""
+        """Scores `(batch * length, 256)`."""
         hidden = self.tokens(text)
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
-        return self.head(hidden)
+        return self.head(hidden.flatten(0, 1))  # whose output is no view, of which FSDP2 warns
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     for step in range(150):
         optimizer.zero_grad()
         scores = model(text[:, :-1])
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(scores, text[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -115,10 +115,15 @@ def ring_bytes(n_bytes: float, ranks: int) -> float:
     return 2.0 * (ranks - 1) / ranks * n_bytes
 
 
-def in_ms(seconds: float) -> str:
-    """`95.6 ms`, `1120 ms`: three digits, or all before the point."""
+def milliseconds(seconds: float) -> str:
+    """`95.6`, `1120`: three digits, or all before the point."""
     value = 1e3 * seconds
-    return f"{value:.0f} ms" if abs(value) >= 99.95 else f"{value:.3g} ms"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def in_ms(seconds: float) -> str:
+    """`95.6 ms`, `1120 ms`."""
+    return f"{milliseconds(seconds)} ms"
 
 
 def faster(before_s: float, after_s: float) -> str:

@@ -19,7 +19,7 @@ from sirtaki.errors import ConfigError
 
 from ..compress import Feedback, Scheme
 from ..device import Device, Event, copy_
-from ..plan import GradientLayout
+from ..plan import FLAGS, GradientLayout
 from ..router import Router
 from ..transports.contract import FlatBuffer, ReduceOp
 
@@ -173,7 +173,7 @@ def _group_by_dtype(
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
             device=router.device.torch_device.type,
-            names=(*(names[index] for index in indices), *("sirtaki.control_flags" for _ in flags)),
+            names=(*(names[index] for index in indices), *(FLAGS for _ in flags)),
         )
         groups.append(GradientGroup(indices, params, layout, router.allocate(layout.numel, wire)))
     return groups

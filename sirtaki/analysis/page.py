@@ -429,7 +429,7 @@ def _what_if(found: Findings) -> Iterator[str]:
         return
     yield paragraph(
         f"Each single remedy by itself, replayed. The replay of the recorded job is {100 * found.error:+.1f} % off "
-        "the recording. In nine questions of ten the truth lies in the interval; what is grey is less than its error. "
+        "the recording. In nine questions of ten the truth lies in the interval; what is grey is within its error. "
         "These are predictions: try the first ones, and measure."
     )
     yield from (paragraph(f"{note[:1].upper()}{note[1:]}.", "note") for note in found.notes)
@@ -442,7 +442,7 @@ def _what_if(found: Findings) -> Iterator[str]:
             f"if {one.words}",
             ms(one.times.iteration_s),
             one.interval,
-            _change(one) if one.is_sure else f"{_change(one)}, less than its error",
+            _change(one) if one.is_sure else f"{_change(one)}, within its error",
         ]
         for one in found.answers
     ]

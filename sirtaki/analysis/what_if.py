@@ -20,7 +20,7 @@ from sirtaki.autotune.model.fits import nonnegative_least_squares
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, ReplayError
-from sirtaki.measures import ring_bytes
+from sirtaki.measures import milliseconds, ring_bytes
 
 from .global_graph import StepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
 from .job_model import (
@@ -802,7 +802,7 @@ class Answer:
     @property
     def interval(self) -> str:
         """`298 to 344`, milliseconds."""
-        return f"{1e3 * self.low_s:.3g} to {1e3 * self.high_s:.3g}"
+        return f"{milliseconds(self.low_s)} to {milliseconds(self.high_s)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _describe(outcome: Outcome) -> Iterator[str]:
     yield f"Instead of {ms(before_s)} it would take {best.answer.describe()}; {alone}."
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
-    yield f"better   {best.knobs.describe()}"
+    yield f"plan     {best.knobs.describe()}"
     if best.by:
         yield f"proposed by the planner {best.by}"
     yield from (f"and if   {extra.words}: {extra.line}" for extra in best.extras)

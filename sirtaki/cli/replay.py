@@ -39,6 +39,7 @@ from sirtaki.analysis.what_if import (
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import ConfigError, ReplayError
+from sirtaki.measures import milliseconds
 
 from .output import add_formats, add_recording, positive, print_table, printed, read_recording, whole
 
@@ -177,7 +178,7 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
         (
             f"{row['batch']:g} ×",
             ms(row["iteration_s"]),
-            f"{1e3 * row['low_s']:.3g} to {1e3 * row['high_s']:.3g}",
+            f"{milliseconds(row['low_s'])} to {milliseconds(row['high_s'])}",
             f"{row['throughput']:.2f} ×",
             percent(row["exposed"]),
         )

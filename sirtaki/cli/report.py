@@ -46,7 +46,10 @@ def summary(log: TrialLog) -> Iterator[str]:
     """What was kept, what it gains, the bound, and why it ended so."""
     kept = log.outcome
     yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
-    yield f"Kept: {kept.knobs.describe()}, proposed by {kept.arm}."
+    if kept.arm == DEFAULT_ARM:
+        yield f"Kept: the default, {kept.knobs.describe()}."
+    else:
+        yield f"Kept: {kept.knobs.describe()}, proposed by {kept.arm}."
     yield from _gain(kept)
     yield from _bound(log)
     if kept.reason:
@@ -73,10 +76,15 @@ def _retune(retune: Retune) -> str:
 
 def _gain(kept: Outcome) -> Iterator[str]:
     """What tuning has brought."""
-    if kept.default_span_s is None:
-        yield f"Communication takes {in_ms(kept.span_s)}."
-        return
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
+    if before_s is None or kept.arm == DEFAULT_ARM:
+        yield f"Communication takes {in_ms(after_s)}."
+        if usual is not None:
+            yield (
+                f"A step takes {in_ms(usual.step_s(after_s))}; the backward pass does not hide "
+                f"{in_ms(usual.exposed_s(after_s))} of its communication."
+            )
+        return
     gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired turns"
     yield f"Communication takes {in_ms(after_s)}, {in_ms(before_s)} by default ({gain})."
     if usual is not None:

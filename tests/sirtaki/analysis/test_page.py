@@ -484,8 +484,8 @@ def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> N
     )
     page = render(replace(found, answers=(*unsure, *found.answers[2:]), notes=("they are off",)))
     assert page.count('<tr class="unsure">') == 2 + sum(not one.is_sure for one in found.answers[2:])
-    assert "<td>20 % less, less than its error</td>" in page
-    assert "<td>as long, less than its error</td>" in page
+    assert "<td>20 % less, within its error</td>" in page
+    assert "<td>as long, within its error</td>" in page
     assert '<p class="note">They are off.</p>' in page
     assert f"{found.answers[0].low_s * 1e3:.3g} to {found.answers[0].high_s * 1e3:.3g}" in page
 

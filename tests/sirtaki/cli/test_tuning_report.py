@@ -68,6 +68,13 @@ def test_the_terminal_shows_what_the_page_says(log_of, tmp_path, capsys):
     assert said.endswith("page.html")
 
 
+def test_a_default_that_stays_is_told_without_comparing_it_with_itself(log_of, tmp_path, capsys):
+    assert main(["report", str(log_of(JOB[0])), "-o", str(tmp_path / "page.html")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Kept: the default, gloo flat, " in said
+    assert "by default (" not in said
+
+
 def test_with_the_jobs_model_the_bound_is_drawn_and_told(log_of):
     assert PLANNING.bound_s == pytest.approx(0.02)  # from the first ready gradient to the last
     page = render(read_log(log_of(MODEL, *JOB)))
