@@ -34,6 +34,7 @@ from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
+LOSSY = "tuned, SIRTAKI_LOSSY=int8"
 CASES: dict[str, tuple[LabShape | None, float]] = {
     "capped": (NETWORKS["capped"], 0.0),
     "equal": (NETWORKS["equal"], 0.0),
@@ -107,9 +108,10 @@ class Trained:
         interfaces = ",".join(["eth0"] * connections) if by_hand and connections > 1 else given
         with environment("GLOO_SOCKET_IFNAME", interfaces):
             self._shard(prefetch=by_hand, keep=name == KEPT)
-        if name in (UNTUNED, TUNED):
-            os.environ["SIRTAKI_TUNE"] = str(int(name == TUNED))
-            fsdp.attach(self.model)
+        if name in (UNTUNED, TUNED, LOSSY):
+            tune = str(int(name != UNTUNED))
+            with environment("SIRTAKI_TUNE", tune), environment("SIRTAKI_LOSSY", "int8" if name == LOSSY else None):
+                fsdp.attach(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -143,7 +145,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     contenders: dict[str, Trained] = {}
     for name in options["contenders"]:
         contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
-        for _ in range(options["warmup"] + PROOF if name == TUNED else 2):
+        for _ in range(options["warmup"] + PROOF if name in (TUNED, LOSSY) else 2):
             contenders[name].step()
     steps = {name: contender.step for name, contender in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"])
@@ -151,7 +153,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         "samples": samples,
         "payload_bytes_per_s": payload,
         "parameter_bytes": 4 * sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters()),
-        "losses": {name: each.step() for name, each in contenders.items() if name != TUNED},
+        "losses": {name: each.step() for name, each in contenders.items() if name not in (TUNED, LOSSY)},
         "setups": {name: fsdp.describe(each.model) for name, each in contenders.items()},
     }
 
@@ -182,12 +184,15 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
             if name in samples:
                 report.bar(f"{case}: tuned / {name}", ratio(samples, TUNED, name), 0.90)
 
+    if {TUNED, LOSSY} <= samples.keys():
+        report.bar(f"{case}: {LOSSY} / tuned", ratio(samples, LOSSY, TUNED), 1.02)
+
 
 def main() -> int:
     """Runs every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, UNTUNED, TUNED])
+    flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, UNTUNED, TUNED, LOSSY])
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, help="steps a block")
     flags.add_argument("--warmup", type=int, default=60, help="steps of the search")
