@@ -33,7 +33,8 @@ def main(options: argparse.Namespace) -> int:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.nargs == argparse.REMAINDER:
                 action.help = "what the ranks run"  # shtab leaves out what the help does not show
-        print(shtab.complete(parser, options.shell))
+        # So that zsh takes it from a file that is sourced, too: making it anew takes a shell's start a second.
+        print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 
 

@@ -152,11 +152,11 @@ def test_the_changes_in_a_tutorial_lead_from_one_script_to_the_other() -> None:
 
 
 def command_lines() -> list[str]:
-    """Commands of ours that stand in blocks of the documents, without variables before and comments behind."""
+    """Commands of ours that stand in blocks of the documents, without variables before, comments and redirections behind."""
     found = []
     for page in [ROOT / "README.md", *PAGES]:
         for line in re.findall(r"^    ([A-Z\w= ./{}]*?\bsirtaki(?:run)? .*)$", page.read_text(), re.MULTILINE):
-            words = line.partition(" #")[0].partition("&& ")
+            words = re.split(" #| > ", line)[0].partition("&& ")
             command = words[2] or words[0]
             found.append(re.sub(r"^(\w+=\S+ )*", "", command).strip())
     return [command for command in found if re.match(r"sirtaki(run)? ", command) and "[options]" not in command]

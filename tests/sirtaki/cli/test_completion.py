@@ -68,7 +68,7 @@ class Zsh:
             start_new_session=True,
         )
         os.close(theirs)
-        self.type("PS1='ready''> '; autoload -Uz compinit; compinit -u -D; eval \"$(cat script)\"\n")
+        self.type("PS1='ready''> '; autoload -Uz compinit; compinit -u -D; source script\n")
         self.until("ready> ")
 
     def type(self, text: str) -> None:
