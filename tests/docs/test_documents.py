@@ -152,7 +152,7 @@ def test_the_changes_in_a_tutorial_lead_from_one_script_to_the_other() -> None:
 
 
 def command_lines() -> list[str]:
-    """Commands of ours that stand in blocks of the documents, without variables before, comments and redirections behind."""
+    """Commands of ours in blocks of the documents, without variables before, comments and redirections behind."""
     found = []
     for page in [ROOT / "README.md", *PAGES]:
         for line in re.findall(r"^    ([A-Z\w= ./{}]*?\bsirtaki(?:run)? .*)$", page.read_text(), re.MULTILINE):
