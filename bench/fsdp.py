@@ -3,7 +3,8 @@
     python -m bench.fsdp [--quick] [--check] [--save] [--cases capped equal capped-asleep host]
 
 A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
-(`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), and on this host with four ranks. "asleep":
+(`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), on two nodes of two ranks ("nodes", 200,
+where shards may also travel as if each rank were a node: "one level"), and on this host with four ranks. "asleep":
 150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the same processes and
 take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of
 their own, the interface listed four times; and parameters kept.
@@ -17,7 +18,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,14 +36,24 @@ from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
-LOSSY = "tuned, SIRTAKI_LOSSY=int8"
+LOSSY, ONE_LEVEL = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level"
 CASES: dict[str, tuple[LabShape | None, float]] = {
     "capped": (NETWORKS["capped"], 0.0),
     "equal": (NETWORKS["equal"], 0.0),
     "capped-asleep": (NETWORKS["capped"], 0.15),
     "equal-asleep": (NETWORKS["equal"], 0.15),
+    "nodes": (replace(NETWORKS["equal"], nodes=2), 0.0),
     "host": (None, 0.0),
 }
+SIRTAKIS = {
+    UNTUNED: {"SIRTAKI_TUNE": "0"},
+    ONE_LEVEL: {"SIRTAKI_TUNE": "0", "SIRTAKI_TRANSPORT": "gloo"},
+    TUNED: {},
+    LOSSY: {"SIRTAKI_LOSSY": "int8"},
+}
+"""What is set."""
+
+RANKS_PER_NODE = {"nodes": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
 """Tuned to Gloo."""
 
@@ -108,9 +120,10 @@ class Trained:
         interfaces = ",".join(["eth0"] * connections) if by_hand and connections > 1 else given
         with environment("GLOO_SOCKET_IFNAME", interfaces):
             self._shard(prefetch=by_hand, keep=name == KEPT)
-        if name in (UNTUNED, TUNED, LOSSY):
-            tune = str(int(name != UNTUNED))
-            with environment("SIRTAKI_TUNE", tune), environment("SIRTAKI_LOSSY", "int8" if name == LOSSY else None):
+        if name in SIRTAKIS:
+            with ExitStack() as set_by:
+                for variable, value in SIRTAKIS[name].items():
+                    set_by.enter_context(environment(variable, value))
                 fsdp.attach(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -162,10 +175,18 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
     """Adds the rows and bars of one case."""
     shape, compute_s = CASES[case]
     connections = 4 if shape is not None and shape.caps_flows else 1
-    given = {**options, "compute_s": compute_s, "connections": connections, "emulated": shape is not None}
-    result = run_ranks("bench.fsdp", shape or HOST_RANKS, given)
+    contenders = [name for name in options["contenders"] if name != ONE_LEVEL or case in RANKS_PER_NODE]
+    given = {
+        **options,
+        "contenders": contenders,
+        "compute_s": compute_s,
+        "connections": connections,
+        "emulated": shape is not None,
+    }
+    ranks_per_node = RANKS_PER_NODE.get(case, 1)
+    result = run_ranks("bench.fsdp", shape or HOST_RANKS, given, ranks_per_node=ranks_per_node)
     samples, bound_s = result["samples"], None
-    if shape is not None:
+    if shape is not None and ranks_per_node == 1:
         traffic = 3 * (shape.nodes - 1) / shape.nodes * result["parameter_bytes"]
         bound_s = max(compute_s, traffic / result["payload_bytes_per_s"])
         report.notes.append(
@@ -184,6 +205,8 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
             if name in samples:
                 report.bar(f"{case}: tuned / {name}", ratio(samples, TUNED, name), 0.90)
 
+    if {UNTUNED, ONE_LEVEL} <= samples.keys():
+        report.bar(f"{case}: untuned / {ONE_LEVEL}", ratio(samples, UNTUNED, ONE_LEVEL), 0.70)
     if {TUNED, LOSSY} <= samples.keys():
         report.bar(f"{case}: {LOSSY} / tuned", ratio(samples, LOSSY, TUNED), 1.02)
 
@@ -192,7 +215,7 @@ def main() -> int:
     """Runs every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, UNTUNED, TUNED, LOSSY])
+    flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, *SIRTAKIS])
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, help="steps a block")
     flags.add_argument("--warmup", type=int, default=60, help="steps of the search")

@@ -7,7 +7,11 @@ ranks, and leaves one part of the sum on each. Between hosts each rank talks to 
     scatter    row r of my tensor ─▶ rank r, which adds up what it gets, in the order of ranks
 
 Nothing is copied on the way, and nothing waits for another operation, as pieces are told apart by a number and not by
-their order. Ranks of one host read each other's memory instead.
+their order. Ranks of one host read each other's memory instead. Where nodes have several ranks, both happen, so that
+each number crosses the network once for a node and not once for each of its ranks:
+
+    gather     shards of the ranks with my local rank on other nodes ─▶ what my neighbours have got from theirs
+    scatter    sums over my node, of the rows of all ranks with my local rank ─▶ sums over the nodes, of mine
 
 What goes over sockets may be packed in fewer bytes (a `Codec`): a shard before it is sent, and each row of a tensor
 that is scattered (ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are made of what was unpacked, in float32. What is
@@ -31,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from sirtaki.comm.compress import FEWEST, Codec, packed_bytes
+from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
@@ -123,6 +128,7 @@ class ShardLanes(ABC):
         control: these ranks, for what they agree on; for one thread at a time.
         kind: what carries them.
         most_streams: as many connections can be used.
+        peers: ranks that each one has connections to.
         losses: of gathers and of scatters, if they are to be measured.
     """
 
@@ -131,6 +137,7 @@ class ShardLanes(ABC):
 
     def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
         self.control, self._router, self._timeout_s = control, router, timeout_s
+        self.peers = control.size - 1
         self.losses: tuple[Loss, Loss] | None = None
 
     def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need nothing
@@ -191,12 +198,12 @@ class ShardLanes(ABC):
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:
-    """Collective: lanes through shared memory if all ranks are on one node, else over sockets.
+    """Collective: lanes through shared memory if all ranks are on one node, over sockets between nodes, or over both.
 
     Args:
         control: the ranks, two or more; nothing else may use it.
         timeout_s: how long to wait for other ranks.
-        kind: what the user wants; what cannot carry shards counts as sockets.
+        kind: what the user wants, None = what is best; what cannot carry shards counts as sockets.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
@@ -206,6 +213,9 @@ def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: Transport
     shared = router.transports.get((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
         return _InSharedMemory(control, router, shared, timeout_s=timeout_s)
+    trees = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports  # nodes' memory can be shared
+    if kind is None and trees and control.is_homogeneous and control.in_order:
+        return _OverNodes(control, router, timeout_s=timeout_s)
     return _OverSockets(control, router, timeout_s=timeout_s)
 
 
@@ -481,6 +491,7 @@ class _InSharedMemory(ShardLanes):
         self._gathered.reserve(shard_bytes)
         if whole_bytes:
             self._scattered.reserve(whole_bytes)
+        if shard_bytes and whole_bytes:
             self._wholes = _Wholes(self.control, self._router, shard_bytes * self.control.size)
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -558,6 +569,74 @@ class _InSharedMemory(ShardLanes):
         work = self._under_way(self._shared.visit(compared, stream=stream), kind, elements, problems)
         slots.taken_by(work)
         return work
+
+
+class _OverNodes(ShardLanes):
+    """Shared memory within each node, and sockets between the ranks that have one local rank on all nodes.
+
+    Gathers and scatters have lanes of their own, since a thread for each of them goes on where the other level ends.
+    """
+
+    kind = TransportKind.GLOO
+
+    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
+        super().__init__(control, router, timeout_s=timeout_s)
+        self._planes: list[ControlPlane] = []
+
+        def level(ranks: Communicator, kind: TransportKind) -> ShardLanes:
+            self._planes.append(control.of_subset(ranks))
+            return open_shard_lanes(self._planes[-1], timeout_s=timeout_s, kind=kind)
+
+        self._within = [level(control.node, TransportKind.SHARED_MEMORY) for _ in range(2)]
+        self._across = [level(control.cross, TransportKind.GLOO) for _ in range(2)]
+        self._finishers = [_Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")]
+        self.most_streams = min(lanes.most_streams for lanes in self._across)
+        self.peers = control.cross_size - 1
+
+    def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:
+        self._within[0].reserve(shard_bytes=shard_bytes)
+        self._within[1].reserve(shard_bytes=0, whole_bytes=whole_bytes // self.control.cross_size)
+
+    def use(self, streams: int) -> None:
+        for lanes in self._across:
+            lanes.use(streams)
+
+    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None) -> ShardWork:
+        within, across, place = self._within[0], self._across[0], self.control.local_rank
+        across.losses = self.losses
+        size = self.control.local_size
+        nodes = [rows[start : start + size] for start in range(0, self.control.size, size)]
+        came = across.gather([node[place] for node in nodes], shard, codec=codec)
+
+        def share() -> None:
+            came.wait()
+            for work in [within.gather(node, node[place]) for node in nodes]:
+                work.wait()
+
+        return self._under_way(self._finishers[0].put(share), "gather", len(rows) * shard.numel())
+
+    def scatter(
+        self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
+    ) -> ShardWork:
+        within, across, nodes = self._within[1], self._across[1], self.control.cross_size
+        across.losses = self.losses
+        sums = torch.empty(nodes, part.numel(), dtype=part.dtype)
+        rows = whole.detach().view(nodes, -1)
+        added = [within.scatter(each, own, op=op, scale=1.0) for each, own in zip(rows, sums, strict=True)]
+
+        def pass_on() -> None:
+            for work in added:
+                work.wait()
+            across.scatter(sums, part, op=op, scale=scale, codec=codec).wait()
+
+        return self._under_way(self._finishers[1].put(pass_on), "reduce-scatter", whole.numel())
+
+    def close(self) -> None:
+        for finisher in self._finishers:
+            finisher.close()
+        for lanes in (*self._within, *self._across):
+            lanes.close()
+        super().close()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

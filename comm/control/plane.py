@@ -197,6 +197,7 @@ class ControlPlane:
         local_rank, local_size: among those of its node.
         cross_rank, cross_size: its node among those nodes that have a rank with this local rank.
         local_sizes: ranks on its node, by rank.
+        in_order: the ranks of each node have numbers one after the other.
         host_names: for showing only, by rank: two hosts may have one name.
         hosts: the lowest rank on its host, by rank; equal exactly if the host is. Simulated nodes do not count.
         node_ranks: the ranks of this node by local rank.
@@ -224,6 +225,7 @@ class ControlPlane:
         self.node_ranks = _like(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
         self.local_sizes = [nodes.count(node) for node in nodes]
+        self.in_order = nodes == sorted(nodes)
         across = _like(self.rank, [_like(rank, nodes).index(rank) for rank in range(self.size)])
         self.cross_rank, self.cross_size = across.index(self.rank), len(across)
         self.node, self.cross = self._comm.subset(self.node_ranks), self._comm.subset(across)

@@ -67,8 +67,8 @@ FLOWS = 8
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
-    """Connections to each other rank that are used untuned."""
-    return min(settings.streams or -(-FLOWS // (lanes.control.size - 1)), lanes.most_streams)
+    """Connections to each rank that one has connections to, as they are used untuned."""
+    return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
 def open_shards(ranks: Communicator, *, settings: Settings, timeout_s: float) -> ShardLanes:

@@ -477,8 +477,11 @@ class _Connections:
         sizes = [_bytes_of(group, len(ranks)) for group in groups]
         lanes.reserve(shard_bytes=max(size[0] for size in sizes), whole_bytes=max(size[1] for size in sizes))
         if lanes.control.rank == 0:
-            shared = lanes.kind is TransportKind.SHARED_MEMORY
-            how = "shared memory" if shared else f"{untuned_streams(lanes, settings)} connections to each other rank"
+            how, streams = "shared memory", untuned_streams(lanes, settings)
+            if lanes.peers < len(ranks) - 1:
+                how = f"shared memory within nodes, {streams} connections from each rank to every other node"
+            elif lanes.kind is not TransportKind.SHARED_MEMORY:
+                how = f"{streams} connections to each other rank"
             tunes = settings.tune and settings.warmup_iterations > 0
             then = tuning_ahead(settings) if tunes else "tuning is off"
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)

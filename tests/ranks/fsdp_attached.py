@@ -298,7 +298,7 @@ def packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks() -> 
         torch.manual_seed(5)
         return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
 
-    over_sockets = os.environ.get("SIRTAKI_TRANSPORT") == "gloo"
+    over_sockets = os.environ.get("SIRTAKI_TRANSPORT") == "gloo" or "SIRTAKI_LOCAL_SIZE" in os.environ
     for gathers, scatters in itertools.product((Compression.int8, Compression.fp8, Compression.none), repeat=2):
         model, alone = wide(), wide()
         for layer in (model[0], model[2]):

@@ -23,6 +23,7 @@ JOBS = (
     slow(Job(3, env=SHARED)),
     slow(Job(4, "sockets", env=SOCKETS)),
     slow(Job(4, env=SHARED)),
+    slow(Job(4, "two nodes", env={**SHARED, "SIRTAKI_LOCAL_SIZE": "2"})),
 )
 
 
