@@ -13,7 +13,7 @@ from sirtaki.watch.presence import Answer, look
 
 from .output import add_formats, positive, printed, rich_table
 
-COLUMNS = ("job", "rank", "running for", "iteration", "step", "communication", "exposed", "setting")
+COLUMNS = ("job", "rank", "running\nfor", "iteration", "step", "commu-\nnication", "exposed", "setting")
 
 
 def configure(parser: ArgumentParser) -> None:
