@@ -14,6 +14,9 @@ from sirtaki.errors import CommError
 
 T = TypeVar("T")
 
+ALONE_S = 100e-6
+"""How long a wait keeps the processor at first, where each rank has one: what it yields to may keep that for long."""
+
 SPIN_S = 300e-6
 """How long a wait yields the processor before it starts to sleep: about ten rounds of four ranks on two cores."""
 
@@ -36,6 +39,7 @@ class FailureBoard:
 
     Attributes:
         suspicious: a connection broke, so whoever has left is to blame without further ado.
+        crowded: ranks share processors, so that one that waits may keep those it waits for from going on.
     """
 
     def __init__(self) -> None:
@@ -43,7 +47,7 @@ class FailureBoard:
         self._listeners: list[Callable[[], None]] = []
         self._duty: Callable[[], None] | None = None
         self._due_s = 0.0
-        self.suspicious = False
+        self.suspicious = self.crowded = False
 
     def report(self, error: CommError) -> None:
         """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""
@@ -97,7 +101,11 @@ def poll_until(test: Callable[[], bool], *, failures: FailureBoard) -> None:
     Raises:
         CommError: the job failed meanwhile.
     """
-    give_up_spinning = time.perf_counter() + SPIN_S
+    begun = time.perf_counter()
+    while not failures.crowded and time.perf_counter() < begun + ALONE_S:
+        if test():
+            return
+    give_up_spinning = begun + SPIN_S
     while time.perf_counter() < give_up_spinning:
         if test():
             return

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
+from sirtaki.machine import allowed_processors
 
 from .addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from .communicator import Backend, Communicator, Op, Test
@@ -221,6 +222,8 @@ class ControlPlane:
         self.host_names: list[str] = self.all_gather(socket.gethostname())
         identities = self.all_gather((self._comm.same_host(), *host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
+        if self.hosts.count(self.hosts[self.rank]) > len(allowed_processors()):
+            self.failures.crowded = True
         nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
         self.node_ranks = _like(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
