@@ -4,13 +4,11 @@
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import RunRanks
 
 from sirtaki.cli.__main__ import main
 
@@ -67,12 +65,11 @@ def test_a_recording_is_shown_replayed_and_asked_about_a_plan(
     assert json.loads(capsys.readouterr().out)
 
 
-def test_a_checkpoint_is_gone_on_from(written: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_gone_on_from(run_ranks: RunRanks, written: Path, tmp_path: Path) -> None:
     script = tmp_path / "go_on.py"
     script.write_text(GO_ON)
-    env = {**os.environ, "SIRTAKI_CHECKPOINT_DIR": str(written / "checkpoints"), "SIRTAKI_REGISTRY": "off"}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    env = {"SIRTAKI_CHECKPOINT_DIR": str(written / "checkpoints"), "SIRTAKI_REGISTRY": "off"}
+    done = run_ranks(script, 1, env=env)
     batch, note, weight, momenta = done.stdout.strip().splitlines()[-1].split("|")
     assert (batch, note, momenta) == ("50", "written by 0.1", "6")
     assert float(weight) == pytest.approx(-0.5226441211998463)

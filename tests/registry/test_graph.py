@@ -116,11 +116,6 @@ def test_gradients_and_layouts_have_fingerprints_that_know_what_matters() -> Non
     assert len({layout_fingerprint(sizes, itemsize) for sizes, itemsize in layouts}) == 4
 
 
-def test_networkx_is_not_loaded_before_there_is_a_graph() -> None:
-    script = "import sys, sirtaki.torch; assert not {'networkx', 'sqlalchemy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 # ── fingerprints and JSON ────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -387,7 +387,7 @@ SEEDS = [
 CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 255)), max_size=4))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=100) | CHANGED, min_size=1, max_size=30))
 def test_whatever_it_is_sent_it_goes_on(sent: list[Any]) -> None:
     """Noise, and packets in which some bytes are others."""

@@ -127,7 +127,7 @@ def fresh(folder: Path) -> Path:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
     registry = fresh(tmp_path)
     registry.write_bytes(entries.read_bytes())
@@ -146,7 +146,7 @@ def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Pat
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_warm_up_ends_well_whatever_bytes_have_changed(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
     registry = fresh(tmp_path)
     raw = bytearray(entries.read_bytes())

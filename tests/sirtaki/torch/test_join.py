@@ -11,7 +11,7 @@ TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "40"}
 
 
 def test_ranks_with_fewer_batches_join_whatever_the_pattern_of_optimizers(run_ranks: RunRanks) -> None:
-    run_ranks("join_patterns.py", 3, 1, 4, 5.0, env=UNTUNED, timeout_s=100)
+    run_ranks("join_patterns.py", 3, 1, 3, 4.0, env=UNTUNED, timeout_s=100)
 
 
 @pytest.mark.slow
