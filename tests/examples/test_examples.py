@@ -14,6 +14,8 @@ from torch import nn
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
 
+pytestmark = pytest.mark.integration
+
 RunRanks = Callable[..., Any]
 
 

@@ -14,6 +14,8 @@ from rank_jobs import OVER_MESH
 TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorial"
 ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
 
+pytestmark = pytest.mark.integration
+
 RunRanks = Callable[..., Any]
 
 

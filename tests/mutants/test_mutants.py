@@ -32,7 +32,7 @@ def copy_of_repository(path: Path) -> dict[str, str]:
 def run(path: Path, env: dict[str, str], tests: str) -> subprocess.CompletedProcess[str]:
     file, _, names = tests.partition(" ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
-    command += ["-k", names] if names else []
+    command += ["-m", "not slow and not gpu", *(["-k", names] if names else [])]
     return subprocess.run(command, cwd=path, env=env, capture_output=True, text=True, check=False)
 
 

@@ -26,7 +26,10 @@ from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError
 # ── plane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("ranks", "local_size"), [(1, "all"), (2, "all"), (3, "all"), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "local_size"),
+    [(1, "all"), (3, "all"), (4, 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, "all"), (4, 1)))],
+)
 def test_ranks_agree_and_know_their_places(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
     output = run_ranks("control.py", ranks, local_size).stdout
     assert sorted(output.split("\n")[:-1]) == [f"ok {rank}" for rank in range(ranks)]

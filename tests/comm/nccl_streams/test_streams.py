@@ -42,6 +42,7 @@ def test_units_staged_hierarchically_pass_the_conformance_suite(run_ranks: RunRa
     assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
 
 
+@pytest.mark.integration
 def test_one_stream_is_compared_with_two(run_ranks: RunRanks) -> None:
     run(run_ranks, "nccl-gain", 2)
 
@@ -70,6 +71,7 @@ def test_hundreds_of_iterations_on_late_streams_stay_right(run_ranks: RunRanks, 
     assert output.count("ok ") == 2
 
 
+@pytest.mark.integration
 def test_a_job_tunes_on_streams_and_frees_what_its_winner_does_not_need(run_ranks: RunRanks) -> None:
     job = run_ranks("streams_training.py", 2, 70, "nothing", 0, env={"SIRTAKI_WARMUP_ITERATIONS": "60"}, timeout_s=100)
     assert "tuned in" in job.stderr

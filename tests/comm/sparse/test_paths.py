@@ -1,6 +1,6 @@
 """Every path adds up the same rows, in training with a DistributedOptimizer over each transport."""
 
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
 
 TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "100"}
 SETTINGS = {
@@ -22,7 +22,8 @@ def job(ranks: int, label: str) -> Job:
 @on_ranks(
     "sparse_paths",
     slow(job(2, "owner")),
-    job(3, "auto"),
+    job(2, "auto"),
+    integration(job(3, "auto")),
     *(slow(job(ranks, label)) for ranks, label in ((1, "auto"), (2, "gather"), (3, "blocks"), (4, "dense"))),
     *(slow(job(ranks, label)) for ranks, label in ((2, "hot_cold"), (5, "hot_cold"), (5, "auto"), (4, "auto gloo"))),
     *(slow(job(ranks, label)) for ranks, label in ((2, "auto mesh"), (3, "mpi"), (4, "two nodes"), (5, "owner"))),

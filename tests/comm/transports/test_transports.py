@@ -26,6 +26,7 @@ def test_a_single_rank_has_routes_that_work_too(run_ranks: RunRanks) -> None:
     assert passed(run_ranks("transports.py", 1).stdout) == ONE_NODE[1:]
 
 
+@pytest.mark.integration
 def test_every_route_between_simulated_nodes_reduces_right(run_ranks: RunRanks) -> None:
     assert passed(run_ranks("transports.py", 4, env={"TEST_LOCAL_SIZE": "2"}).stdout) == SEVERAL_NODES
 

@@ -18,7 +18,7 @@ import torch
 from fakes import recordings
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks
 from torch import nn
 
 from sirtaki.analysis import recorder as profiling
@@ -92,7 +92,11 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch, tmp_path) -> None:
 # ── job recorder ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@on_ranks("profiled", slow(Job(2, env=UNTUNED)), Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"}))
+@on_ranks(
+    "profiled",
+    Job(2, env=UNTUNED),
+    integration(Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"})),
+)
 def test_a_job_is_recorded(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 

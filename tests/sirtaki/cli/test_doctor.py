@@ -66,6 +66,7 @@ def test_it_says_how_many_ranks_the_limit_of_open_files_lets_streams_reach(monke
     assert bool(found.problem) == bool(found.remedy) == wrong
 
 
+@pytest.mark.integration
 def test_on_this_machine_every_section_answers():
     found = subprocess.run(
         [sys.executable, "-m", "sirtaki.cli", "doctor", "--json"], stdout=subprocess.PIPE, text=True, check=False

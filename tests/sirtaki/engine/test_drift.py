@@ -135,6 +135,7 @@ def re_tunes(output: str, ranks: int) -> int:
     return counts.pop()
 
 
+@pytest.mark.integration
 def test_a_slower_link_is_noticed_by_all_ranks_and_settings_are_tried_again(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

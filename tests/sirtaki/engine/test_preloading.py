@@ -3,8 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
+
+import pytest
 {first}
 from sirtaki.engine.membership import load_what_training_needs
 load_what_training_needs()
@@ -21,6 +25,7 @@ def loaded_late(first: str, then: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.integration
 def test_an_optimizer_loads_nothing_more() -> None:
     then = "torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.1)"
     assert loaded_late("import torch", then) == ["", "True"]

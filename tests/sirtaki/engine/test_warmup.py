@@ -20,6 +20,7 @@ def read_records(log: Path) -> list[dict[str, Any]]:
     return [record for record in records if record["event"] != "model"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
@@ -111,11 +112,11 @@ def found_nothing(log: Path) -> bool:
 
 
 def test_tuning_can_be_switched_off(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for name in ("SIRTAKI_TUNE", "HOROVOD_AUTOTUNE"):
-        said = run_ranks("tuning.py", 2, 10, env={name: "0", "SIRTAKI_TRIAL_LOG": str(tmp_path / "log")}).stderr
-        assert "warm-up" not in said
-        assert said.count("tuning is off (SIRTAKI_TUNE=0)") == 1
-        assert "no trial log is written" in said
+    env = {"HOROVOD_AUTOTUNE": "0", "SIRTAKI_TRIAL_LOG": str(tmp_path / "log")}
+    said = run_ranks("tuning.py", 2, 10, env=env).stderr
+    assert "warm-up" not in said
+    assert said.count("tuning is off (SIRTAKI_TUNE=0)") == 1
+    assert "no trial log is written" in said
     assert not (tmp_path / "cache" / "sirtaki").exists()
 
 
@@ -137,10 +138,10 @@ def test_what_the_user_fixes_is_not_tuned(run_ranks: RunRanks, tmp_path: Path) -
     ("env", "says"),
     [
         ({"SIRTAKI_STREAMS": "many"}, "SIRTAKI_STREAMS"),
-        ({"SIRTAKI_STREAMS": "500"}, "SIRTAKI_STREAMS=500"),
+        pytest.param({"SIRTAKI_STREAMS": "500"}, "SIRTAKI_STREAMS=500", marks=pytest.mark.integration),
         ({"SIRTAKI_STREEMS": "2"}, "SIRTAKI_STREAMS"),
         ({"SIRTAKI_TRANSPORT": "nccl"}, "possible: shared_memory flat"),
-        ({"HOROVOD_FUSION_THRESHOLD": "-1"}, "HOROVOD_FUSION_THRESHOLD"),
+        pytest.param({"HOROVOD_FUSION_THRESHOLD": "-1"}, "HOROVOD_FUSION_THRESHOLD", marks=pytest.mark.integration),
     ],
 )
 def test_invalid_settings_are_refused_with_the_remedy(run_ranks: RunRanks, env: dict[str, str], says: str) -> None:

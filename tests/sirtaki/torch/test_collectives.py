@@ -2,32 +2,33 @@
 
 import pytest
 from conftest import RunRanks
-from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
 
 ENV = {"SIRTAKI_REGISTRY": "off"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.integration)])
 def test_every_collective_agrees_with_numpy(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_reference.py", ranks, 60, env=ENV).stdout.count("60 cases agree") == ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.integration)])
 def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_errors.py", ranks, env=ENV).stdout.count("as they should be") == ranks
 
 
 @on_ranks(
     "collectives_behaviour",
-    *(Job(ranks, env=ENV) for ranks in (1, 4)),
-    *(slow(Job(ranks, env=ENV)) for ranks in (2, 3)),
+    *(Job(ranks, env=ENV) for ranks in (1, 2)),
+    slow(Job(3, env=ENV)),
+    integration(Job(4, env=ENV)),
     Job(3, "mesh", {**ENV, **OVER_MESH}),
 )
 def test_groups_joins_gradients_and_process_sets_behave(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.integration)])
 def test_random_programs_in_different_orders_end_right(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_programs.py", ranks, 60, env=ENV).stdout.count("60 programs") == ranks
 

@@ -146,7 +146,8 @@ def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[l
 @pytest.mark.parametrize(
     ("make", "least"),
     [
-        *((plain, 4), (Tied, 3), (Twice, 2), (Checkpointed, CHECKPOINTED)),
+        *((plain, 4), (Tied, 3), (Twice, 2)),
+        pytest.param(Checkpointed, CHECKPOINTED, marks=pytest.mark.integration),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Buffered, 3), (Broken, 8))),
     ],
 )

@@ -44,6 +44,7 @@ def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str)
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("env", [SHARED, pytest.param(SOCKETS, marks=pytest.mark.slow)])
 def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_process(
@@ -58,6 +59,7 @@ def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_pro
     assert len(set(found)) > 1
 
 
+@pytest.mark.integration
 def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next_job_knows(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next
     assert "packed" not in settings_run(run_ranks, "slow", packed, SIRTAKI_LOSSY="int8", **env)[-1]
 
 
+@pytest.mark.integration
 def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and_replaces_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -12,7 +12,7 @@ from sirtaki.errors import ConfigError
 @on_ranks(
     "local_sgd",
     Job(2, env=UNTUNED),
-    Job(3, "mesh", {**UNTUNED, **OVER_MESH}),
+    integration(Job(3, "mesh", {**UNTUNED, **OVER_MESH}), but="local_sgd_averages"),
     slow(Job(1, env=UNTUNED)),
     slow(Job(4, env=UNTUNED)),
 )

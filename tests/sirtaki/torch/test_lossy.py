@@ -20,6 +20,7 @@ def result_of(log: Path) -> dict[str, Any]:
     return next(record for record in records if record["event"] == "result")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("ranks", "env"), [(2, {}), pytest.param(3, OVER_MESH, marks=pytest.mark.slow)], ids=["2-ranks", "3-ranks"]
 )
@@ -42,6 +43,7 @@ def test_a_compressor_is_kept_on_a_slow_link_and_what_it_costs_is_told(
     assert "(all ranks, 20 iterations)" in job.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("ranks", "env"), [(3, OVER_MESH), pytest.param(2, {}, marks=pytest.mark.slow)], ids=["3-ranks", "2-ranks"]
 )

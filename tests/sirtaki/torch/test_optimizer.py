@@ -1,6 +1,6 @@
 """Training with a DistributedOptimizer equals training in one process."""
 
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
 
 SETTINGS = {
     "": UNTUNED,
@@ -76,7 +76,7 @@ def test_sparse_gradients_groups_process_sets_and_join_train_right(play: Play, r
     play(rank_case)
 
 
-@on_ranks("optimizers", job(2, "tuned"), only="plans_that_change", cases="TRAINING")
+@on_ranks("optimizers", integration(job(2, "tuned")), only="plans_that_change", cases="TRAINING")
 def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 

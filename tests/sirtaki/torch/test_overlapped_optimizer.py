@@ -1,6 +1,6 @@
 """Training whose updates are put off equals training where `step()` waits, bit by bit; on three ranks, as sums do."""
 
-from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
 
 CHECK = {**UNTUNED, "SIRTAKI_OVERLAP_FORWARD": "check"}
 SMALL = {**UNTUNED, "SIRTAKI_UNIT_BYTES": "256", "SIRTAKI_STREAMS": "3", "SIRTAKI_TRANSPORT": "gloo"}
@@ -20,14 +20,18 @@ def test_what_is_put_off_is_never_read_stale(play: Play, rank_case: RankCase) ->
     play(rank_case)
 
 
-@on_ranks("forward_overlap", Job(2, "small units", SMALL), only="memory_that_parameters_share_is_never_stale")
+@on_ranks(
+    "forward_overlap", integration(Job(2, "small units", SMALL)), only="memory_that_parameters_share_is_never_stale"
+)
 def test_memory_that_several_tensors_have_is_never_read_stale(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
 @on_ranks(
     "forward_overlap",
-    Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "12"}),
+    integration(
+        Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "12"}), but="tied"
+    ),
     slow(Job(3, "small units", DOUBLE)),
     slow(Job(5, "five ranks", DOUBLE)),
     slow(Job(2, "500 steps", LONG)),

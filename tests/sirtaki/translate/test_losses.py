@@ -178,15 +178,19 @@ def test_a_sum_over_samples_to_which_something_else_is_added_later_is_refused() 
 
 
 def _played(folder: Path, scripts: dict[str, str], mpiexec: list[str]) -> Callable[[str, int], dict[str, Any]]:
-    """What scripts leave: of one process as they are, of several ranks as they are translated."""
+    """What scripts leave, run when first asked for: of one process as they are, of several ranks as translated."""
     files = {name: f"{number}.py" for number, name in enumerate(scripts)}
-    for ranks in (1, 2, 3):
+
+    @functools.cache
+    def results(ranks: int) -> Path:
         code = folder / f"code-{ranks}"
         code.mkdir()
         for name, text in scripts.items():
             (code / files[name]).write_text(text if ranks == 1 else translate(text).after)
         play(folder / str(ranks), ranks, [code / file for file in files.values()], mpiexec)
-    return lambda name, ranks: left(folder / str(ranks), files[name].removesuffix(".py"), 0)
+        return folder / str(ranks)
+
+    return lambda name, ranks: left(results(ranks), files[name].removesuffix(".py"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,7 @@ def check(played: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -
     )
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.integration)])
 @pytest.mark.parametrize("name", SHORT)
 def test_it_trains_and_shows_what_one_process_does(
     short: Callable[[str, int], dict[str, Any]], name: str, ranks: int

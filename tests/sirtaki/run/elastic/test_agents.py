@@ -301,6 +301,7 @@ def test_a_driver_that_is_not_there_is_looked_for_for_so_long_only() -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
+@pytest.mark.integration
 def test_an_agent_whose_driver_goes_on_without_it_starts_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     need = Need(folder="/", script="", interfaces=(), versions={})
     config = AgentConfig(need=need, host="a", number=1, places=(), proof=PROOF, environ={}, job=job_of())

@@ -39,6 +39,7 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_another_one_takes_its_plac
     assert "finished after" in (tmp_path / "output" / "localhost.1" / "stdout").read_text()
 
 
+@pytest.mark.integration
 def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start: Callable, tmp_path: Path) -> None:
     hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
     hosts.write_text("a:1\n\nb\n")
@@ -110,6 +111,7 @@ def test_nothing_is_left_where_driver_and_agents_are_killed(start: Callable) -> 
     job.wait()
 
 
+@pytest.mark.integration
 def test_an_agent_takes_the_place_of_a_driver_that_is_killed(start: Callable) -> None:
     job = start("-H", "a:1,b:1,c:1", "--min-np", 2, "--on-driver-loss", "go-on", *AGENTS)
     first = job.of_size(3)

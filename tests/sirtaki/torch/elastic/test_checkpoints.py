@@ -233,6 +233,7 @@ def begins_at(output: str) -> set[int]:
     return {int(step) for step in re.findall(r"begins at (\d+)", output)}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_job_that_was_killed_goes_on_where_it_was_and_ends_as_if_it_had_not_been(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
@@ -250,6 +251,7 @@ def test_a_job_that_was_killed_goes_on_where_it_was_and_ends_as_if_it_had_not_be
     assert len(weights(whole)) == 1
 
 
+@pytest.mark.integration
 def test_sigterm_has_the_next_commit_written_and_ends_the_rank(run_ranks: RunRanks, tmp_path: Path) -> None:
     env = environment(tmp_path, every_s=3600)
     job = run_ranks("elastic_checkpoints.py", 2, STEPS, "terminate", 5, env=env, check=False)

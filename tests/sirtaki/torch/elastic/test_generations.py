@@ -49,12 +49,14 @@ def test_a_rank_is_killed_while_others_recover(start: Start, phase: str) -> None
         job.run().check(ended=2, killed=2)
 
 
+@pytest.mark.integration
 def test_rank_0_and_another_one_are_killed_in_the_same_moment_and_replaced(start: Start) -> None:
     faults = [(0, 5, "in_step", "kill"), (3, 5, "in_step", "kill")]
     with start(ranks=4, iterations=150, pause_s=0.02, replaces=True, faults=faults) as job:
         job.run().check(ended=4, killed=2)
 
 
+@pytest.mark.integration
 def test_one_of_three_is_left(start: Start) -> None:
     with start(ranks=3, faults=[(1, 5, "in_step", "kill"), (0, 5, "backward", "kill")]) as job:
         judge = job.run()
@@ -62,6 +64,7 @@ def test_one_of_three_is_left(start: Start) -> None:
     assert judge.effective()[-1][0]["size"] == 1
 
 
+@pytest.mark.integration
 def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
     faults = [(0, 3, "before_step", "add"), (1, 21, "before_step", "leave")]
     with start(ranks=2, iterations=40, pause_s=0.02, faults=faults) as job:
@@ -107,6 +110,7 @@ def test_an_error_of_the_scripts_own_is_recovered_from_by_all(start: Start) -> N
     assert {line["generation"] for line in judge.lines("iteration")} == {1, 2}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("how", "env"),
     [
@@ -141,6 +145,7 @@ def test_a_hundred_generations_leave_nothing(start: Start, env: dict[str, str]) 
         assert late["pages"] <= early["pages"] + 2000, f"{[call['pages'] for call in calls]}"
 
 
+@pytest.mark.integration
 def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
     env = {"SIRTAKI_WARMUP_ITERATIONS": "8", "SIRTAKI_TRANSPORT": "shared_memory"}
     with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
@@ -150,6 +155,7 @@ def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
     assert "tuning anew for 2 ranks (hosts: 1), from what ran on 3 (hosts: 1)" in judge.output
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("registry", ["a file", slow("off")])
 def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_size(
     launcher: Launcher, tmp_path: Path, registry: str
@@ -210,6 +216,7 @@ def test_every_wait_ends_with_an_error_of_horovods_name_on_all_that_are_left(
     assert not judge.lines("returned")
 
 
+@pytest.mark.integration
 def test_process_sets_and_their_optimizers_are_those_of_the_present_ranks(launcher: Launcher, tmp_path: Path) -> None:
     with ElasticJob(launcher, tmp_path, ranks=3, program="elastic_features.py", play="sets") as job:
         judge = job.run()
@@ -231,6 +238,7 @@ def test_a_rank_that_is_lost_before_training_ends_no_other_script(launcher: Laun
     assert [(line["size"], line["weight"]) for line in judge.lines("train")] == [(2, -4.5)] * 2
 
 
+@pytest.mark.integration
 def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_path: Path) -> None:
     with ElasticJob(
         launcher, tmp_path, ranks=3, program="elastic_features.py", replaces=True, play="less_often"
@@ -248,6 +256,7 @@ def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_pa
         assert all(after - before in (0, 1) for before, after in pairwise(steps)), steps
 
 
+@pytest.mark.integration
 def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_path: Path) -> None:
     env = {"SIRTAKI_TRANSPORT": "gloo"}
     with ElasticJob(
