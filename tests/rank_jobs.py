@@ -91,14 +91,14 @@ class Launcher:
 
     def command_of_one(self, program: str | Path, args: Sequence[object]) -> list[str]:
         """What starts one process of it."""
-        if not self._servers:
-            self._preload()
+        self._preload()
         each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
         return list(map(str, each))
 
     def _preload(self) -> None:
+        """Starts the servers, and waits for them: also where a test that has run out of time began to."""
         addresses = [self._folder / str(number) for number in range(preloaded.SERVERS)]
-        for seed, address in enumerate(addresses):
+        for seed, address in enumerate(addresses[len(self._servers) :], len(self._servers)):
             self._servers.append(
                 subprocess.Popen(
                     [sys.executable, TESTS / "preloaded.py", address],
