@@ -8,7 +8,11 @@ and nothing else of Python runs until the wait.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -161,6 +165,41 @@ def _abort(group: ProcessGroupGloo) -> None:
         group.abort()
 
 
+_opening = threading.Lock()
+_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # of asm/socket.h and linux/bpf_common.h
+
+
+def _listening() -> set[int]:
+    """Descriptors at which this process listens."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as there:
+                    if there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(int(name))
+    return found
+
+
+def _open_device(address: str) -> tuple[object, int | None]:
+    """A device of Gloo's, and the descriptor at which it listens, if that is sure."""
+    with _opening:
+        before = _listening()
+        try:
+            device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+        except TypeError:  # torch < 2.8 connects at once
+            device = ProcessGroupGloo.create_device(hostname=address)
+        opened = _listening() - before
+    return device, opened.pop() if len(opened) == 1 else None
+
+
+def _admit_nobody(listener: int) -> None:
+    """Drops whatever comes to a socket that listens: Gloo keeps a descriptor for whoever connects, and never looks."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keep 0 bytes of each packet
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
+        there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
+
 class GlooTransport(StreamTransport[ProcessGroupGloo]):
     """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
 
@@ -204,7 +243,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         store = PrefixStore(self._prefix(), self._store)
         what = f"Gloo stream {number}"
         # A device of its own gives each stream its own I/O thread.
-        device = open_together(what, lambda: ProcessGroupGloo.create_device(hostname=self._address), agree=self._agree)
+        device, listener = open_together(what, lambda: _open_device(self._address), agree=self._agree)
         options._devices = [device]
         group = open_together(
             what,
@@ -214,6 +253,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             agree=self._agree,
             close=_abort,
         )
+        if listener is not None:
+            _admit_nobody(listener)  # all ranks are connected
         group._set_default_timeout(self._timeout)
         return group
 
