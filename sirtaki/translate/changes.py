@@ -32,10 +32,15 @@ def free_name(source: Source, wanted: str) -> str:
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
-def import_lines(*, hvd: str, ranks: str) -> list[str]:
-    """The imports, under these names."""
+def import_lines(source: Source, *, hvd: str, ranks: str = "") -> list[str]:
+    """The imports, under these names, and a setting by which parameters without gradients stay what they are."""
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
-    return [f"import sirtaki.torch as {hvd}", f"from sirtaki.torch import ranks{as_ranks}"]
+    return [
+        *(["import os"] if source.imported.get("os") != "os" else []),
+        f"import sirtaki.torch as {hvd}",
+        *([f"from sirtaki.torch import ranks{as_ranks}"] if ranks else []),
+        'os.environ.setdefault("SIRTAKI_UNUSED", "none")',
+    ]
 
 
 def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
@@ -150,7 +155,7 @@ class Optimizers:
                 self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
         for site in self._flows.made(Kind.OPTIMIZER):
             self._distribute(site, options)
-        self._synchronise()
+        self._synchronise(sums=Over.SUM in losses)
 
     def _distribute(self, site: Site, options: str) -> None:
         source, call = self._source, site.call
@@ -212,50 +217,104 @@ class Optimizers:
 
     # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
 
-    def _synchronise(self) -> None:
+    def _synchronise(self, *, sums: bool) -> None:
         """In front of what reads gradients, and around the step that follows."""
-        steps = list(self._training.steps())
+        steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
                 continue  # a closure: reduced after each call of it
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
+            for read in reads:
+                seen.update([read], *(walk(function) for function in self._called_by(read)))
             if not reads and not call.args:
                 continue
+            if any(self._source.parent(step) not in self._source.above(read) for read in reads) and sums:
+                self._edits.refuse(
+                    call, "gradients of sums are read where no step may follow: read them in front of the step"
+                )
             if not alone:
                 line = self._source.line(call)
                 self._edits.refuse(line, "gradients are read before this step: put it on a line of its own")
                 continue
             name = self._source.code(optimizer)
-            self._edits.before(self._source.statement(reads[0] if reads else call), f"{name}.synchronize()")
+            place = self._in_front_of(reads[0], step) if reads else step
+            self._edits.before(place, self._for_each(call, place, f"{name}.synchronize()"))
             self._edits.put_into(step, f"with {name}.skip_synchronize()")
+        if self._training.passes_are_counted():
+            return
+        for node in self._source.all(cst.Attribute):
+            tested = isinstance(self._source.parent(node), cst.Comparison | cst.AssignTarget)
+            if _is_gradient(node) and node not in seen and not tested:
+                self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
 
-    def _reads_before(self, step: cst.Call) -> list[cst.CSTNode]:
-        """What reads gradients in the block of a step or one inside, in front of it."""
-        statement = self._source.statement(step)
-        block = self._source.parent(statement)
-        found: list[cst.CSTNode] = []
-        for sibling in block.children:
-            if sibling is statement:
+    def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
+        """A line of the optimizer that a call names, for a place outside of the loops that give it its name."""
+        names = {node.value for node in self._source.all(cst.Name, call)}
+        for there in self._source.above(call):
+            if there is place or self._source.contains(there, place):
                 break
-            if self._training.backward_passes(sibling):
-                found.clear()
-            found += self._reads(sibling)
+            if isinstance(there, cst.For) and names & {node.value for node in self._source.all(cst.Name, there.target)}:
+                head = f"for {self._source.code(there.target)} in {self._source.code(there.iter)}:\n"
+                line = head + "".join(f"    {part}\n" for part in line.splitlines())
+        return line
+
+    def _called_by(self, node: cst.CSTNode) -> list[cst.FunctionDef]:
+        return self._flows.callees(node) if isinstance(node, cst.Call) else []
+
+    def _reads_before(self, step: cst.Call, within: tuple[cst.CSTNode, ...] = ()) -> list[cst.CSTNode]:
+        """What reads gradients between a backward pass and a step, in its function."""
+        source, found = self._source, list[cst.CSTNode]()
+        here: cst.CSTNode = source.statement(step)
+        while not isinstance(here, cst.FunctionDef):
+            siblings = list(source.parent(here).children)
+            for sibling in reversed(siblings[: siblings.index(here)]):
+                found[:0] = self._reads(sibling)
+                if self._training.trains(sibling):
+                    return found
+            if source.parent(here) is source.module:
+                return found
+            here = source.statement(source.parent(here))
+        for call in source.all(cst.Call):
+            if here in self._flows.callees(call) and here not in within and self._reads_before(call, (*within, here)):
+                self._edits.refuse(call, "gradients are read before a step that a function makes: put both into one")
         return found
 
-    def _reads(self, part: cst.CSTNode) -> list[cst.CSTNode]:
-        """What reads gradients in a part of the script, behind its last backward pass."""
+    def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
+        """Where gradients are to be reduced: before the branches and loops around a read that end before the step."""
+        here = self._source.statement(read)
+        for there in self._source.above(here):
+            if self._source.contains(there, step) or self._training.trains(there):
+                break
+            here = self._source.statement(there)
+        return here
+
+    def _reads(self, part: cst.CSTNode, within: tuple[cst.FunctionDef, ...] = ()) -> list[cst.CSTNode]:
+        """What reads gradients in a part of the script, behind its last backward pass; also in functions it calls."""
         found: list[cst.CSTNode] = []
         for node in walk(part):
             if isinstance(node, cst.Call):
-                if called_attribute(node) == "backward":
+                if self._training.trains(node):
                     found.clear()
                 elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
                     found.append(node)
-            elif m.matches(node, m.Attribute(attr=m.Name("grad"))) and dotted(node.value) != "torch.autograd":  # type: ignore[attr-defined]
+                for function in self._flows.callees(node):
+                    if function in within or not self._reads(function.body, (*within, function)):
+                        continue
+                    if not self._training.trains(function.body):
+                        found.append(node)
+                    elif not any(self._source.contains(function, step) for step, _ in self._training.steps()):
+                        self._edits.refuse(
+                            node, "computes and reads gradients, and makes no step: put it into one function"
+                        )
+            elif _is_gradient(node):
                 found.append(node)
         return found
+
+
+def _is_gradient(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted(node.value) != "torch.autograd"
 
 
 def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
@@ -449,8 +508,11 @@ class HandCut:
 
     def divide(self, values: RankValues) -> None:
         """Tells `values` which expressions are parts of batches from now on."""
-        for site in self._training.flows.made(Kind.LOADER):
-            self._edits.refuse(site.call, "cannot see which loop trains on this loader")
+        flows = self._training.flows
+        read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, Kind.LOADER)}
+        for site in flows.made(Kind.LOADER):
+            if site not in read:
+                self._edits.refuse(site.call, "cannot see which loop trains on this loader")
         cut = [*self._slices(), *self._draws()]
         for loop in self._split_loops():
             self._edits.wrap(loop.iter, f"map({self._ranks}.share, {{it}})")
@@ -458,6 +520,10 @@ class HandCut:
         found = bool(cut or values.batches)
         if not found:
             cut = list(self._whole_sets())
+            if cut:
+                names = ", ".join(dict.fromkeys(f"`{self._source.code(node)}`" for node in cut))
+                others = f"other tensors of a row for each sample need `{self._ranks}.share(…)`, too"
+                self._edits.note(cut[0], f"taken for all the data, and divided: {names}; {others}")
         for node in cut:
             self._edits.wrap(node, f"{self._ranks}.share({{it}})")
             values.batches.add(node)
@@ -534,7 +600,17 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """All data in one batch: what a model or a loss gets that is not made in the loop."""
+        """All data in one batch: names of what a model or a loss gets that is not made in the loop, where it trains."""
+        found = {self._source.symbol(name) for name in self._whole_arguments()}
+        for name in self._source.all(cst.Name):
+            parent = self._source.parent(name)
+            label = isinstance(parent, cst.Arg) and parent.keyword is name
+            part = isinstance(parent, cst.Attribute) and parent.attr is name
+            if self._source.symbol(name) in found and not label and not part and self._trains_here(name):
+                yield name
+
+    def _whole_arguments(self) -> Iterator[cst.Name]:
+        """What a model or a loss gets that is not made in the loop: a loss as its first two arguments."""
         models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -543,15 +619,16 @@ class HandCut:
         for call in self._source.all(cst.Call):
             if not self._trains_here(call):
                 continue
-            is_model = self._source.code(call.func) in models
-            name = self._source.full_name(call.func)
-            is_loss = bool(self._training.flows.holds(call.func, Kind.LOSS)) or name.startswith("torch.nn.functional.")
-            if is_model or (
-                is_loss and ("loss" in name or "entropy" in name or self._training.flows.values(call.func))
-            ):
-                for arg in call.args:
-                    if isinstance(arg.value, cst.Name) and not self._made_around(arg.value):
-                        yield arg.value
+            given = call.args
+            if self._source.code(call.func) not in models:
+                name = self._source.full_name(call.func)
+                made = bool(self._training.flows.holds(call.func, Kind.LOSS))
+                is_named = any(word in name.lower() for word in ("loss", "entropy", "criterion"))
+                given = given[:2] if made or is_named else ()
+            for arg in given:
+                data = _receiver(arg.value)
+                if data is not None and data.value not in self._source.imported and not self._made_around(data):
+                    yield data
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
         """Whether a backward pass stands in the same function, or loop."""
@@ -574,3 +651,12 @@ class HandCut:
                 if not isinstance(there, cst.FunctionDef):
                     return False
         return False
+
+
+def _receiver(node: cst.BaseExpression) -> cst.Name | None:
+    """`Y` of `Y`, `Y[:, 0]` or `Y.flip(1)`."""
+    if isinstance(node, cst.Call):
+        return _receiver(node.func.value) if isinstance(node.func, cst.Attribute) else None
+    if isinstance(node, cst.Attribute | cst.Subscript):
+        return _receiver(node.value)
+    return node if isinstance(node, cst.Name) else None

@@ -518,6 +518,8 @@ class RankValues:
         if differentiated and Over.SUM in (kinds := {value.over, there.over}) and kinds - {Over.SUM, Over.ZERO}:
             self._edits.refuse(node, "adds to a sum over samples what is none: write both terms in one expression")
         if not value.own:
+            if self._is_placed_by_samples(node.target):
+                self._put(node.target, OWN)
             return
         of_this_batch = symbol is not None and symbol in self._fresh
         in_callee = bool(self._calling) and not self._in_loop and isinstance(node.target, cst.Name)
@@ -585,13 +587,20 @@ class RankValues:
                 known = len(value.items) == len(target.elements)
                 self._put(element.value, value.items[position] if known else _at(value, position))
         elif isinstance(target, cst.Subscript):
-            if value.own:
+            if value.own or self._is_placed_by_samples(target):
                 self._put(target.value, OWN)
         else:
             symbol = self._source.symbol(target)
             if symbol is not None:
                 is_loss = value.over is Over.UNKNOWN and self._is_differentiated(target)
                 self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
+
+    def _is_placed_by_samples(self, node: cst.BaseExpression) -> bool:
+        """Whether something is changed at a place that samples say: `counts[label] += 1`."""
+        return (
+            isinstance(node, cst.Subscript)
+            and self._any(*(self._value(part) for element in node.slice for part in _parts(element))).own
+        )
 
     def _is_differentiated(self, node: cst.BaseExpression) -> bool:
         """Whether backward passes begin from what has this name."""
@@ -771,10 +780,11 @@ class RankValues:
                     return self._function(function, {})
             base = self._value(call.func.value) if isinstance(call.func, cst.Attribute) else ALL
             return Value(over=Over.WHOLE) if any(value.over is Over.WHOLE for value in (base, *values)) else ALL
-        if name in SHOWS and not self._flows.holds(call.func, Kind.INSTANCE) and name != "log":
+        own_function = bool(self._flows.callees(call) or self._flows.holds(call.func, Kind.INSTANCE))
+        if name in SHOWS and not own_function and name != "log":
             return self._shown(call, name, values)
         full = self._source.full_name(call.func)
-        if name == "log" and not full.startswith(("torch.", "numpy.", "math.")):
+        if name == "log" and not own_function and not full.startswith(("torch.", "numpy.", "math.")):
             return self._shown(call, name, values)
         if name in ABOUT:
             return ALL

@@ -337,7 +337,8 @@ class Edits:
 
     def refuse(self, where: cst.CSTNode | int, reason: str) -> None:
         """The script cannot be translated, for what stands in a node or a line."""
-        self.obstacles.append((self._line(where), reason))
+        if (obstacle := (self._line(where), reason)) not in self.obstacles:
+            self.obstacles.append(obstacle)
 
     def note(self, where: cst.CSTNode | int, text: str) -> None:
         """What a reader should know of a node, a line, or of the whole script, which is line 0."""

@@ -152,11 +152,11 @@ class FromDdp:
             ):
                 continue
             if not placed:
-                self._edits.after(statement, f"import sirtaki.torch as {self._hvd}")
+                self._edits.after(statement, *import_lines(self._source, hvd=self._hvd))
                 placed = True
             self._edits.remove(statement)
         if not placed:
-            self._edits.after(self._first_import(), f"import sirtaki.torch as {self._hvd}")
+            self._edits.after(self._first_import(), *import_lines(self._source, hvd=self._hvd))
         if "no_sync" in self._source.text and "contextlib" not in self._source.imported:
             self._edits.before(self._first_import(), "import contextlib")
 
@@ -208,12 +208,16 @@ def distribute(source: Source, edits: Edits) -> None:
         _divide(training, edits, ranks)
     else:
         HandCut(training, edits, ranks=ranks).divide(values)
+    for loop in training.other_loops:
+        _agree(training, edits, loop, ranks)
+    if training.other_loops:
+        edits.note(0, "loops that do not train see all of their data on every rank")
     values.follow()
     Optimizers(training, edits, hvd=hvd).distribute(values.losses)
     output = Output(source, flows, edits, hvd=hvd, ranks=ranks)
     output.keep()
     lines = [f"{hvd}.init()", *place(source, flows, edits, hvd=hvd), *output.begins_with, *_seeds(source, ranks)]
-    begin(source, edits, imports=import_lines(hvd=hvd, ranks=ranks), lines=lines)
+    begin(source, edits, imports=import_lines(source, hvd=hvd, ranks=ranks), lines=lines)
     if "BatchNorm" in source.text:
         edits.note(0, f"batch norm sees a rank's part of a batch; `{hvd}.SyncBatchNorm` sees all of it")
 
@@ -246,10 +250,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
         for name in training.loader_names(other.iter):
             if training.is_divided(name) and name not in training.flows.sites:
                 edits.wrap(name, f"{ranks}.whole({{it}})")
-        _agree(training, edits, other, ranks)
     edits.note(0, "each batch is divided among the ranks, which must divide its size; learning rates stay as they are")
-    if training.other_loops:
-        edits.note(0, "loops that do not train see all of their data on every rank")
 
 
 def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) -> None:

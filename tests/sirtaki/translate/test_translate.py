@@ -197,7 +197,8 @@ AFTER: dict[str, tuple[str, tuple[str, str], list[str]]] = {
         HEAD,
         ("", ""),
         [
-            "from torch.utils.data import DataLoader\nimport sirtaki.torch as hvd\n",
+            "from torch.utils.data import DataLoader\nimport os\nimport sirtaki.torch as hvd\n",
+            'os.environ.setdefault("SIRTAKI_UNUSED", "none")\nhvd.init()\n',
             "loader, test = ranks.divided(DataLoader(data, batch_size=8, shuffle=True)), DataLoader(others",
             "    loader.sampler.set_epoch(epoch)\n    for x, y in loader:\n",
             "torch.manual_seed(ranks.agreed(torch.initial_seed()))",
@@ -218,6 +219,32 @@ AFTER: dict[str, tuple[str, tuple[str, str], list[str]]] = {
             f"        loss.backward()\n        optimizer.synchronize()\n        {CLIP}\n"
             "        with optimizer.skip_synchronize():\n            optimizer.step()\n"
         ],
+    ),
+    "gradients that are read in a branch": (
+        HEAD,
+        ("        optimizer.step()", f"        if epoch:\n            {CLIP}\n        optimizer.step()"),
+        ["        optimizer.synchronize()\n        if epoch:\n", "        with optimizer.skip_synchronize():\n"],
+    ),
+    "gradients that are read although no step follows": (
+        HEAD,
+        ("        optimizer.step()", f"        {CLIP}\n        if epoch:\n            optimizer.step()"),
+        [f"        optimizer.synchronize()\n        {CLIP}\n", "            with optimizer.skip_synchronize():\n"],
+    ),
+    "gradients that several optimizers' steps read": (
+        HEAD,
+        (
+            "        optimizer.step()",
+            f"        {CLIP}\n        for each in (optimizer, other):\n            each.step()",
+        ),
+        [
+            f"        for each in (optimizer, other):\n            each.synchronize()\n        {CLIP}\n",
+            "            with each.skip_synchronize():\n                each.step()\n",
+        ],
+    ),
+    "gradients that a function reads": (
+        HEAD.replace("for epoch", f"def clip():\n    {CLIP}\nfor epoch"),
+        ("        optimizer.step()", "        clip()\n        optimizer.step()"),
+        ["        optimizer.synchronize()\n        clip()\n", "        with optimizer.skip_synchronize():\n"],
     ),
     "a loss that is a sum": (HEAD, ("model(x), y)", 'model(x), y, reduction="sum")'), ["op=hvd.Sum)"]),
     "data parallel": (
@@ -248,6 +275,11 @@ AFTER: dict[str, tuple[str, tuple[str, str], list[str]]] = {
         CUT.replace(CHOSEN, ""),
         ("for i in range(0, len(X), 8):", "for chosen in order.split(8):"),
         ["for chosen in map(ranks.share, order.split(8)):"],
+    ),
+    "a loader beside batches that are cut by hand": (
+        CUT + "    for x, y in torch.utils.data.DataLoader(others):\n        wrong += (model(x) != y).sum().item()\n",
+        ("", ""),
+        ["for x, y in torch.utils.data.DataLoader(others):", "    wrong = ranks.agreed(wrong)\n"],
     ),
     "a whole set": (
         CUT.replace(CHOSEN, ""),
@@ -297,6 +329,7 @@ def test_names_of_torch_distributed_become_ours_and_the_wrapper_goes() -> None:
 import os
 import torch
 import sirtaki.torch as hvd
+os.environ.setdefault("SIRTAKI_UNUSED", "none")
 from torch.utils.data.distributed import DistributedSampler
 
 hvd.init()
@@ -358,6 +391,24 @@ REFUSED: dict[str, tuple[str, str]] = {
         CUT.replace("X[chosen]", "make()").replace("Y[chosen]", "make()").replace("order[i : i + 8]", "0"),
         "cannot find the loader",
     ),
+    "gradients that are read before a step elsewhere": (
+        HEAD.replace("for epoch", "def advance():\n    optimizer.step()\nfor epoch").replace(
+            "        optimizer.step()", f"        {CLIP}\n        advance()"
+        ),
+        "before a step that a function makes",
+    ),
+    "gradients that are computed and read without a step": (
+        HEAD.replace("for epoch", f"def back(loss):\n    loss.backward()\n    {CLIP}\nfor epoch").replace(
+            "        loss.backward()", "        back(loss)"
+        ),
+        "and makes no step",
+    ),
+    "gradients of sums that are read although no step may follow": (
+        HEAD.replace("model(x), y)", 'model(x), y, reduction="sum")').replace(
+            "        optimizer.step()", f"        {CLIP}\n        if epoch:\n            optimizer.step()"
+        ),
+        "where no step may follow",
+    ),
     "a collective without a counterpart": (f"{DDP}dist.all_gather(a, b)\n", "line 19"),
     "a group": (f"{DDP}dist.all_reduce(a, group=g)\n", "line 19"),
     "one that does not wait": (f"{DDP}dist.all_reduce(a, async_op=True)\n", "line 19"),
@@ -376,6 +427,38 @@ def test_what_is_refused_with_line_and_reason(name: str) -> None:
 def test_clocks_that_decide_nothing_are_not_in_the_way() -> None:
     code = f"import time\nbegun = time.time()\n{HEAD}took = time.time() - begun\nif took > 60:\n    print(took)\n"
     assert "hvd.init()" in translate(code).after
+
+
+NAMED: dict[str, tuple[str, str]] = {
+    "gradients of a rank": (
+        in_loop("if epoch:\n    optimizer.step()\nprint(model.weight.grad)").replace(
+            "        optimizer.step()\n", "", 1
+        ),
+        "`model.weight.grad` is each rank's own until a step is made",
+    ),
+    "what is counted by samples": (
+        HEAD.replace("for epoch", "counts = [0] * 3\nfor epoch") + "        counts[int(y[0])] += 1\nprint(counts)\n",
+        "`counts` is shown as rank 0 has it",
+    ),
+    "a whole set": (
+        CUT.replace(CHOSEN, "").replace("[chosen]", ""),
+        "taken for all the data, and divided: `X`, `Y`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_named(name: str) -> None:
+    script, text = NAMED[name]
+    assert any(text in note for _, note in translate(script).notes)
+
+
+def test_a_loss_is_followed_into_a_function_whatever_its_name_is() -> None:
+    update = "def update(loss):\n    loss.backward()\n    optimizer.step()\nfor epoch"
+    before = "        loss.backward()\n        optimizer.step()\n"
+    assert before in HEAD
+    script = HEAD.replace(before, "        update(loss)\n").replace("for epoch", update)
+    assert not any("is not seen to be" in note for _, note in translate(script).notes)
 
 
 SHARED_LINES = """import time, torch
