@@ -129,11 +129,13 @@ class _Handler(logging.StreamHandler[TextIO]):
         if attributes is None or "write" in attributes or not is_terminal(stream):
             return
 
-        def write(text: str) -> int:
-            self.clear()
-            return stream.write(text)
+        write = stream.write
 
-        attributes["write"] = write
+        def clear_and_write(text: str) -> int:
+            self.clear()
+            return write(text)
+
+        attributes["write"] = clear_and_write
         self._watched.append(stream)
 
     def _stop_watching(self) -> None:
