@@ -219,6 +219,11 @@ def test_every_message_in_the_troubleshooting_page_exists() -> None:
 # ── links and words ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_readme_has_at_most_500_words() -> None:
+    text = re.sub(r"<!--.*?-->|\]\([^)]*\)", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(re.findall(r"\S*\w\S*", text)) <= 500
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_of_the_pages_at_the_top_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", (ROOT / name).read_text())
