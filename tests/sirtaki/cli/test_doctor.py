@@ -166,3 +166,9 @@ def test_nccl_streams_are_tried_with_a_rank_on_each_gpu(monkeypatch):
     failed = doctor.nccl_streams(2)
     assert failed.problem
     assert "by hand" in failed.remedy
+
+
+def test_a_command_that_is_written_wrong_is_suggested(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["dctor"])
+    assert "'dctor' is no command; did you mean 'doctor'?" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_strangers_at_each_socket_of_a_job_that_trains_make_no_step_late(
     for name, value in settings.items():
         monkeypatch.setenv(f"SIRTAKI_{name}", value)
     job = start("-np", 2, "--min-np", 1, command=[sys.executable, str(TRAINS), str(tmp_path)])
-    job.until(lambda: len(list(tmp_path.glob("*.steps"))) == 2 and len(steps_of(tmp_path)) > 40)
+    job.until(lambda: len(list(tmp_path.glob("*.steps"))) == 2 and len(steps_of(tmp_path)) > 40, timeout_s=80.0)
     pids = [job.process.pid, *(int(path.stem) for path in tmp_path.glob("*.steps"))]
     sockets = [(pid, place) for pid in pids for place in sorted(listening([pid]))]
     assert len(sockets) == 6  # the driver's; ports for metrics; streams of Gloo, which admit nobody; rank 0's store
@@ -187,16 +187,17 @@ def test_strangers_at_each_socket_of_a_job_that_trains_make_no_step_late(
         windows = visit(place, connections, tmp_path / "trap")
         job.until(lambda pid=pid, before=before: taken([pid])[1] <= before[1])
         kib = 4 * (taken([pid])[0] - before[0])
-        here = [step for step in steps_of(tmp_path) if step[0] > windows[0][0]]
-        late = [took_s for at_s, took_s in here if any(begin_s <= at_s < end_s for begin_s, end_s in windows)]
-        others = [took_s for at_s, took_s in here if not any(begin_s <= at_s < end_s for begin_s, end_s in windows)]
-        step_s, usual_s = statistics.median(late), statistics.median(others)
-        print(f"{place[1]} of {pid}: {1e3 * step_s:.2f} ms with, {1e3 * usual_s:.2f} ms without, {kib} KiB")
-        if pid == store[0] and place == store[1]:
-            continue  # PyTorch's own: it keeps some kilobytes of a stranger, and writes a stack for each
-        assert kib <= 8 * 1024
+        is_store = (pid, place) == store  # PyTorch's own: it keeps some kilobytes of a stranger, and writes its stack
+        assert is_store or kib <= 8 * 1024
         if connections > 1000:
-            assert step_s <= 1.1 * usual_s
+            here = [step for step in steps_of(tmp_path) if step[0] > windows[0][0]]
+            beside = [any(begin_s <= at_s < end_s for begin_s, end_s in windows) for at_s, _ in here]
+            step_s, usual_s = (
+                statistics.median(took_s for (_, took_s), there in zip(here, beside, strict=True) if there is wanted)
+                for wanted in (True, False)
+            )
+            print(f"{place[1]} of {pid}: {1e3 * step_s:.2f} ms with, {1e3 * usual_s:.2f} ms without, {kib} KiB")
+            assert is_store or step_s <= 1.1 * usual_s
     assert job.stop() == 0
     assert not (tmp_path / "trap").exists()
     assert "Traceback" not in job.err
