@@ -208,6 +208,11 @@ class Ledger:
         )
 
     @property
+    def repeated(self) -> int:
+        """Measurements that `noise` is known from, what is usual counted as some."""
+        return _PRIOR_WEIGHT + len(self._differences)
+
+    @property
     def noise(self) -> float:
         """Standard deviation of one measured span, as a share of it.
 
@@ -256,21 +261,33 @@ TWO_LOOKS = 1.11  # by which intervals are wider that are looked at twice (Pococ
 _T_975 = (
     3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23, 2.21, 2.18, 2.17, 2.15, 2.14, 2.12, 2.11, 2.11, 2.10, 2.10, 2.09,
 )  # fmt: skip
-"""Student's t, of which 2.5 % lie above, for the mean of 4, 5, … pairs; rounded up, and the last one beyond."""
+"""Student's t, of which 2.5 % lie above, for 3, 4, … degrees of freedom; rounded up, and the last one beyond."""
 
 
-ENOUGH_PAIRS = 8  # from which on what they scatter by themselves counts, and no longer what was seen before
+ENOUGH_PAIRS = 8  # which prove something by themselves
+KNOWN_BEFORE = 6  # repeated measurements of before that may help to say how much pairs scatter
+LIKE_BEFORE = 1.2  # how many times as much as before pairs may scatter for that
 
 
-def half_width(deviation: float, n_pairs: int, *, widened: float = TWO_LOOKS) -> float:
-    """Of the 95 % interval of the mean of at least `FEWEST_PAIRS` differences with this standard deviation."""
-    return widened * _T_975[min(n_pairs - FEWEST_PAIRS, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
+def half_width(deviation: float, n_pairs: int, *, freedom: int, widened: float = TWO_LOOKS) -> float:
+    """Of the 95 % interval of the mean of `n_pairs` differences, whose standard deviation is known so well.
+
+    Args:
+        deviation: of one difference.
+        n_pairs: differences.
+        freedom: degrees of it, three or more.
+        widened: see `TWO_LOOKS`.
+    """
+    return widened * _T_975[min(freedom - 3, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
 
 
 def pairs_wanted(lead: float, noise: float) -> int:
     """Paired turns that will probably prove a lead, a logarithm, where a measurement scatters by the noise."""
-    fit = (n for n in range(FEWEST_PAIRS, MOST_PAIRS) if half_width(math.sqrt(2.0) * noise, n) <= lead / 1.5)
-    return next(fit, MOST_PAIRS)
+    deviation = math.sqrt(2.0) * noise
+    for n in range(FEWEST_PAIRS, MOST_PAIRS):
+        if half_width(deviation, n, freedom=n - 1 + KNOWN_BEFORE) <= lead / 1.5:
+            return n
+    return MOST_PAIRS
 
 
 @dataclass(slots=True)
@@ -279,11 +296,13 @@ class PairedTurns:
 
     Attributes:
         usual_noise: of a measurement, before.
+        known: repeated measurements from which that is known.
         widened: factor on the interval, for how often it is looked at.
         default, other: logarithms of spans, `(n_pairs,)`; infinite where it could not be run.
     """
 
     usual_noise: float
+    known: int = 0
     widened: float = TWO_LOOKS
     default: list[float] = field(default_factory=list)
     other: list[float] = field(default_factory=list)
@@ -303,14 +322,20 @@ class PairedTurns:
     def gain(self) -> Gain:
         """How much faster the other one is: the mean over all pairs, with its 95 % interval (Student's).
 
-        Outliers are cut to size; and a few pairs do not scatter less than measurements did before, however alike.
+        Outliers are cut to size. A few pairs say little of how much they scatter: as long as that is not clearly more
+        than measurements did before, these count as well, each like a pair.
         """
         middle, usual = statistics.median(self.leads), math.sqrt(2.0) * self.usual_noise
         limit = _OUTLIER * max(usual, math.sqrt(2.0) * self.noise)
         leads = [min(max(lead, middle - limit), middle + limit) for lead in self.leads]
-        deviation = statistics.stdev(leads)
-        deviation = deviation if len(leads) >= ENOUGH_PAIRS else max(usual, deviation)
-        mean, half = statistics.fmean(leads), half_width(deviation, len(leads), widened=self.widened)
+        deviation, freedom = statistics.stdev(leads), len(leads) - 1
+        if deviation <= LIKE_BEFORE * usual:
+            before = min(KNOWN_BEFORE, self.known)
+            squares = before * usual**2 + freedom * deviation**2
+            freedom += before
+            deviation = math.sqrt(squares / freedom)
+        half = half_width(deviation, len(leads), freedom=freedom, widened=self.widened)
+        mean = statistics.fmean(leads)
         return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
     @property
@@ -835,7 +860,8 @@ class WarmupSession:
             known: what an earlier job has proved.
             base: what it is compared with instead of the default.
         """
-        turns, default = PairedTurns(usual_noise=self._ledger.noise), base or self._default
+        turns = PairedTurns(usual_noise=self._ledger.noise, known=self._ledger.repeated)
+        default = base or self._default
         order = [default, knobs] if self._running == default else [knobs, default]
         final = arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK

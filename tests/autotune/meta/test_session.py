@@ -36,6 +36,7 @@ from sirtaki.autotune.meta.session import (
     REFINEMENT_ARM,
     REGISTRY_ARM,
     Ledger,
+    PairedTurns,
     Purpose,
     Remembered,
     SessionResult,
@@ -789,3 +790,24 @@ def test_a_retune_drops_a_compressor_that_has_become_slower() -> None:
     retune = session(ListArm(BEST), space=LOSSY_SPACE, default=compressed, budget_iterations=25, retune=True)
     job = Job(retune, span_of=lambda knobs: landscape(knobs) * (2.0 if knobs.lossy else 1.0)).run()
     assert job.result.knobs == BEST
+
+
+def proved_share(pairs: int, *, lead: float, scatter: float, usual: float = 0.04) -> float:
+    """The share of drawn comparisons that prove a gain, if measurements scattered by `usual` before."""
+    rng = np.random.default_rng(pairs)
+    proved = 0
+    for default, other in zip(rng.normal(size=(800, pairs)), rng.normal(size=(800, pairs)), strict=True):
+        known = rng.normal(size=(2, 20)) * usual
+        noise = float(np.sqrt(np.mean((known[0] - known[1]) ** 2) / 2))
+        turns = PairedTurns(usual_noise=noise, known=20, widened=1.0)
+        turns.default.extend((scatter * default + lead).tolist())
+        turns.other.extend((scatter * other).tolist())
+        proved += turns.gain.low > 1.0
+    return proved / 800
+
+
+@pytest.mark.parametrize("pairs", [4, 6, 12])
+def test_intervals_of_paired_turns_hold_what_they_promise_and_find_what_there_is(pairs: int) -> None:
+    assert proved_share(pairs, lead=0.0, scatter=0.04) < 0.035
+    assert proved_share(pairs, lead=0.0, scatter=0.1) < 0.06, "where the host has become busier than it was before"
+    assert proved_share(pairs, lead=0.09, scatter=0.04) > 0.6
