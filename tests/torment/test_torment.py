@@ -57,9 +57,9 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 @pytest.mark.parametrize(
     ("world", "count", "setting"),
     [
-        (1, 10, ""),
-        (2, 45, "overlap_forward=check"),
-        (3, 40, ""),
+        (1, 15, ""),
+        (2, 80, "overlap_forward=check"),
+        (3, 75, ""),
         *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in ((2, 40, ""), (3, 20, "unused=none"), (4, 20, ""))),
     ],
 )
