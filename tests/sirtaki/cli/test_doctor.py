@@ -51,6 +51,12 @@ def test_a_problem_has_its_remedy_within_80_columns_but_paths_stay_whole(monkeyp
     assert "Nothing is wrong" not in out
 
 
+def test_what_libraries_print_while_mpi_starts_is_no_thread_level(monkeypatch):
+    monkeypatch.setattr(doctor, "_MPI_START", "print('[vm:1:0] UCX  WARN old')" + doctor._MPI_START)
+    assert ("thread level", "MULTIPLE") in [finding[1:3] for finding in doctor.check_mpi()]
+    assert not problems(doctor.check_mpi)
+
+
 @pytest.mark.parametrize(
     ("limits", "says", "wrong"),
     [
