@@ -36,7 +36,7 @@ from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
-LOSSY, ONE_LEVEL = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level"
+LOSSY, ONE_LEVEL, KEEPING = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level", "tuned, SIRTAKI_FSDP_MEMORY=1GiB"
 CASES: dict[str, tuple[LabShape | None, float]] = {
     "capped": (NETWORKS["capped"], 0.0),
     "equal": (NETWORKS["equal"], 0.0),
@@ -49,9 +49,12 @@ SIRTAKIS = {
     UNTUNED: {"SIRTAKI_TUNE": "0"},
     ONE_LEVEL: {"SIRTAKI_TUNE": "0", "SIRTAKI_TRANSPORT": "gloo"},
     TUNED: {},
+    KEEPING: {"SIRTAKI_FSDP_MEMORY": "1GiB"},
     LOSSY: {"SIRTAKI_LOSSY": "int8"},
 }
 """What is set."""
+
+SEARCHING = (TUNED, KEEPING, LOSSY)
 
 RANKS_PER_NODE = {"nodes": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
@@ -158,7 +161,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     contenders: dict[str, Trained] = {}
     for name in options["contenders"]:
         contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
-        for _ in range(options["warmup"] + PROOF if name in (TUNED, LOSSY) else 2):
+        for _ in range(options["warmup"] + PROOF if name in SEARCHING else 2):
             contenders[name].step()
     steps = {name: contender.step for name, contender in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"])
@@ -166,7 +169,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         "samples": samples,
         "payload_bytes_per_s": payload,
         "parameter_bytes": 4 * sum(p.numel() for p in contenders[options["contenders"][0]].model.parameters()),
-        "losses": {name: each.step() for name, each in contenders.items() if name not in (TUNED, LOSSY)},
+        "losses": {name: each.step() for name, each in contenders.items() if name not in SEARCHING},
         "setups": {name: fsdp.describe(each.model) for name, each in contenders.items()},
     }
 
@@ -205,6 +208,8 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
             if name in samples:
                 report.bar(f"{case}: tuned / {name}", ratio(samples, TUNED, name), 0.90)
 
+    if KEEPING in samples and case == "capped":
+        report.bar(f"{case}: {KEEPING} / Gloo", ratio(samples, KEEPING, GLOO), 0.16)
     if {UNTUNED, ONE_LEVEL} <= samples.keys():
         report.bar(f"{case}: untuned / {ONE_LEVEL}", ratio(samples, UNTUNED, ONE_LEVEL), 0.70)
     if {TUNED, LOSSY} <= samples.keys():
