@@ -18,8 +18,10 @@ accumulate, are divided or cast by FSDP, are all-reduced over replicas, or have 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +156,9 @@ class Attached:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
                 if mesh is not None and hasattr(mesh, "shard_process_group"):
                     self._connections.open(mesh.shard_process_group, groups, packing)
-        weakref.finalize(model, self._connections.close)
+        # Models are garbage-collected at different times on different ranks, in the middle of anything.
+        weakref.finalize(model, self._connections.leave).atexit = False
+        atexit.register(self._connections.close)
         self._tuning = _Tuning(self, next(iter(self._connections.lanes.values()), None), settings)
         for each in self._sharded:
             each.module.set_custom_all_gather(_Gather(self, each.group))
@@ -485,6 +489,12 @@ class _Connections:
             tunes = settings.tune and settings.warmup_iterations > 0
             then = tuning_ahead(settings) if tunes else "tuning is off"
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
+
+    def leave(self) -> None:
+        """The model is gone: closes them when it is gone on the other ranks, too, and does not wait for that."""
+        atexit.unregister(self.close)
+        if self.lanes:  # else this process is ending, and has closed them
+            threading.Thread(target=self.close, name="sirtaki-leave").start()
 
     def close(self) -> None:
         """Collective in so far as ranks take leave of each other, for some seconds at most."""

@@ -5,8 +5,10 @@ on its way, with the same model sharded without Sirtaki.
 """
 
 import functools
+import gc
 import itertools
 import os
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -323,6 +325,17 @@ def packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks() -> 
         assert all(torch.equal(outputs[0], each) for each in outputs)
 
 
+def models_that_are_gone_hold_nobody_up() -> None:
+    begun_s = time.monotonic()
+    for _ in range(4):
+        model = sharded(Tower(torch.float32, blocks=1))
+        loss(model, dist.get_rank(), 0).backward()
+        del model
+        if dist.get_rank() == 0:  # the others do it later, if at all
+            gc.collect()
+    assert time.monotonic() - begun_s < 5.0
+
+
 def what_does_not_fit_is_refused() -> None:
     model = sharded(Tower(), attach=False)
     raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
@@ -351,6 +364,7 @@ CASES = (
     hooks_see_gradients_as_soon_as_they_are_told,
     compiled_models_train_as_in_one_process,
     packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks,
+    models_that_are_gone_hold_nobody_up,
     what_does_not_fit_is_refused,
 )
 
