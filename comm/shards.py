@@ -214,7 +214,7 @@ def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: Transport
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
         return _InSharedMemory(control, router, shared, timeout_s=timeout_s)
     trees = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports  # nodes' memory can be shared
-    if kind is None and trees and control.is_homogeneous and control.in_order:
+    if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout_s=timeout_s)
     return _OverSockets(control, router, timeout_s=timeout_s)
 
