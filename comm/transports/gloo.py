@@ -170,9 +170,9 @@ _SO_ATTACH_FILTER, _RETURN = 26, 0x06  # of asm/socket.h and linux/bpf_common.h
 
 
 def _listening() -> set[int]:
-    """Descriptors at which this process listens."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
+    """Descriptors at which this process listens; none where the system does not list them."""
+    found = set[int]()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as there:
