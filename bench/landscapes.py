@@ -2,6 +2,7 @@
 
     python -m bench.landscapes --open                    the families it was developed on
     python -m bench.landscapes --check --save            those held back
+    python -m bench.landscapes --only "equal shares" bayesian --seeds 15 --check --save    the bandit and its parts
 
 Every landscape (`bench.lib.landscapes`) knows what each setting truly takes; none shares code with Sirtaki's
 simulator. Planners get what probes of the landscape's idle network would have shown. All contenders have the same
@@ -224,7 +225,8 @@ def main() -> int:
                 n_seeds = n_done
                 break
             rows += [row for done in pool.map(run_task, tasks) for row in done]
-    report = Report(name="landscapes_open" if args.open else "landscapes")
+    parts = "" if any(name in contenders for name in OTHERS) else "_parts"
+    report = Report(name=f"landscapes{parts}{'_open' if args.open else ''}")
     report.settings["runs"] = rows
     report.rows += [summary(rows, name) for name in contenders]
     shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
