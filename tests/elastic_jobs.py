@@ -25,7 +25,7 @@ Line = dict[str, Any]
 
 
 MARK = "SIRTAKI_TEST_JOB"
-SOON_S = 20.0
+SOON_S = 40.0
 
 
 class LaunchedJob:
