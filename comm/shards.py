@@ -581,11 +581,9 @@ class _OverNodes(ShardLanes):
 
     def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
         super().__init__(control, router, timeout_s=timeout_s)
-        self._planes: list[ControlPlane] = []
 
         def level(ranks: Communicator, kind: TransportKind) -> ShardLanes:
-            self._planes.append(control.of_subset(ranks))
-            return open_shard_lanes(self._planes[-1], timeout_s=timeout_s, kind=kind)
+            return open_shard_lanes(control.of_subset(ranks), timeout_s=timeout_s, kind=kind)
 
         self._within = [level(control.node, TransportKind.SHARED_MEMORY) for _ in range(2)]
         self._across = [level(control.cross, TransportKind.GLOO) for _ in range(2)]

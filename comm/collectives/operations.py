@@ -114,9 +114,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        sides = _digest_of_sides(
-            self.kind, self.device, self.dtypes, self.op, self.factors, self.root, self.fixed_shapes(), self.problem
-        )
+        sides = _digest_of_sides(*[side(self) for side in SIDES.values()], self.problem)
         return int.from_bytes(hashlib.blake2b(self.name.encode(), key=sides, digest_size=DIGEST_BYTES).digest(), "big")
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:

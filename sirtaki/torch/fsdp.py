@@ -114,12 +114,15 @@ Packing = tuple[Codec | None, Codec | None]
 
 
 def _codec(choice: Choice) -> Codec | None:
-    scheme = reduction_options(choice)
-    wire = dict(scheme.get("wire_dtype", ())).get(torch.float32)
-    quantised = scheme.get("compression")
-    if quantised is not None and not isinstance(quantised, Quantised):
+    options = reduction_options(choice)
+    if "wire_dtype" in options:
+        return Rounded(dict(options["wire_dtype"])[torch.float32])
+    scheme = options.get("compression")
+    if scheme is None:
+        return None
+    if not isinstance(scheme, Quantised):
         raise ConfigError("shards are packed by int8, fp8, fp16, bf16 or an object with pack() and unpack()")
-    return quantised.codec if quantised is not None else None if wire is None else Rounded(wire)
+    return scheme.codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +385,9 @@ class _Tuning:
                 model=digest("sharded model", canonical_json(sizes))[:32],
                 transport=lanes.kind.value,
                 versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
-                fixed={name: value for name, value in fixed_knobs(settings).items() if name == "streams"}
-                | ({"lossy": ",".join(lossy)} if lossy else {}),
+                fixed={
+                    name: value for name, value in fixed_knobs(settings, lossy).items() if name in ("streams", "lossy")
+                },
             )
         first = None if self._key is None else self._recall(self._key, space)
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first)

@@ -286,7 +286,7 @@ class TuningCache:
                 versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
                 gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
                 # What loses something is found again by jobs only that allow as much.
-                fixed=fixed_knobs(self._settings) | ({"lossy": ",".join(space.lossy)} if space.lossy else {}),
+                fixed=fixed_knobs(self._settings, space.lossy),
             ),
             model=graph,
             topology=self._topology,

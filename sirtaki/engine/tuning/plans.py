@@ -181,13 +181,14 @@ def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
     return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, layouts))
 
 
-def fixed_knobs(settings: Settings) -> dict[str, str]:
-    """The knobs that the user has fixed, and their values in words."""
+def fixed_knobs(settings: Settings, lossy: Sequence[str] = ()) -> dict[str, str]:
+    """The knobs that the user has fixed, and their values in words; `lossy` are compressors that may be used."""
     fixed = {
         "unit_bytes": settings.unit_bytes,
         "streams": settings.streams,
         "transport": settings.transport.value if settings.transport else None,
         "algorithm": settings.algorithm.value if settings.algorithm else None,
+        "lossy": ",".join(lossy) or None,
     }
     return {name: str(value) for name, value in fixed.items() if value is not None}
 
