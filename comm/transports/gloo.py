@@ -33,6 +33,7 @@ from .contract import (
     SHARE,
     Agree,
     FlatBuffer,
+    Opened,
     Parcels,
     ReduceOp,
     StreamCost,
@@ -181,23 +182,56 @@ def _listening() -> set[int]:
     return found
 
 
-def _open_device(address: str) -> tuple[object, int | None]:
-    """A device of Gloo's, and the descriptor at which it listens, if that is sure."""
+def _opened(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, set[int]]:
+    """What it opens, and the descriptors at which that listens; none where it is not sure which they are."""
     with _opening:
         before = _listening()
-        try:
-            device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-        except TypeError:  # torch < 2.8 connects at once
-            device = ProcessGroupGloo.create_device(hostname=address)
-        opened = _listening() - before
-    return device, opened.pop() if len(opened) == 1 else None
+        made = open_()
+        found = _listening() - before
+    return made, found if len(found) == sockets else set()
 
 
-def _admit_nobody(listener: int) -> None:
-    """Drops whatever comes to a socket that listens: Gloo keeps a descriptor for whoever connects, and never looks."""
+def _open_device(address: str) -> object:
+    try:
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    except TypeError:  # torch < 2.8 connects at once
+        return ProcessGroupGloo.create_device(hostname=address)
+
+
+def _admit_nobody(listeners: set[int]) -> None:
+    """Drops whatever comes to sockets that listen: Gloo keeps a descriptor for whoever connects, and never looks."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keep 0 bytes of each packet
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
-        there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+    for listener in listeners:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
+            there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
+
+def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    """Open a group of Gloo's as PyTorch does, which admits no stranger once its ranks are connected. Collective.
+
+    Args:
+        store: this group's alone.
+        rank: of this process in the group.
+        size: how many there are.
+        timeout: how long operations wait for other ranks.
+
+    Raises:
+        RuntimeError: the ranks do not find each other, or there is no such interface as `GLOO_SOCKET_IFNAME` lists.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices, listeners = _opened(
+        lambda: (
+            [ProcessGroupGloo.create_device(interface=name) for name in names]
+            or [ProcessGroupGloo.create_default_device()]
+        ),
+        sockets=len(names) or 1,
+    )
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
+    options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+    group = ProcessGroupGloo(store, rank, size, options)
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else ranks connect when they first have to
+        _admit_nobody(listeners)
+    return group
 
 
 class GlooTransport(StreamTransport[ProcessGroupGloo]):
@@ -243,7 +277,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         store = PrefixStore(self._prefix(), self._store)
         what = f"Gloo stream {number}"
         # A device of its own gives each stream its own I/O thread.
-        device, listener = open_together(what, lambda: _open_device(self._address), agree=self._agree)
+        device, listeners = open_together(
+            what, lambda: _opened(lambda: _open_device(self._address), sockets=1), agree=self._agree
+        )
         options._devices = [device]
         group = open_together(
             what,
@@ -253,8 +289,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             agree=self._agree,
             close=_abort,
         )
-        if listener is not None:
-            _admit_nobody(listener)  # all ranks are connected
+        _admit_nobody(listeners)  # all ranks are connected
         group._set_default_timeout(self._timeout)
         return group
 

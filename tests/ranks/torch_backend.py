@@ -1,6 +1,9 @@
 """Process groups of the backend "sirtaki", against one process and against Gloo. Started by test_process_group.py."""
 
+import contextlib
 import itertools
+import os
+import socket
 import threading
 import warnings
 from collections.abc import Callable
@@ -477,6 +480,32 @@ def waiting_may_be_limited() -> None:
     assert tensor[0] == len(ranks())
 
 
+def _listeners() -> dict[int, tuple[str, int]]:
+    """Where this process listens, by descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as there:
+            if there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[int(name)] = there.getsockname()[:2]
+    return found
+
+
+def strangers_are_not_let_in() -> None:
+    before = _listeners()
+    group = dist.new_group(backend="sirtaki")
+    dist.barrier()
+    opened = {number: place for number, place in _listeners().items() if number not in before}
+    assert len(ranks()) == 1 or opened
+    for place in opened.values():
+        try:
+            socket.create_connection(place, timeout=0.3).close()
+        except OSError:
+            continue
+        raise AssertionError(f"whoever connects to {place} is let in")
+    dist.all_reduce(tensor := torch.ones(9), group=group)
+    assert tensor[0] == len(ranks())
+
+
 CASES = (
     the_group_says_what_it_is,
     sums_are_those_of_one_process_in_every_type_and_size,
@@ -503,6 +532,7 @@ CASES = (
     subgroups_count_their_own_ranks,
     groups_do_not_wait_for_each_other,
     waiting_may_be_limited,
+    strangers_are_not_let_in,
 )
 
 

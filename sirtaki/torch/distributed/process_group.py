@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.comm.transports.gloo import TORCH_OPS
+from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction
 from sirtaki.console import start_logging
 from sirtaki.engine import job
@@ -155,13 +155,15 @@ class LaneWork(FillingWork):
         limit_s = timeout.total_seconds()
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
+        if self._future is not None:
+            self._future.wait()  # the thread that ends the operation tells the future after those who wait
         return True
 
     def is_completed(self) -> bool:
         """Whether it has ended, after a turn of the lanes if not; never waits."""
         if not self._operation.ended.done():
             self._lanes.drive()
-        return self._operation.ended.done()
+        return self._operation.ended.done() if self._future is None else self._future.done()
 
     def exception(self) -> BaseException | None:
         """What it has failed with, if it has."""
@@ -336,7 +338,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         settings = Settings.from_environ()
         self._timeout_s = timeout.total_seconds()
-        self._inner: Any = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
         types = dist.ProcessGroup.BackendType
         if hasattr(self, "_set_default_backend"):  # torch >= 2.6
             self._set_default_backend(types.GLOO)
