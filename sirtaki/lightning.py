@@ -1,4 +1,4 @@
-"""A strategy of Lightning 2: DDP whose process group is Sirtaki's.
+"""A strategy of Lightning 2: DDP whose process group is Sirtaki's, and whose gradients it tunes.
 
     trainer = lightning.Trainer(strategy=sirtaki.lightning.SirtakiStrategy(), accelerator="cpu", devices=4)
 
@@ -49,8 +49,8 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         """Starts nothing.
 
         Args:
-            tuned: gradients are reduced by `sirtaki.torch.ddp.attach`, which tunes and remembers, not by the process
-                group. Communication hooks do not go then.
+            tuned: gradients are reduced by `sirtaki.torch.ddp.attach` from the first step on, where False leaves the
+                first one to DDP, and all where that cannot be attached. Communication hooks do not go then.
             process_group_backend: of all else, and of gradients that are not tuned.
             options: of Lightning's `DDPStrategy` (Any: as that has them), and of PyTorch's DistributedDataParallel.
 
@@ -79,9 +79,9 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Collective: Lightning calls it at the end of each of the trainer's methods."""
-        if self._tuned:
-            from sirtaki.torch import shutdown
+        from sirtaki.torch import ddp, shutdown
 
+        if isinstance(getattr(self.model, "reducer", None), ddp.AtRest):
             shutdown()
         super().teardown()
 

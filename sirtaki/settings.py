@@ -208,6 +208,8 @@ class Settings:
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
             "check" = and every read is verified.
+        attach: DDP models over the backend "sirtaki" are attached after their first step; off = the backend carries
+            DDP's own buckets.
         fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
@@ -257,6 +259,7 @@ class Settings:
         False, SIRTAKI_UNUSED=(_one_of({"zeros": False, "none": True}), "zeros (as Horovod) or none (as PyTorch)")
     )
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
+    attach: bool = _set_by(True, SIRTAKI_ATTACH=_FLAG)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
     check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
     timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT)

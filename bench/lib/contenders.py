@@ -211,13 +211,28 @@ class Ddp(Contender):
         self.forward = nn.parallel.DistributedDataParallel(
             self.model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
         )
+        self._backend = backend
         self._description = f"{backend}, {bucket_mb:g} MB buckets" + (
             f", GLOO_SOCKET_IFNAME={interfaces}" if interfaces else ""
         )
 
+    def warm_up(self, limit: int = 1000) -> None:
+        """See `Contender`; over the backend "sirtaki" the model attaches itself within the first steps."""
+        if self.sync is None and self._backend == "sirtaki":
+            self.step()
+            self.step()
+            self._find_tuner()
+        super().warm_up(limit)
+
+    def _find_tuner(self) -> None:
+        from sirtaki.engine import job
+        from sirtaki.engine.reducing.reducer import reducers_of
+
+        self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
+
     def describe(self) -> str:
         """See `Contender`."""
-        return self._description
+        return self._description + (f"; {self.sync.knobs.describe()}" if self.sync is not None else "")
 
 
 class Attached(Ddp):
@@ -227,16 +242,10 @@ class Attached(Ddp):
         """Collective; `hvd.init()` and `join_gloo` come first. The first steps are the warm-up."""
         super().__init__(make_model, bucket_mb=bucket_mb)
         import sirtaki.torch.ddp
-        from sirtaki.engine import job
-        from sirtaki.engine.reducing.reducer import reducers_of
 
         assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
         sirtaki.torch.ddp.attach(self.forward)
-        self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
-
-    def describe(self) -> str:
-        """See `Contender`."""
-        return f"{super().describe()}; {self.sync.knobs.describe() if self.sync is not None else 'one rank'}"
+        self._find_tuner()
 
 
 class Sirtaki(Contender):

@@ -1,9 +1,11 @@
 """What trains over the backend "sirtaki", against one process. Started by test_process_group.py."""
 
 import copy
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,9 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance.training import main
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch.distributed  # noqa: F401
+from sirtaki.torch.ddp import AtRest
 
 
 def me() -> int:
@@ -59,6 +63,142 @@ def ddp_trains_as_one_process() -> None:
         trains_alike(
             DistributedDataParallel(model, **options), lambda model=model: [p.detach() for p in model.parameters()]
         )
+
+
+class Branches(nn.Module):
+    """Which parameters a pass uses is the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.parts = nn.ModuleList(nn.Linear(6, 3) for _ in range(3)).double()
+
+    def forward(self, inputs: torch.Tensor, used: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        return sum(self.parts[number](inputs) for number in used)
+
+
+ATTACHES = os.environ.get("SIRTAKI_ATTACH") != "0" and os.environ.get("WORLD_SIZE") != "1"
+
+_gloo: dist.ProcessGroup | None = None
+
+
+Play = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
+
+
+def beside_gloo(play: Play, **options: object) -> nn.Module:
+    """Plays the same with a model over the backend and with one over Gloo; returns the first, trained as the other."""
+    global _gloo
+    _gloo = _gloo or dist.new_group(backend="gloo")
+    models = [
+        DistributedDataParallel(Branches(), process_group=group, **options) for group in (dist.group.WORLD, _gloo)
+    ]
+    for model in models:
+        play(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for found, wanted in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    assert not isinstance(models[1].reducer, AtRest)
+    return models[0]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(31 * step + me()), dtype=torch.float64)
+
+
+def steps(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, used: Callable = lambda step: (0, 1, 2)):
+    """Some with passes that are not synchronised before the last one, from the middle of which on it is attached."""
+    for step in range(7):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync() if step in (1, 2, 5) else nullcontext():
+            model(batch(step), used(step)).square().mean().backward()
+        if step in (1, 2, 5):
+            model(batch(100 + step), used(step)).square().mean().backward()
+        optimizer.step()
+
+
+def ddp_models_attach_themselves() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        model = beside_gloo(steps, **options)
+        assert isinstance(model.reducer, AtRest) == ATTACHES, options
+    model = beside_gloo(
+        lambda *each: steps(*each, used=lambda step: (0, (me() + step) % 3)), find_unused_parameters=True
+    )
+    assert isinstance(model.reducer, AtRest) == ATTACHES
+
+
+def one_rank_may_look_at_a_model_first() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2 if me() == 0 else 0):
+            model(batch(0))
+        with torch.no_grad():
+            model(batch(1))
+        steps(model, optimizer)
+        twin = copy.deepcopy(model.module)
+        assert len(list(twin.parameters())) == 6
+
+    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+
+
+def two_ddp_models_attach_themselves_in_turns() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        other = DistributedDataParallel(Branches(), process_group=model.process_group)
+        against = torch.optim.SGD(other.parameters(), lr=0.1)
+        for step in range(5):
+            against.zero_grad()
+            (other(batch(step)) - model(batch(step)).detach()).square().mean().backward()
+            against.step()
+            optimizer.zero_grad()
+            model(other(batch(step)).repeat(1, 2)).square().mean().backward()  # adds to the other one's, too
+            optimizer.step()
+
+    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+
+
+def ranks_that_join_from_the_beginning_keep_ddp() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        with model.join():
+            for step in range(2 * me()):  # rank 0 has none
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+        for parameter in model.parameters():  # those that have joined have not stepped
+            dist.broadcast(parameter.data, len(ranks()) - 1)
+        optimizer.state.clear()
+        steps(model, optimizer)
+
+    assert not isinstance(beside_gloo(play).reducer, AtRest)
+
+
+def attached_models_may_join() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        steps(model, optimizer)
+        with model.join():
+            for step in range(1 + me()):
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+
+    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+
+
+def models_with_a_communication_hook_keep_ddp() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
+        steps(model, optimizer)
+
+    assert not isinstance(beside_gloo(play).reducer, AtRest)
+
+
+def models_may_be_compiled_with_ddp() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        compiled = torch.compile(model, backend="eager")
+        for step in range(4):
+            optimizer.zero_grad()
+            compiled(batch(step)).square().mean().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():  # of PyTorch's own
+        warnings.simplefilter("ignore")
+        beside_gloo(play)
 
 
 def optimizer_states_may_be_sharded_under_ddp() -> None:
@@ -123,6 +263,13 @@ def checkpoints_are_saved_and_loaded() -> None:
 
 CASES = (
     ddp_trains_as_one_process,
+    ddp_models_attach_themselves,
+    one_rank_may_look_at_a_model_first,
+    two_ddp_models_attach_themselves_in_turns,
+    ranks_that_join_from_the_beginning_keep_ddp,
+    attached_models_may_join,
+    models_with_a_communication_hook_keep_ddp,
+    models_may_be_compiled_with_ddp,
     optimizer_states_may_be_sharded_under_ddp,
     fsdp_trains_as_one_process,
     checkpoints_are_saved_and_loaded,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
 from torch.distributed import ReduceOp as TorchOp
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
+from torch.utils.hooks import RemovableHandle
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import ReduceOp
@@ -32,6 +36,7 @@ from sirtaki.comm.units import TensorOperation, TensorReduction
 from sirtaki.console import start_logging
 from sirtaki.engine import job
 from sirtaki.engine.ranks import open_at_store, open_ranks
+from sirtaki.errors import ConfigError
 from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
 
@@ -297,6 +302,58 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
+class _AttachesDdp:
+    """A hook before the forward passes of a DDP model: attaches it once DDP has reduced gradients over the backend.
+
+    That is known on all ranks alike, and they are all in this pass: DDP itself has them agree there. Before, a pass may
+    be of one rank's only, which looks at the model's layers. In a copy of the model it does nothing.
+    """
+
+    _reduced: int | None = None
+    """All-reduces of the group within backward passes, at the model's latest pass that is to be synchronised."""
+
+    def __init__(self, handles: list[RemovableHandle] | None = None) -> None:
+        """`handles` gets what removes it; None = it does nothing."""
+        self._handles = handles
+
+    def __call__(self, model: DistributedDataParallel, _: object) -> None:
+        """PyTorch's call."""
+        if self._handles is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not model.require_backward_grad_sync:
+            return
+        group = model.process_group
+        ours = isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size()
+        if isinstance(group, SirtakiProcessGroup) and ours:
+            reduced, self._reduced = self._reduced, group.reduced_in_backward
+            if reduced in (None, self._reduced):
+                return
+        self._handles.pop().remove()
+        self._handles = None
+        if not ours or model._join_config.enable or any(each.device.type != "cpu" for each in model.parameters()):
+            return
+        from sirtaki.torch.ddp import attach
+
+        try:
+            attach(model)
+        except ConfigError as err:  # on all ranks: DDP goes on as before
+            logger.info("a model under DDP is not attached: %s", err)
+
+    def __reduce__(self) -> tuple[type[_AttachesDdp], tuple[()]]:
+        return _AttachesDdp, ()
+
+
+def _see_ddp(attach: bool, module: torch.nn.Module, name: str, inside: torch.nn.Module | None) -> None:
+    """A hook of PyTorch's where a module gets another one: DDP its model."""
+    if name == "module" and isinstance(module, DistributedDataParallel):
+        from torch._dynamo import trace_rules  # a second to import, and DDP's constructor does so
+
+        trace_rules.add("sirtaki")  # DDP's C++ calls the group within compiled code, which is not to compile it, too
+        handles = list[RemovableHandle]()
+        if attach:
+            handles.append(module.register_forward_pre_hook(_AttachesDdp(handles), prepend=True))
+
+
 _told = False
 
 
@@ -308,19 +365,28 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
     _told = True
     if not job.is_initialized():  # else `hvd.init()` has
         start_logging(settings, rank)
+    register_module_module_registration_hook(partial(_see_ddp, settings.attach and size > 1))
     if size == 1:
         logger.info("process group of one rank: nothing is sent")
         return
+    then = "nothing is tuned: ddp.attach(model) does that"
+    if settings.attach:
+        then = "DDP's gradients are tuned from its second step on (SIRTAKI_ATTACH=0: not)"
     logger.info(
         "process group of %d ranks: sums and gathers of large CPU tensors go through shared memory within a host, over "
-        "several connections between hosts, the rest through Gloo; nothing is tuned: ddp.attach(model) does that "
+        "several connections between hosts, the rest through Gloo; %s "
         '(init_process_group("gloo"): without Sirtaki)',
         size,
+        then,
     )
 
 
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """Some ranks; every rank calls the same operations in the same order."""
+    """Some ranks; every rank calls the same operations in the same order.
+
+    Attributes:
+        reduced_in_backward: all-reduces that were asked for within backward passes.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         """Collective over them.
@@ -337,6 +403,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(rank, size)
         settings = Settings.from_environ()
+        self.reduced_in_backward = 0
         self._timeout_s = timeout.total_seconds()
         self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
         types = dist.ProcessGroup.BackendType
@@ -369,6 +436,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
+        if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
+            self.reduced_in_backward += 1
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         if isinstance(opts, dist.AllreduceOptions):

@@ -24,7 +24,7 @@ def test_the_backend_gives_what_one_process_gives(play: Play, rank_case: RankCas
     play(rank_case)
 
 
-@on_ranks("torch_backend_training", *JOBS)
+@on_ranks("torch_backend_training", *JOBS, slow(Job(2, "unattached", env={**OVER_MESH, "SIRTAKI_ATTACH": "0"})))
 def test_what_trains_over_the_backend_trains_as_one_process(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
