@@ -176,35 +176,36 @@ def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:  # 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of one process; None = not set, so free to be tuned or chosen.
+    """All settings of one process; None = not set, so free to be tuned or chosen; of a time limit: never.
 
     Attributes:
-        tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
-        warmup_iterations: training iterations in which trials may run.
+        tune: search for a better setting in the first iterations; off = the untuned default runs, but for what other
+            settings fix.
+        warmup_iterations: training iterations in which other settings may be tried.
         plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
             it is what runs. Rank 0's holds for all.
-        unit_bytes: fixes the size of a unit.
-        streams: fixes how many communicators run at the same time.
+        unit_bytes: fixes the size of a unit, which is one all-reduce (DDP's bucket, Horovod's fusion buffer).
+        streams: fixes how many all-reduces run at the same time, each over a communicator of its own.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
         lossy: compressors that the tuner may try, and keeps where they make iterations faster; rank 0's hold for all.
-        sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
+        sparse: the way of rows of sparse gradients; unless fixed, the fastest is found; rank 0's holds for all.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
-        control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
-        secret: of the job, which ranks of a mesh prove to know; launchers set it. None = rank 0 makes one.
-        heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
-        start_timeout_s: how long the ranks of a mesh wait for each other at the start.
-        elastic_timeout_s: how long a rank of an elastic job waits for enough others.
+        control: what carries messages between ranks other than gradients; unless fixed, what suits the launcher.
+        secret: of the job, which ranks that connect without MPI prove to know; launchers set it, else rank 0 makes one.
+        heartbeat_s: seconds of silence after which a rank of a job without MPI, or a host of one over MPI, is given up.
+        start_timeout_s: seconds for which ranks wait for each other at the start, in a job without MPI.
+        elastic_timeout_s: seconds for which a rank of an elastic job waits for enough others.
         checkpoint_dir: folder for checkpoints of `hvd.elastic` states, from which the same command goes on; all hosts
-            should see it. None, not set: there are none.
+            should see it. Unless set, there are none.
         checkpoint_s: seconds between two checkpoints at least.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
-        stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
+        stall_shutdown_s: seconds after which missing ranks are an error.
         trial_log: file for one machine-readable line a trial.
-        metrics: address and port of local rank 0 for Prometheus; the port of the next rank is one higher.
-        registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
+        metrics: port, or address and port, at which local rank 0 answers Prometheus; the next rank's is one higher.
+        registry: where results are remembered: a database URL, a file, or "off"; unless set, a file in the user's cache.
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
             "check" = and every read is verified.
