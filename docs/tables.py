@@ -8,6 +8,7 @@
 
 import argparse
 import importlib
+import inspect
 import logging
 import re
 import sys
@@ -197,11 +198,11 @@ def outdated() -> Iterator[tuple[str, Path, str]]:
 
 def _attributes(docstring: str) -> dict[str, str]:
     """The entries of a docstring's section `Attributes:`."""
-    _, _, section = docstring.partition("Attributes:")
+    _, _, section = inspect.cleandoc(docstring).partition("Attributes:")  # Python 3.13 strips it by itself
     entries: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        if found := re.match(r" {8}(\w+): (.*)", line):
+        if found := re.match(r" {4}(\w+): (.*)", line):
             name, entries[found[1]] = found[1], found[2]
         elif line.strip() and name:
             entries[name] += " " + line.strip()

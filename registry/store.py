@@ -713,19 +713,24 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
 
     def connect() -> sqlite3.Connection:
         connection = _connect(path, "mode=ro" if read_only else "mode=rwc")
-        if read_only:
-            try:
-                connection.execute("SELECT count(*) FROM sqlite_schema")
-            except sqlite3.OperationalError:
-                # WAL wants to write an index file beside the database even for reading; `immutable` does without.
-                connection = _connect(path, "mode=ro&immutable=1")
-        connection.isolation_level = None  # transactions begin where we say, below
-        connection.execute("PRAGMA foreign_keys = ON")
-        if not read_only:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
-                connection.execute(f"PRAGMA journal_mode = {journal}")
-            # A killed process loses nothing; WAL needs no more, the rollback journal does.
-            connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
+        try:
+            if read_only:
+                try:
+                    connection.execute("SELECT count(*) FROM sqlite_schema")
+                except sqlite3.OperationalError:
+                    # WAL wants to write an index file beside the database even for reading; `immutable` does without.
+                    connection.close()
+                    connection = _connect(path, "mode=ro&immutable=1")
+            connection.isolation_level = None  # transactions begin where we say, below
+            connection.execute("PRAGMA foreign_keys = ON")
+            if not read_only:
+                if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
+                    connection.execute(f"PRAGMA journal_mode = {journal}")
+                # A killed process loses nothing; WAL needs no more, the rollback journal does.
+                connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
+        except sqlite3.Error:  # of a damaged file
+            connection.close()
+            raise
         return connection
 
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)

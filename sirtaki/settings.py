@@ -205,7 +205,7 @@ class Settings:
         stall_shutdown_s: seconds after which missing ranks are an error.
         trial_log: file for one machine-readable line a trial.
         metrics: port, or address and port, at which local rank 0 answers Prometheus; the next rank's is one higher.
-        registry: where results are remembered: a database URL, a file, or "off"; unless set, a file in the user's cache.
+        registry: where results are remembered: a database URL, a file, or "off"; unless set, in the user's cache.
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
             "check" = and every read is verified.

@@ -167,6 +167,7 @@ def _abort(group: ProcessGroupGloo) -> None:
 
 
 _opening = threading.Lock()
+_left_to_the_process: list[list[ProcessGroupGloo]] = []  # whoever drops the last reference to a group waits for it
 _SO_ATTACH_FILTER, _RETURN = 26, 0x06  # of asm/socket.h and linux/bpf_common.h
 
 
@@ -359,7 +360,11 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             _abort(boxes[-1][0])  # a name for one would keep it
         enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
         for ender in enders:
-            ender.start()
+            try:
+                ender.start()
+            except RuntimeError:  # since Python 3.12 no thread starts while the interpreter ends
+                _left_to_the_process.extend(boxes)
+                return True
         deadline_s = time.monotonic() + END_S
         for ender in enders:
             ender.join(max(0.0, deadline_s - time.monotonic()))

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import inspect
 import logging
 
 import pytest
@@ -144,7 +145,7 @@ def test_what_a_job_is_to_record_can_be_read_from_its_text():
 def test_every_field_is_documented_and_can_be_set_by_a_variable():
     fields = {field.name for field in dataclasses.fields(Settings)}
     assert fields - {"notes", "warnings"} == {variable.field for variable in VARIABLES}
-    assert all(f"        {name}: " in (Settings.__doc__ or "") for name in fields)
+    assert all(f"\n    {name}: " in inspect.cleandoc(Settings.__doc__ or "") for name in fields)
 
 
 @given(st.sampled_from(VARIABLES), st.text(max_size=12))
