@@ -217,11 +217,13 @@ def _inverted(variable: Variable) -> bool:
 def _default(name: str, value: object) -> str:
     if name == "log_level" and isinstance(value, int):
         return logging.getLevelName(value).lower()
+    if name == "unused_as_none":
+        return "zeros"
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, Enum):
         return str(value.value)
-    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "not set" if value in (None, ()) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _options(parser: argparse.ArgumentParser) -> str:
@@ -229,9 +231,10 @@ def _options(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) or action.help == argparse.SUPPRESS or action.dest == "help":
             continue
-        takes = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        taken = action.metavar or action.dest.upper()
+        takes = "" if action.nargs == 0 else f" {taken if isinstance(taken, str) else ' '.join(taken)}"
         what = ", ".join(f"`{flag}{takes}`" for flag in action.option_strings) or f"`{takes.strip()}`"
-        rows.append((what, action.help or ""))
+        rows.append((what, (action.help or "") % {"default": action.default}))
     return _table(("option", "meaning"), rows) if rows else ""
 
 

@@ -188,7 +188,7 @@ class Settings:
         streams: fixes how many all-reduces run at the same time, each over a communicator of its own.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
-        lossy: compressors that the tuner may try, and keeps where they make iterations faster; rank 0's hold for all.
+        lossy: compressors that the tuner may try, and keeps where they are proved faster; rank 0's hold for all.
         sparse: the way of rows of sparse gradients; unless fixed, the fastest is found; rank 0's holds for all.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.

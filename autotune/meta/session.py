@@ -725,7 +725,7 @@ class WarmupSession:
         patience = max(8, self._iterations // (4 * self._turn))
         while True:
             if self._left_for_trials - self._for_refinement < self._discarded + 1:
-                return f"budget of {self._iterations} iterations used"
+                return f"budget of {self._iterations} steps used"
             if self._since_best >= patience:
                 expected = opinion(self._arm, "expected_improvement")
                 if expected is not None and expected < WORTHWHILE:

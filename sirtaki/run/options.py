@@ -196,7 +196,8 @@ class _Parser(argparse.ArgumentParser):
             shown = [
                 flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
             ]
-            near = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, shown, n=1)), None)
+            longer = [flag for flag in shown if flag.startswith(name)]
+            near = _ELSEWHERE.get(name) or next(iter(longer or difflib.get_close_matches(name, shown, n=1)), None)
             hint = f"did you mean {near}?" if near else "see sirtakirun --help; what is the script's own comes after it"
             message = f"{name} is not an option; {hint}"
         super().error(message)
@@ -288,6 +289,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     add(
         "--on-failure",
         choices=[choice.value for choice in OnFailure],
+        metavar="|".join(choice.value for choice in OnFailure),
         help="a failed rank's place: start another one there (the default), or leave its whole host out (the default "
         "with --as-horovod)",
     )
@@ -301,6 +303,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     add(
         "--on-driver-loss",
         choices=["end", "go-on"],
+        metavar="end|go-on",
         help="where sirtakirun itself is killed or lost: end the job (the default), or have an agent take its place",
     )
     add(

@@ -203,7 +203,7 @@ def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expect
     hopeful = Job(session(Sure(0.5, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
     assert "no new best" in bored.result.reason
     assert bored.result.n_trials < hopeful.result.n_trials
-    assert "budget of 300 iterations used" in hopeful.result.reason
+    assert "budget of 300 steps used" in hopeful.result.reason
 
 
 def test_a_budget_too_small_for_a_trial_keeps_the_default() -> None:
