@@ -112,10 +112,11 @@ class Rounded:
 class Scheme(Protocol):
     """A way to add up vectors of all ranks roughly."""
 
-    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective: the sum of `unit.values` over the ranks, the same bits on all; and what of it this rank owes.
+    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
+        """Collective: `result` gets the sum of `unit.values` over the ranks times `scale`, the same bits on all.
 
-        What all ranks owe together is the exact sum less the result, but for rounding.
+        The values become what of the sum this rank owes: all ranks together the exact sum less the rough one, but for
+        rounding.
         """
         ...
 
@@ -125,7 +126,7 @@ class Unit:
     """A vector that is to be added up over the ranks, with the means to do so.
 
     Attributes:
-        values: `(n,)` float32, of this rank; not to be changed.
+        values: `(n,)` float32, of this rank.
         pieces: of which parameters it has elements, see `Piece`.
         factors: what PowerSGD keeps of each piece, by its key.
         sent_bytes: by this rank until now.
@@ -205,27 +206,26 @@ class Quantised:
 
     codec: Codec = field(default_factory=Blockwise)
 
-    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
         """See `Scheme`."""
-        values, codec, me, size = unit.values, self.codec, unit.rank, unit.size
-        edges = [values.numel() * number // size for number in range(size + 1)]
+        codec, me, size = self.codec, unit.rank, unit.size
+        edges = [result.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
-        parts, owed = torch.split(values, counts), torch.empty_like(values)
+        parts, sums = torch.split(unit.values, counts), torch.split(result, counts)
         lengths = [packed_bytes(codec, count) for count in counts]
         packed = [part.new_empty(0) if to == me else codec.pack(part) for to, part in enumerate(parts)]
         arriving = unit.exchange(packed, lengths)
-        for to, (part, debt) in enumerate(zip(parts, torch.split(owed, counts), strict=True)):
-            if to != me:
-                torch.sub(part, codec.unpack(packed[to], counts[to]), out=debt)
-        total = parts[me].clone()
         for sender, parcel in enumerate(arriving):
-            if sender != me:
-                total += codec.unpack(parcel, counts[me])
-        mine = codec.pack(total)
-        sums = unit.gather(mine, lengths)
-        result = torch.cat([codec.unpack(parcel, count) for parcel, count in zip(sums, counts, strict=True)])
-        owed[edges[me] : edges[me + 1]] = total - result[edges[me] : edges[me + 1]]
-        return result, owed
+            if sender == me:
+                continue
+            parts[sender].sub_(codec.unpack(packed[sender], counts[sender]))
+            parts[me].add_(codec.unpack(parcel, counts[me]))
+        parcels = unit.gather(codec.pack(parts[me]), lengths)
+        for owner, (parcel, total) in enumerate(zip(parcels, sums, strict=True)):
+            unpacked = codec.unpack(parcel, total.numel())
+            if owner == me:
+                parts[me].sub_(unpacked)
+            torch.mul(unpacked, scale, out=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,20 +240,21 @@ class TopK:
                 f"topk takes the part of the numbers that is sent, above 0 and at most 1, not {self.ratio}"
             )
 
-    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
         """See `Scheme`."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
         if count * unit.size >= values.numel():  # eight bytes for each of those, and for each number of an all-reduce
-            return unit.sum_(values.clone()), torch.zeros_like(values)
+            unit.sum_(result.copy_(values)).mul_(scale)
+            values.zero_()
+            return
         places = torch.topk(values.abs(), count, sorted=False).indices
         parcel = torch.cat([places.int().view(torch.uint8), values[places].view(torch.uint8)])
-        result, owed = torch.zeros_like(values), values.clone()
+        result.zero_()
         for sent in unit.gather(parcel, [parcel.numel()] * unit.size):
             there, numbers = torch.split(sent.clone().view(torch.int32), count)
-            result.index_add_(0, there, numbers.view(torch.float32))
-        owed[places] = 0.0
-        return result, owed
+            result.index_add_(0, there, numbers.view(torch.float32), alpha=scale)
+        values[places] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,31 +274,34 @@ class PowerSgd:
         if self.rank < 1:
             raise ConfigError(f"powersgd takes a rank of at least 1, not {self.rank}")
 
-    def reduce(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
         """See `Scheme`."""
-        values, plain = unit.values, torch.ones(unit.values.numel(), dtype=torch.bool)
+        values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:
             matrix = values[piece.start : piece.stop].view(-1, piece.columns)
             rows, columns = matrix.shape
             if rows * columns > 2 * self.rank * (rows + columns):
-                plain[piece.start : piece.stop] = False
+                plain.append((end, piece.start))
+                end = piece.stop
                 blocks.append((piece, matrix, self._factor(unit, piece)))
+        plain.append((end, values.numel()))
         # What is not finite stays so, and a decomposition of it might not end.
-        narrow = [
+        lefts = [
             torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
             for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
         ]
-        rights = [matrix.T @ left for (_, matrix, _), left in zip(blocks, narrow, strict=True)]
-        *rights, exact = _summed(unit, [*rights, values[plain]])
-        result, owed = torch.empty_like(values), torch.zeros_like(values)
-        result[plain] = exact
-        for (piece, matrix, _), left, right in zip(blocks, narrow, rights, strict=True):
+        rights = [matrix.T @ left for (_, matrix, _), left in zip(blocks, lefts, strict=True)]
+        sums = _summed(unit, [*rights, *(values[start:stop] for start, stop in plain)])
+        for (piece, matrix, _), left, right in zip(blocks, lefts, sums, strict=False):
             unit.factors[piece.key] = right.clone()
             product = result[piece.start : piece.stop].view(-1, piece.columns)
             torch.mm(left, right.T, out=product)
-            torch.sub(matrix, product, alpha=1.0 / unit.size, out=owed[piece.start : piece.stop].view_as(matrix))
-        return result, owed
+            matrix.sub_(product, alpha=1.0 / unit.size)
+            product.mul_(scale)
+        for (start, stop), exact in zip(plain, sums[len(blocks) :], strict=True):
+            torch.mul(exact, scale, out=result[start:stop])
+            values[start:stop] = 0.0
 
     def _factor(self, unit: Unit, piece: Piece) -> torch.Tensor:
         """The right factor of the step before; where there is none, or a useless one, the same noise on all ranks."""
@@ -553,15 +557,19 @@ class CompressedUnits:
         self, scheme: Scheme, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float
     ) -> None:
         target, owed = buffer.tensor[start:stop], self._owed[id(buffer)][start:stop]
-        values = owed.add_(target)
+        whole = float(torch.linalg.vector_norm(target, dtype=torch.float64)) if self.measures else math.nan
+        owed.add_(target)
         pieces = [] if not isinstance(scheme, PowerSgd) else self._pieces(buffer, start, stop)
-        unit = Unit(values, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream)
-        result, now_owed = scheme.reduce(unit)
-        owed.copy_(now_owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-        if self.measures and target.isfinite().all():
-            owed_norm, norm = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (owed, target))
-            self._add(stream, Cost(owed_norm**2, norm**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
-        target.copy_(result if scale == 1.0 else result.mul_(scale))
+        unit = Unit(owed, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream)
+        result = target if target.dtype is owed.dtype else torch.empty_like(owed)
+        scheme.reduce(unit, result, scale)
+        if not bool(owed.sum().isfinite()):
+            owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if math.isfinite(whole):
+            left = float(torch.linalg.vector_norm(owed, dtype=torch.float64))
+            self._add(stream, Cost(left**2, whole**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
+        if result is not target:
+            target.copy_(result)
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:
         """Of all parameters of which `[start, stop)` has whole rows."""
