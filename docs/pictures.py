@@ -87,6 +87,29 @@ def draw_sharded(figure: Any, numbers: Numbers) -> None:
     axes.set_ylabel("step, ms")
 
 
+def convergence() -> Numbers:
+    """Rows of task, way, and loss with those of the best and the worst seed."""
+    rows = [row for row in _rows("convergence") if len(row) == 6 and row[0] in ("digits", "characters", "recommender")]
+    return [[*row[:2], *map(float, row[2:5])] for row in rows]
+
+
+def draw_convergence(figure: Any, numbers: Numbers) -> None:
+    """A panel a task, in it a point a way on the seeds' span; a line where plain sums end."""
+    ways = list(dict.fromkeys(row[1] for row in numbers))[::-1]
+    tasks = list(dict.fromkeys(row[0] for row in numbers))
+    for number, (axes, task) in enumerate(zip(figure.subplots(1, len(tasks), sharey=True), tasks, strict=True)):
+        for _, way, loss, low, high in (row for row in numbers if row[0] == task):
+            color = COLORS[0 if way == "plain" else 2 if "sgd 8" in way or "diloco" in way else 1]
+            axes.plot([low, high], [ways.index(way)] * 2, color=color, lw=3, alpha=0.4)
+            axes.plot(loss, ways.index(way), "o", color=color)
+            if way == "plain":
+                axes.axvline(loss, color=COLORS[0], lw=1, ls=":")
+        axes.set_title(task)
+        axes.set_xlabel("loss at the end")
+        if not number:
+            axes.set_yticks(range(len(ways)), ways)
+
+
 def _bars(axes: Any, place: float, width: float, spans: Numbers, label: str, color: str) -> None:
     """One bar a row of value, lowest and highest."""
     errors = [[row[0] - row[1] for row in spans], [row[2] - row[0] for row in spans]]
@@ -98,6 +121,7 @@ PICTURES: Mapping[str, tuple[Callable[[], Numbers], Callable[[Any, Numbers], Non
     "overlap": (overlap, draw_overlap, 8.4),
     "elastic": (elastic, draw_elastic, 5.2),
     "sharded": (sharded, draw_sharded, 6.4),
+    "convergence": (convergence, draw_convergence, 8.4),
 }
 """Name → the numbers of the kept result, what draws them, and the width in inches."""
 
