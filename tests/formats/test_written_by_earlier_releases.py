@@ -73,3 +73,17 @@ def test_a_checkpoint_is_gone_on_from(run_ranks: RunRanks, written: Path, tmp_pa
     batch, note, weight, momenta = done.stdout.strip().splitlines()[-1].split("|")
     assert (batch, note, momenta) == ("50", "written by 0.1", "6")
     assert float(weight) == pytest.approx(-0.5226441211998463)
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_by_name_and_stays(
+    run_ranks: RunRanks, written: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "go_on.py"
+    script.write_text(GO_ON)
+    (manifest,) = (written / "checkpoints").glob("*/manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    env = {"SIRTAKI_CHECKPOINT_DIR": str(written / "checkpoints"), "SIRTAKI_REGISTRY": "off"}
+    done = run_ranks(script, 1, env=env, check=False)
+    assert done.returncode == 1
+    assert f"{manifest.parent} has format 2, and this release reads formats up to 1" in done.stderr
+    assert manifest.exists()

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 KEPT = 3
 STATE, MANIFEST = "state.pt", "manifest.json"
+VERSION = 1
+"""Of the files' format; those of 0.1 do not name theirs, which is 1."""
+
 _PREFIX, _UNFINISHED = "checkpoint-", "writing-"
 _DAMAGED, _SUPERSEDED = "damaged", "superseded"
 
@@ -42,6 +45,11 @@ class Checkpoint:
 
     number: int
     path: Path
+
+    @property
+    def version(self) -> int:
+        """Of its format."""
+        return int(json.loads((self.path / MANIFEST).read_text()).get("version", 1))
 
     def load(self) -> dict[str, Any]:
         """What was written (Any: whatever pickles).
@@ -82,7 +90,8 @@ class CheckpointFolder:
             unfinished.mkdir()
             state = unfinished / STATE
             torch.save(dict(tree), state)
-            manifest = {"number": number, "bytes": state.stat().st_size, "sha256": _digest(state), "at": time.time()}
+            told = {"bytes": state.stat().st_size, "sha256": _digest(state), "at": time.time()}
+            manifest = {"version": VERSION, "number": number, **told}
             (unfinished / MANIFEST).write_text(json.dumps(manifest) + "\n")
             for file in (state, unfinished / MANIFEST, unfinished):
                 _sync(file)

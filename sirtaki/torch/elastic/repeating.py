@@ -154,10 +154,7 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
     mine = found is not None and job.current().rank == holder
     tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
     if problem:
-        raise ConfigError(
-            f"{problem}. Its file is whole, so the script has changed since it was written: bring back what is "
-            "missing, or move the checkpoint away to begin with the one before it"
-        )
+        raise ConfigError(problem)
     try:
         state._load(tree)
     except Exception as err:
@@ -174,11 +171,20 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
-    """What was written, or why that cannot be loaded; for all ranks, of which one reads."""
+    """What was written, or why that cannot be loaded and what to do; for all ranks, of which one reads."""
+    if checkpoint.version > checkpoints.VERSION:
+        return None, (
+            f"the checkpoint {checkpoint.path} has format {checkpoint.version}, and this release reads formats up to "
+            f"{checkpoints.VERSION}: go on with the release that wrote it, or name another SIRTAKI_CHECKPOINT_DIR"
+        )
     try:
         return checkpoint.load(), ""
     except Exception as err:  # whatever unpickling somebody's classes raises
-        return None, f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err})"
+        return None, (
+            f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is whole, so "
+            "the script has changed since it was written: bring back what is missing, or move the checkpoint away to "
+            "begin with the one before it"
+        )
 
 
 def _common(lists: Sequence[Sequence[_Name]]) -> list[_Name]:
