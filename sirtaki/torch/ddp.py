@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,6 +128,8 @@ class DdpGradients(GradientReducer):
     may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
 
     _due = _begun = False
+    _unseen = 0  # forward passes that are to be synchronised, of which no output is known
+    _graphs: Collection[Graph] = ()  # of the others; only those are here whose backward pass may still come
     _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
 
@@ -148,6 +151,7 @@ class DdpGradients(GradientReducer):
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._due = True
+        self._unseen += 1
         if self._arrivals is not None:
             self._arrivals.begin()
 
@@ -155,14 +159,24 @@ class DdpGradients(GradientReducer):
         """Has the backward pass noticed that begins at what the model returns.
 
         The first gradient may come in a pass within that one (reentrant checkpoints), whose end is not its end, or on
-        some ranks not at all.
+        some ranks not at all. Where what it was to go through is gone, and another pass follows that is not to be
+        synchronised, it does not come any more.
         """
-        if self._due:
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._pass_by, _nearest_leaf(tensor)))  # type: ignore[no-untyped-call]
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not self._due or not outputs:
+            return
+        graph = Graph()
+        if self._unseen:
+            self._unseen -= 1
+            self._graphs = weakref.WeakSet([*self._graphs, graph])
+        elif not self._begun and not self._graphs:
+            self._forget()  # a gradient for the log, say, maybe on this rank alone; this forward is of `no_sync()`
+            return
+        for tensor in outputs:
+            hook = partial(self._pass_by, _nearest_leaf(tensor), graph)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _pass_by(self, leaf: Node | None, _: torch.Tensor) -> None:
+    def _pass_by(self, leaf: Node | None, _graph: Graph, _: torch.Tensor) -> None:
         if self._due and not self._begun and (leaf is None or _accumulates(leaf)):
             self._begin()
 
@@ -200,7 +214,7 @@ class DdpGradients(GradientReducer):
             counts, self._arrivals = self._arrivals.end(), None
             self._come += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
             self._looked = 0
-        self._due = self._begun = False
+        self._forget()
         super().end_backward()
         self.finish()
         if counts:
@@ -212,8 +226,16 @@ class DdpGradients(GradientReducer):
 
     def fail_backward(self) -> None:
         """The pass that was due has raised."""
-        self._due = self._begun = False
+        self._forget()
         super().fail_backward()
+
+    def _forget(self) -> None:
+        self._due = self._begun = False
+        self._unseen, self._graphs = 0, ()
+
+
+class Graph:
+    """Lives as long as what a forward pass has left for its backward pass."""
 
 
 class Arrivals:

@@ -47,6 +47,10 @@ def gradients_alike(
         one.zero_grad()
     loss(wrapped, dist.get_rank(), step).backward()
     sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+    same_gradients(model, alone, **close)
+
+
+def same_gradients(model: nn.Module, alone: nn.Module, **close: float) -> None:
     for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param.grad.to_dense(), wanted.grad.to_dense(), **close)
 
@@ -329,6 +333,39 @@ def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
     assert_same(*results, "after all steps")
 
 
+def a_pass_that_was_given_up_on_one_rank_is_not_due_there() -> None:
+    model = dense_model()
+    alone, wrapped = copy.deepcopy(model), attached(model)
+    for step in range(STEPS):
+        if dist.get_rank() == 0:  # for the log
+            torch.autograd.grad(dense_loss(wrapped, 0, step), list(model.parameters()))
+            dense_loss(wrapped, 0, step)
+        for one in (model, alone):
+            one.zero_grad()
+        with wrapped.no_sync():
+            dense_loss(wrapped, dist.get_rank(), step).backward()
+        dense_loss(alone, dist.get_rank(), step).backward()
+        same_gradients(model, alone)
+        alone.zero_grad()
+        dense_loss(wrapped, dist.get_rank(), step + STEPS).backward()
+        for each in (step, step + STEPS):
+            sum(dense_loss(alone, rank, each) for rank in ranks()).div(len(ranks())).backward()
+        same_gradients(model, alone)
+
+
+def a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised() -> None:
+    model = dense_model()
+    alone, wrapped = copy.deepcopy(model), attached(model)
+
+    def loss(of: nn.Module, rank: int, step: int) -> torch.Tensor:
+        first = dense_loss(of, rank, step)
+        with wrapped.no_sync():
+            return first + dense_loss(of, rank, step + STEPS)
+
+    for step in range(STEPS):
+        gradients_alike(model, wrapped, alone, loss, step)
+
+
 def a_pass_that_raises_on_all_ranks_does_not_count() -> None:
     model, peer = dense_model(), dense_model()
     wrapped, alone = attached(model), peer
@@ -435,6 +472,8 @@ CASES = (
     what_a_model_returns_may_be_of_any_type,
     a_rank_may_use_no_parameter_at_all,
     only_the_pass_that_a_forward_has_asked_for_is_synchronised,
+    a_pass_that_was_given_up_on_one_rank_is_not_due_there,
+    a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised,
     a_pass_that_raises_on_all_ranks_does_not_count,
     a_copy_of_the_model_is_pytorchs,
     a_model_may_be_compiled,

@@ -124,7 +124,7 @@ class AttachedReference(Played):
             [replica.optimizer(spec) for replica in replicas] for spec in program.optimizers
         ]
         self._sparse = {name for name in program.parameters if program.kind_of(name) is BlockKind.SPARSE}
-        self._failed = self._due = self._uneven = False
+        self._failed = self._uneven = False
         super().__init__(program, replicas)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +135,6 @@ class AttachedReference(Played):
     def _pass(self, action: Backward, number: int, active: Sequence[int]) -> None:
         reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
         legal(not self._failed, "what the failed pass has left is unknown")
-        legal(not (self._due and action.apart), "it would be taken for the pass that forward() has announced")
         legal(not (reentrant and (action.inputs or penalised)), "not with reentrant checkpoints")
         fused = any(spec.rule.startswith("fused") for spec in self._program.optimizers)
         legal(not (penalised and fused), "PyTorch's own fused updates misread gradients of other strides")
@@ -149,7 +148,6 @@ class AttachedReference(Played):
             grads = torch.autograd.grad(loss, params, allow_unused=True) if names else ()
             found[rank] = [(name, grad) for name, grad in zip(names, grads, strict=True) if grad is not None]
             legal(bool(found[rank]) or not action.inputs, "autograd does not visit the model")
-        self._due = False
         if action.fails_at is not None:
             self._failed = True
             return
@@ -173,7 +171,6 @@ class AttachedReference(Played):
     def _aside(self, action: actions.Aside) -> None:
         legal(not (self._uneven and action.on), "once `join()` has been used, DDP's forward() asks all ranks")
         super()._aside(action)
-        self._due = True
 
     # ── steps, and what is done to gradients ─────────────────────────────────────────────────────────────────────
 
