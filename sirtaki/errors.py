@@ -29,11 +29,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def in_a_line(error: BaseException) -> str:
-    """Type, message and the line that has raised it: what a log says of a fault that a job goes on without."""
+def in_a_line(error: BaseException, where: str = "") -> str:
+    """Type, message and the line that has raised it: what a log says of a fault that a job goes on without.
+
+    `where`: training was then, empty = unknown.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    lines = [f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-1:]]
+    places = "; ".join(place for place in (*lines, where) if place)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{f' ({places})' if places else ''}"
 
 
 class SirtakiError(Exception):

@@ -98,6 +98,7 @@ class BanditArm:
         as_given: untried arms have their turns in the order given, the most promising first; else by lot, as printed.
         doubted: whether what the arms' space was narrowed by has turned out to be wrong.
         wider: makes arms that see the whole space, which then take over from those of their names.
+        where: says where training is, for the log of an arm's fault.
     """
 
     def __init__(
@@ -111,13 +112,14 @@ class BanditArm:
         name: str = "bandit",
         doubted: Callable[[], bool] | None = None,
         wider: Callable[[], Sequence[Arm]] | None = None,
+        where: Callable[[], str] = str,
     ) -> None:
         self.name = name
         self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
         self._as_given = as_given
-        self._doubted, self._wider = doubted, wider
+        self._doubted, self._wider, self._where = doubted, wider, where
         self._told: list[Trial] = []
         self._asked: set[str] = set()
 
@@ -193,7 +195,7 @@ class BanditArm:
             return call(self._arms[name])
         except Exception as err:
             words = "the search technique %r failed and is left out from now on, after %d trials: %s"
-            logger.warning(words, name, len(self._told), in_a_line(err))
+            logger.warning(words, name, len(self._told), in_a_line(err, self._where()))
             logger.debug("where it failed", exc_info=True)
             del self._arms[name]
             return otherwise
@@ -238,6 +240,7 @@ def default_arms(
     exploration: float = 0.2,
     as_given: bool = True,
     whole_space: KnobSpace | None = None,
+    where: Callable[[], str] = str,
 ) -> BanditArm:
     """The bandit over the named search techniques, the given planners, and what tries compressors if any are allowed.
 
@@ -253,6 +256,7 @@ def default_arms(
         as_given: planners have the first turns as given, then the techniques; else by lot, as printed.
         whole_space: what techniques choose from once trials have spoken against the planners' model, by whose word
             `space` is narrower; None = `space`.
+        where: see `BanditArm`.
 
     Raises:
         TuningError: a named technique is unknown or cannot be built, or no arm is left.
@@ -285,4 +289,5 @@ def default_arms(
         as_given=as_given,
         doubted=lambda: any(isinstance(arm, Planner) and arm.doubted for arm in planners),
         wider=None if whole_space is None or whole_space == space else lambda: techniques(whole_space),
+        where=where,
     )

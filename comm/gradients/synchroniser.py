@@ -544,9 +544,19 @@ class Synchroniser:
             error = self._with_place(err, unit)
             raise error from error.__cause__
 
+    def where(self) -> str:
+        """Where this rank is, for messages about faults that are of no unit: in which iteration of which gradients."""
+        names = self._names
+        which = f"{names[0]} … {names[-1]} ({len(names)})" if len(names) > 1 else "".join(names)
+        return f"{self._place}, gradients of {which or 'nothing'}"
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self._rank}, iteration {self.iteration}"
+
     def _with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
         """The same error, which says where this rank was: in which iteration, and at which unit of which gradients."""
-        place = f"rank {self._rank}, iteration {self.iteration}"
+        place = self._place
         if isinstance(error, CommError) and place in str(error):
             return error
         if unit is not None:

@@ -85,15 +85,6 @@ SEED = 0
 """Of all that the tuner draws: equal times give equal trials."""
 
 
-def _attempt(action: Callable[[], _T], otherwise: _T) -> _T:
-    try:
-        return action()
-    except Exception as err:
-        logger.warning("tuning goes on without planners: %s", in_a_line(err))
-        logger.debug("where they failed", exc_info=True)
-        return otherwise
-
-
 def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progress:
     """How long the warm-up may still take, what it has seen, and what runs now.
 
@@ -283,10 +274,8 @@ def _guarded(
             method(self, *args, **kwargs)
         except Exception as err:
             stays = "the default" if self._stays is None else "what ran before"
-            used = 0 if self._session is None else self._session.result.iterations_used
-            when = f" after {used} iterations" if used else ""
-            words = "tuning has failed%s and ends here; %s runs from now on: %s"
-            logger.warning(words, when, stays, in_a_line(err))
+            words = "tuning has failed and ends here; %s runs from now on: %s"
+            logger.warning(words, stays, in_a_line(err, self._where()))
             logger.debug("where it failed", exc_info=True)
             self._session, self.failed = None, True
 
@@ -313,6 +302,7 @@ class TuningCoordinator:
         arms: Sequence[Arm] | None,
         discarded_iterations: int,
         presumed: bool = True,
+        where: Callable[[], str] = str,
     ) -> None:
         """A session follows with `recall` or `search`.
 
@@ -323,10 +313,11 @@ class TuningCoordinator:
             arms: search techniques, None = the usual ones.
             discarded_iterations: after a change of knobs.
             presumed: planners are asked before trials have borne their model out.
+            where: says where training is, for the log of a fault.
         """
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
-        self._arms, self._presumed = arms, presumed
+        self._arms, self._presumed, self._where = arms, presumed, where
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
@@ -433,11 +424,11 @@ class TuningCoordinator:
             promising: what techniques choose from while trials bear the planners' model out.
             make_model: fits the planners' model; None = there is none.
         """
-        self.model = _attempt(make_model, None)
+        self.model = self._attempt(make_model, None)
         self._planners = ()
         if self.model is not None:
             make = functools.partial(make_planners, space=promising, model=self.model, presumed=self._presumed)
-            self._planners = _attempt(make, [])
+            self._planners = self._attempt(make, [])
         self._tell_pace()
         self._bandit = bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self.model)
@@ -452,12 +443,20 @@ class TuningCoordinator:
             self._cache.disprove()
             self._session.begin_search(bandit, space=space, seeds=seeds)
 
+    def _attempt(self, action: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return action()
+        except Exception as err:
+            logger.warning("tuning goes on without planners: %s", in_a_line(err, self._where()))
+            logger.debug("where they failed", exc_info=True)
+            return otherwise
+
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
         rng = np.random.default_rng(SEED)
         if self._arms is not None:
             arms = [*self._arms, *([CompressorArm(space)] if space.lossy else [])]
             window = window_for(self._budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
-            return BanditArm(arms, rng=rng, window=window)
+            return BanditArm(arms, rng=rng, window=window, where=self._where)
         build = functools.partial(
             default_arms,
             space=promising,
@@ -465,6 +464,7 @@ class TuningCoordinator:
             rng=rng,
             budget_iterations=self._budget_iterations,
             planners=self._planners,
+            where=self._where,
         )
         # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on a
         # stack of its own, so that these are not the user's with his model in them.
@@ -780,6 +780,7 @@ def _coordinator(
     default: Knobs,
     arms: Sequence[Arm] | None,
     on_streams: bool,
+    where: Callable[[], str],
 ) -> TuningCoordinator | None:
     """Collective: on rank 0, None elsewhere."""
     kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
@@ -794,6 +795,7 @@ def _coordinator(
         discarded_iterations=2 if on_streams else 1,
         # The ranks of one host communicate on the processors that compute, which no probe has shown.
         presumed=on_streams or not control.one_node,
+        where=where,
     )
 
 
@@ -881,7 +883,13 @@ class TunedSynchroniser:
             if control.size > 1 and self._space.has_choices:
                 self._drift = DriftWatch()
             self._coordinator = _coordinator(
-                settings, control, params, default=self._default, arms=arms, on_streams=self.on_streams
+                settings,
+                control,
+                params,
+                default=self._default,
+                arms=arms,
+                on_streams=self.on_streams,
+                where=self._sync.where,
             )
         if control.rank == 0 and not (carried is not None and carried.of(self._key)):
             count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
