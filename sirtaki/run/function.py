@@ -58,7 +58,7 @@ def run(
         The results, by rank.
 
     Raises:
-        ConfigError: arguments that is invalid.
+        ConfigError: an argument is invalid.
         LaunchError: the ranks could not be started, or one failed; its traceback is in the output.
     """
     from .launch import launch  # which ranks, that make the call, need not load
