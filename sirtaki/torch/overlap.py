@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -46,6 +47,8 @@ def as_at_step(device: torch.device) -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func's transforms
+            stack.enter_context(temporarily_clear_interpreter_stack())
         yield
 
 

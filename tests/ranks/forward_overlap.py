@@ -79,6 +79,10 @@ def evaluation_and_other_forwards() -> None:
             model.eval()
             torch.func.functional_call(model, dict(model.named_parameters()), (seen,))
             model.train()
+        elif number % 8 == 4:
+            torch.func.jacrev(model)(seen[0])
+        elif number % 8 == 0:
+            torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(seen)
 
     assert_same(Perceptron(), square, after=after)
     assert_same(Perceptron(), square, Signs_with_state_made_late, after=after)
