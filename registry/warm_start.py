@@ -477,7 +477,8 @@ def _scaled(knobs: Mapping[str, Any], entry: Entry, here: LinkModel | None, fact
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     changes = []
     if after["unit_bytes"] != before["unit_bytes"]:
-        changes.append(f"units {after['unit_bytes'] / before['unit_bytes']:.2g} times as large")
+        times = float(f"{after['unit_bytes'] / before['unit_bytes']:.2g}")  # 260, not 2.6e+02
+        changes.append(f"units {times:g} times as large")
     counts = [name for name in ("streams", "threads") if after[name] != before[name]]
     return changes + [f"{name} {after[name]} instead of {before[name]}" for name in counts]
 

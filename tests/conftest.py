@@ -25,13 +25,16 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 TESTS = Path(__file__).parent
 
+STARTS_RANKS = {"mpiexec", "launch", "start"}
+"""Fixtures of tests that start ranks, by mpiexec or by `sirtakirun`."""
+
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make quick` leaves out what starts ranks."""
     for item in items:
-        if "launcher" in getattr(item, "fixturenames", ()):
+        if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
 
 
