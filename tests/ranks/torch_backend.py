@@ -303,10 +303,13 @@ def many_gathers_and_sums_may_be_under_way() -> None:
     for number, numel in enumerate(numels):
         works.append(all_gather_single(whole[number], data(me(), numel, seed=number), async_op=True))
         works.append(dist.all_reduce(sums[number], async_op=True))
-    futures = [work.get_future() for work in works[::4]]
+    futures, followed = [work.get_future() for work in works[::4]], []
+    for future in futures:
+        future.then(lambda ended: followed.append(ended.done()))
     for work in reversed(works):
         work.wait()
     assert all(future.done() for future in futures)
+    assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
     for number, numel in enumerate(numels):
         for rank in ranks():
             assert torch.equal(whole[number].chunk(len(ranks()))[rank], data(rank, numel, seed=number))

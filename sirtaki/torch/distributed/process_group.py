@@ -150,6 +150,7 @@ class LaneWork(FillingWork):
         super().__init__(outputs)
         self._lanes, self._operation = lanes, operation
         self._future: torch.futures.Future[Tensors] | None = None
+        self._told, self._teller = threading.Event(), 0  # what waits for the future has run; in which thread it does
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Drives the lanes until the tensor is there; a timeout of 0 is none.
@@ -160,15 +161,19 @@ class LaneWork(FillingWork):
         limit_s = timeout.total_seconds()
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
-        if self._future is not None:
-            self._future.wait()  # the thread that ends the operation tells the future after those who wait
+        if self._future is not None and not self._tells():
+            self._told.wait()  # the thread that ends the operation tells the future after those who wait
         return True
 
     def is_completed(self) -> bool:
         """Whether it has ended, after a turn of the lanes if not; never waits."""
         if not self._operation.ended.done():
             self._lanes.drive()
-        return self._operation.ended.done() if self._future is None else self._future.done()
+        return self._operation.ended.done() and (self._future is None or self._told.is_set() or self._tells())
+
+    def _tells(self) -> bool:
+        """Whether this is called by what waits for the future."""
+        return self._teller == threading.get_ident()
 
     def exception(self) -> BaseException | None:
         """What it has failed with, if it has."""
@@ -181,10 +186,15 @@ class LaneWork(FillingWork):
         future = self._future = torch.futures.Future()
 
         def tell(ended: Future[None]) -> None:
-            if (error := ended.exception()) is None:
-                future.set_result(self._outputs)
-            else:
-                future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
+            self._teller = threading.get_ident()
+            try:
+                if (error := ended.exception()) is None:
+                    future.set_result(self._outputs)
+                else:
+                    future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
+            finally:
+                self._teller = 0
+                self._told.set()
 
         self._operation.ended.add_done_callback(tell)
         self._lanes.drive()
