@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
 from sirtaki.comm.collectives.operations import ADASUM, Kind, Signature
 from sirtaki.engine import job
+from sirtaki.errors import CommError
 
 from .compression import Compression, Compressor
 from .process_sets import ProcessSet, engine_of, global_process_set, members
@@ -145,9 +147,16 @@ def forget_all() -> None:
 
 
 def poll(handle: int) -> bool:
-    """True if `synchronize(handle)` would not block."""
+    """True if `synchronize(handle)` would not block; tensors of in-place forms are overwritten by then."""
     started = _under_way.get(handle)
-    return started is None or started.work.is_done()
+    if started is None:
+        return True
+    if not started.work.is_done():
+        return False
+    with suppress(CommError):  # which `synchronize` will raise
+        result = started.result()
+        _under_way[handle] = started._replace(deliver=lambda _: result)
+    return True
 
 
 def synchronize(handle: int) -> Any:
@@ -402,7 +411,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `allreduce_`; returns a handle. The tensor is overwritten when that is synchronised."""
+    """Collective: starts `allreduce_`; returns a handle. The tensor is overwritten once that has been waited for."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)).handle()
 
@@ -756,7 +765,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Collective: starts `broadcast_`; returns a handle. The tensor is overwritten when that is synchronised."""
+    """Collective: starts `broadcast_`; returns a handle. The tensor is overwritten once that has been waited for."""
     return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)).handle()
 
 

@@ -259,6 +259,15 @@ def poll_tells_when_it_is_done(rank: int, size: int) -> None:
     while not hvd.poll(handle):
         pass
     assert hvd.synchronize(handle).item() == 1.0
+    first, second = torch.full((3, 2), float(rank)), torch.full((2,), float(rank))
+    reduced, sent = hvd.allreduce_async_(first.t(), op=hvd.Sum), hvd.broadcast_async_(second, size - 1)
+    while not (hvd.poll(reduced) and hvd.poll(sent)):
+        pass
+    assert first.eq(sum(range(size))).all()
+    assert second.eq(size - 1).all()
+    first.zero_()  # it is the script's again
+    assert not hvd.synchronize(reduced).any()
+    assert hvd.synchronize(sent) is second
 
 
 @case
