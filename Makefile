@@ -37,12 +37,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo
 
-# Lint of what differs from main, and the tests that start no ranks.
+# Lint of what differs from main, and the short tests that start no ranks.
 quick: $(STAMP)
 	changed=$$( (git diff --name-only --diff-filter=d $$(git merge-base main HEAD 2>/dev/null || echo HEAD); \
 		git ls-files --others --exclude-standard) | grep '\.py$$' | sort -u); \
 		[ -z "$$changed" ] || { $(BIN)/ruff format --check $$changed && $(BIN)/ruff check $$changed; }
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --hypothesis-profile=quick -m "$(USUAL) and not ranks" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --hypothesis-profile=quick -m "$(USUAL) and not ranks and not lengthy" $(ARGS)
 
 # Three files at a time, also on two cores: tests of ranks wait for each other much of their time.
 test: $(STAMP)

@@ -154,6 +154,7 @@ def test_where_nearly_all_is_touched_rows_travel_without_numbers_and_where_littl
     assert model(zipf_chances(100_000, 500, 1.02)).ranked()[-1].path is SparsePath.DENSE
 
 
+@pytest.mark.lengthy
 def test_owners_pay_where_many_ranks_touch_the_same_rows() -> None:
     same = model(zipf_chances(1_000_000, 65_536, 1.03), ranks=16)
     gather, owner = (same.seconds(SparsePlan(path=path)) for path in (SparsePath.GATHER, SparsePath.OWNER))

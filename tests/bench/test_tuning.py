@@ -126,6 +126,7 @@ def test_no_registry_holds_the_job_itself_nor_another_kind_of_similarity() -> No
         assert len(place.others("size")) == 2
 
 
+@pytest.mark.lengthy
 def test_a_seed_that_is_the_optimum_is_found_by_its_first_measurement() -> None:
     job = PLACE.job()
     truth = Truth(job, optimum_s=optimum_s(job))

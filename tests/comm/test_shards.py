@@ -50,6 +50,7 @@ LEVELS = [*((size, kind, None) for size in (2, 3, 4) for kind in KINDS), (4, Tra
 """Ranks, what carries their shards, and ranks of a node where there are two levels."""
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("size", "kind", "local_size"), [*LEVELS, (6, TransportKind.GLOO, 2), (6, TransportKind.GLOO, 3)]
 )
@@ -112,6 +113,7 @@ def test_means_and_other_operations(size: int, kind: TransportKind, local_size: 
     with_lanes(size, kind, act, local_size=local_size)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", [Blockwise(), Blockwise(torch.float8_e4m3fn)], ids=["int8", "fp8"])
 @pytest.mark.parametrize(("size", "local_size"), [(2, None), (3, None), (4, 2)])
@@ -168,6 +170,7 @@ def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so(
     with_lanes(2, TransportKind.GLOO, act)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
 )
@@ -180,6 +183,7 @@ def test_ranks_that_submit_other_sizes_are_told_so(kind: TransportKind, error: t
         with_lanes(2, kind, act, timeout_s=1.0)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("size", "kind", "local_size"), LEVELS)
 def test_who_waits_for_a_rank_that_is_gone_is_told(size: int, kind: TransportKind, local_size: int | None) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:

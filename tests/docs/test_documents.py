@@ -204,6 +204,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"%(\.\d)?[sdf]", "…", node.value)
 
 
+@pytest.mark.lengthy
 def test_every_message_in_the_troubleshooting_page_exists() -> None:
     page = (DOCS / "how-to" / "troubleshooting.md").read_text()
     messages = [message for message in re.findall(r"^### `(.+)`$", page, re.MULTILINE) if message not in NOT_OURS]

@@ -151,6 +151,7 @@ def test_json_comes_back_as_the_same_entry() -> None:
     assert entry_from_json(json.loads(json.dumps(GOOD))) == make_entry()
 
 
+@pytest.mark.lengthy
 @given(st.sampled_from(PLACES), JSON)
 def test_any_value_in_any_place_is_an_entry_or_a_registry_error(path: tuple[Any, ...], value: Any) -> None:
     try:

@@ -153,6 +153,7 @@ def test_the_order_of_layers_in_a_chain_counts() -> None:
     assert fingerprint(model_graph((A, A, B, A, B, B), edges)) != fingerprint(model_graph((A, B, A, A, B, B), edges))
 
 
+@pytest.mark.lengthy
 @pytest.mark.timeout(20)
 def test_a_long_path_takes_linear_time_and_a_cycle_has_no_fingerprint() -> None:
     nodes = (A,) * 20_000

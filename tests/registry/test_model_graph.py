@@ -139,6 +139,7 @@ def test_batch_size_and_values_do_not_matter_but_shapes_do() -> None:
     assert of(4, 1) != of(5, 1)
 
 
+@pytest.mark.lengthy
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     script = (
         "import torch\n"
@@ -153,6 +154,7 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     assert done.stdout == fingerprint(capture_of(model, model(torch.randn(2, 3, 9, 9))).graph) + "\n"
 
 
+@pytest.mark.lengthy
 def test_a_graph_deeper_than_the_stack_is_walked() -> None:
     x = torch.ones(1, requires_grad=True)
     y = x
@@ -352,6 +354,7 @@ class Compiled(nn.Module):
         return y
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("how", ["outside", "inside", "in place"])
 def test_a_compiled_model_is_compiled_once_all_the_same(recorder: ModelGraphRecorder, how: str) -> None:
     from torch import _dynamo

@@ -63,6 +63,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ── any database ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_sqlite_file_is_a_store(check: Callable[[Store], None], store: Store) -> None:
     check(store)
@@ -181,6 +182,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(path: Path) -> None:
     assert store.distances(entry.key.model) == {}
 
 
+@pytest.mark.lengthy
 def test_a_file_that_may_not_be_written_is_read() -> None:
     """As another user, in a process of its own: root may write anything."""
     script = textwrap.dedent("""
@@ -521,6 +523,7 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_behind_the_first_pages_is_noticed_and_the_file_is_put_aside(
     name: str, path: Path, caplog: pytest.LogCaptureFixture
@@ -679,11 +682,13 @@ def run_here(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("n_writers", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_nothing_is_lost_when_many_processes_write_at_once(n_writers: int, tmp_path: Path) -> None:
     run_here("write_at_once", str(tmp_path / "r.db"), str(n_writers))
 
 
+@pytest.mark.lengthy
 def test_nothing_is_lost_or_half_written_when_writers_are_killed(tmp_path: Path) -> None:
     run_here("kill_while_writing", str(tmp_path / "r.db"))
 

@@ -22,6 +22,7 @@ def check(seeds: range) -> int:
     return sum(verdict.ended for verdict in verdicts)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("block", range(2))
 def test_random_histories_keep_what_was_committed_and_come_to_rest(block: int) -> None:
     assert check(range(20 * block, 20 * block + 20)) < 18  # some go on

@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from sirtaki.torch_backend import NAME, register
@@ -29,6 +30,7 @@ def test_the_package_says_so_to_torch() -> None:
     assert EntryPoint(name=NAME, value=target, group="torch.backends").load() is register
 
 
+@pytest.mark.lengthy
 def test_registering_loads_nothing_else() -> None:
     script = (
         "import sys, torch; before = set(sys.modules)\n"

@@ -109,6 +109,7 @@ def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(tran
     draw_and_torment(ranks, drawn.filter(lambda program: any(spec.lossy for spec in program.optimizers)), 50)
 
 
+@pytest.mark.lengthy
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=programs(3, features=ALL))
@@ -118,6 +119,7 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
     assert Reference(played, ALL).played == played
 
 
+@pytest.mark.lengthy
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=attached_programs(3))

@@ -188,6 +188,7 @@ for first in range(4):
 """
 
 
+@pytest.mark.lengthy
 def test_plans_do_not_depend_on_the_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
     exec(PROGRAM, {})
     here = capsys.readouterr().out
@@ -221,6 +222,7 @@ MODEL = PlanningModel(
 )
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("planner", ARMS_PLANNERS, ids=lambda planner: planner.name)
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
 def test_planners_are_arms(planner, check):
@@ -346,6 +348,7 @@ def span_s(arm, model):
     return model.simulator(ROUTE).run_knobs(arm.ask()[0].knobs).span_s
 
 
+@pytest.mark.lengthy
 @settings(max_examples=40, deadline=None)
 @given(models())
 def test_n_ways_are_never_worse_than_two_or_one(model):

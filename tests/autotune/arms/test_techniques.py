@@ -67,6 +67,7 @@ def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "make",
@@ -202,6 +203,7 @@ def test_what_is_missing_is_said_at_once_and_nothing_is_loaded(folder: Path) -> 
         require("test", "fast_one", "fast-one")
 
 
+@pytest.mark.lengthy
 def test_an_error_that_a_module_keeps_holds_nothing_of_the_caller(folder: Path) -> None:
     (folder / "slow_c.py").write_text("try:\n    import not_there\nexcept ImportError as err:\n    kept = err\n")
 
@@ -340,6 +342,7 @@ def test_building_it_says_nothing_and_leaves_optunas_logging_as_it_was(capfd: py
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.lengthy
 def test_it_asks_for_what_nobody_has_measured_and_finds_what_is_fast() -> None:
     arm = ScikitOptimizeArm(WIDE, rng=np.random.default_rng(1))
     asked: list[Proposal] = []
@@ -411,6 +414,7 @@ def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
     assert time.thread_time() - begin < 0.4
 
 
+@pytest.mark.lengthy
 def test_arms_that_no_one_has_asked_import_no_library_that_is_slow_to_load() -> None:
     program = """
 import sys

@@ -442,6 +442,7 @@ def proofs(
 PACES: list[Callable[[int], float]] = [lambda _: 1.0, lambda n: 1.01**n, lambda n: 1.0 if n < 30 else 3.0]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.2, 0.8])
 def test_where_nothing_is_faster_the_default_stays_whatever_noise_and_drift_there_is(noise: float) -> None:
     found = [
@@ -740,6 +741,7 @@ def lossy_session(seed: int) -> WarmupSession:
     return session(arm, space=LOSSY_SPACE, refine=True)
 
 
+@pytest.mark.lengthy
 def test_compressors_that_gain_nothing_are_not_kept() -> None:
     """Each proof may be wrong in one of forty jobs."""
     jobs = [Job(lossy_session(seed), noise=0.03, seed=seed).run() for seed in range(20)]
@@ -806,6 +808,7 @@ def proved_share(pairs: int, *, lead: float, scatter: float, usual: float = 0.04
     return proved / 800
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("pairs", [4, 6, 12])
 def test_intervals_of_paired_turns_hold_what_they_promise_and_find_what_there_is(pairs: int) -> None:
     assert proved_share(pairs, lead=0.0, scatter=0.04) < 0.035

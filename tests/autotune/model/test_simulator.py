@@ -451,6 +451,7 @@ def trials_on(link, *, noise=0.0, seed=0):
     return trials
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.02), (0.03, 0.15)])
 def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
     shape = [0.6 * 2 ** (n / 3) for n in range(4)]  # from 0.6 times the true G(1) to 1.2 times the true G(4)
@@ -493,6 +494,7 @@ def trials_with_threads(*, noise=0.0, threads=THREADS, seed=0):
     return trials
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.03), (0.03, 0.1)])
 def test_contention_fitted_to_spans_predicts_other_spans(noise, tolerance):
     fitted = calibrate_contention(
@@ -567,6 +569,7 @@ def missed(model: PlanningModel, trials: list[Trial]) -> float:
     return max(abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials)
 
 
+@pytest.mark.lengthy
 def test_contention_that_trials_speak_against_is_fitted_to_them() -> None:
     """Probes of a matrix product alone had shown half the rates, and computation that hardly notices."""
     probed = threads_model(

@@ -84,6 +84,7 @@ def test_what_all_have_pending_is_performed_in_one_round_and_without_an_exchange
 DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex128)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 2), (1, 1, 1), (5, 3)])
 def test_small_operations_take_no_message_of_their_own_where_ranks_are_few(

@@ -109,6 +109,7 @@ def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
     assert any(isinstance(result, kind) and all(word in str(result) for word in words) for result in results), results
 
 
+@pytest.mark.lengthy
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     begin_s = time.monotonic()
     expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not come", "START_TIMEOUT")
@@ -242,6 +243,7 @@ def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
         assert "rank 1 was killed" in str(results[rank])
 
 
+@pytest.mark.lengthy
 def test_who_comes_from_another_generation_is_refused() -> None:
     first, second = appointments(2)
     outcome: list[Any] = []

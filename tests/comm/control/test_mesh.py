@@ -304,6 +304,7 @@ def test_a_rank_that_ends_says_why() -> None:
     close(links)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "begin",
     [
@@ -336,6 +337,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_operation_on_all_others(begin: 
     close(links)
 
 
+@pytest.mark.lengthy
 def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
     links = connected(3, heartbeat_s=1.2)
     time.sleep(1.5)

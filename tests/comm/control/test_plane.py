@@ -330,6 +330,7 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
+@pytest.mark.lengthy
 def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane, "LIMIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -166,6 +166,7 @@ def test_what_fails_on_the_way_out_is_told_and_the_next_unit_goes(problem: Excep
     transport.close()
 
 
+@pytest.mark.lengthy
 def test_a_reduction_that_fails_is_told_and_a_lost_job_ends_one_that_goes_on() -> None:
     failures = FailureBoard()
     transport, inner = staged(failures=failures)

@@ -178,6 +178,7 @@ def test_a_transport_that_there_is_not_is_refused_by_all() -> None:
         on_lanes(2, lambda _: None, kind=TransportKind.NCCL)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", [SHARED, GLOO])
 def test_a_wait_for_ranks_that_do_not_come_ends_when_lanes_are_stopped(kind: TransportKind) -> None:
     def act(lanes: SparseLanes) -> None:

@@ -96,6 +96,7 @@ def test_a_stream_that_another_rank_cannot_open_is_closed_here() -> None:
     there.close()
 
 
+@pytest.mark.lengthy
 def test_threads_do_what_they_have_before_they_end_and_one_that_hangs_is_told() -> None:
     before = own_threads()
     there = transport()

@@ -103,6 +103,7 @@ def test_sums_of_any_shape_are_right_and_the_same_on_all_ranks(ranks: int, batch
     assert (aggregator.counters["sums"], aggregator.counters["parts"]) == (packets, ranks * packets)
 
 
+@pytest.mark.lengthy
 def test_sums_by_tables_are_near_and_the_same_on_all_ranks() -> None:
     with serving(by_tables=True) as (address, _):
 
@@ -140,6 +141,7 @@ def test_what_cannot_be_summed_is_refused_and_nothing_is_lost() -> None:
 # ── a bad network ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("ranks", "rows", "steps"),
     [(2, 27_500, 2), pytest.param(4, 110_000, 50, marks=[pytest.mark.slow, pytest.mark.timeout(580)])],
@@ -180,6 +182,7 @@ def test_each_part_is_added_once_through_loss_duplicates_and_reordering(ranks: i
 # ── aggregators die ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))])
 def test_a_killed_aggregator_loses_no_step(seed: int) -> None:
     """It is killed at a moment of its own in the middle of steps."""
@@ -277,6 +280,7 @@ def test_a_rank_that_is_a_step_ahead_gives_the_others_what_the_dead_one_had_told
         two.close()
 
 
+@pytest.mark.lengthy
 def test_where_nobody_answers_or_a_rank_does_not_come_there_is_an_error_in_time() -> None:
     began_s = time.monotonic()
     nobody = client_of(["127.0.0.1:9", "127.0.0.1:10"], 0, 2, SMALL)
@@ -339,6 +343,7 @@ def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> No
         assert aggregator.counters["refusals"] >= 2
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("rows", "width", "found"),
     [((100, 100), (100, 50), "ranks of this job differ"), ((99, 100), (16, 16), "ranks give")],
@@ -360,6 +365,7 @@ def test_ranks_that_differ_in_their_layout_or_rows_are_told_so(
     assert any(found in str(result) for result in results)
 
 
+@pytest.mark.lengthy
 def test_it_tells_what_it_has_counted_to_whoever_asks_with_as_long_a_packet() -> None:
     with serving() as (address, _):
         client = client_of([address], 0, 1, SMALL)
@@ -387,6 +393,7 @@ SEEDS = [
 CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 255)), max_size=4))
 
 
+@pytest.mark.lengthy
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=100) | CHANGED, min_size=1, max_size=30))
 def test_whatever_it_is_sent_it_goes_on(sent: list[Any]) -> None:

@@ -86,6 +86,7 @@ def fastest_grouping_s(job: JobModel) -> float:
     return min(steps_s)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_never_slower_than_what_ran_and_hardly_than_the_best_grouping_of_gradients(seed: int) -> None:
     job = drawn_job(seed, gradients=5, ranks=2)
@@ -97,6 +98,7 @@ def test_it_is_never_slower_than_what_ran_and_hardly_than_the_best_grouping_of_g
     assert times(search.planned(knobs, whole=True)).iteration_s <= 1.05 * fastest_grouping_s(job)
 
 
+@pytest.mark.lengthy
 def test_planners_are_asked_and_named() -> None:
     searches = [Search(drawn_job(seed), {}) for seed in range(6)]
     found = [optimize(Baseline.of(drawn_job(seed)), least_bytes=SMALL) for seed in range(6)]

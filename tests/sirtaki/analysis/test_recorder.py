@@ -749,6 +749,7 @@ for when in sys.argv[1:]:
 """
 
 
+@pytest.mark.lengthy
 def test_what_was_recorded_is_written_before_sigterm_ends_the_process() -> None:
     cases = ["before it is written", "while it is written", "after it was written", "with a handler of the script's"]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *cases], capture_output=True, text=True, check=False)

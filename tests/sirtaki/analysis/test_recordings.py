@@ -292,6 +292,7 @@ def smallest_round_trip_s(recording: Recording, one: int, other: int) -> float:
     return way_s(one, other) + way_s(other, one)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("by_s", OFFSETS_S)
 @pytest.mark.parametrize("drift", [0.0, DRIFT, -DRIFT])
 @pytest.mark.parametrize("step_s", [0.02, 0.2, 20.0])

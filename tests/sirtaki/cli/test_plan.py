@@ -49,12 +49,14 @@ def test_more_ranks_on_a_slow_link_take_longer_than_few_on_a_fast_one(
     assert min(row["efficiency"] for row in fast) > 0.5
 
 
+@pytest.mark.lengthy
 def test_a_measured_link_is_carried_over_to_more_ranks(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = rows(capsys, str(log), "--ranks", "4,2", "--measured-ranks", "2")
     assert [row["ranks"] for row in table] == sorted(row["ranks"] for row in table)
     assert {row["ranks"] for row in table} == {2, 4}
 
 
+@pytest.mark.lengthy
 def test_a_link_that_the_jobs_trials_speak_against_is_fitted_to_them(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_link_that_the_jobs_trials_speak_against_is_fitted_to_them(
     assert min(row["iteration_s"] for row in after) > 2 * min(row["iteration_s"] for row in before)
 
 
+@pytest.mark.lengthy
 def test_contention_that_was_probed_is_counted_where_the_link_is_the_measured_one(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

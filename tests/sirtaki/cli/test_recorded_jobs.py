@@ -318,6 +318,7 @@ def test_what_changes_numbers_is_said_with_a_line_of_code(drawn: Path, capsys: p
     assert (status, "there is no pass 'fp4'" in err) == (1, True)
 
 
+@pytest.mark.lengthy
 def test_a_compiled_model_gets_its_line_of_code_in_text_plan_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def iterations_until(watch: DriftWatch, spans_s: np.ndarray) -> int | None:
     return None
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("noise", [gaussian, heavy_tailed, with_hiccups, with_two_kinds_of_steps, noisy])
 def test_a_hundred_thousand_iterations_of_noise_are_no_change(noise: Noise) -> None:
     rng = np.random.default_rng(0)

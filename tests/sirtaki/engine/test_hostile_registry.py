@@ -126,6 +126,7 @@ def fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "registry.db"
 
 
+@pytest.mark.lengthy
 @given(st.data())
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
@@ -180,6 +181,7 @@ def faults() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("place", "says"), faults(), ids=lambda value: value.rpartition(".")[2])
 def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -324,6 +324,7 @@ def _several_ways_promise_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measure", lambda *_, **__: pace)
 
 
+@pytest.mark.lengthy
 @pytest.mark.usefixtures("_several_ways_promise_something")
 def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -400,6 +401,7 @@ def test_parameters_that_change_are_learned_anew() -> None:
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("kind", "streams"), [(TransportKind.GLOO, None), (TransportKind.GLOO, 3), (None, None)])
 def test_all_ranks_measure_the_same_pace(kind: TransportKind | None, streams: int | None) -> None:
     def act(control: ControlPlane) -> tuple[Pace, int, int]:

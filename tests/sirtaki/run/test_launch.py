@@ -140,6 +140,7 @@ def test_an_error_that_all_ranks_raise_is_shown_once_with_its_remedy(launch, tmp
     assert "No module named 'horovod'; with --as-horovod `import horovod` gives Sirtaki" in job.stderr
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.integration)]
 )
@@ -204,6 +205,7 @@ def test_horovods_modules_are_sirtakis_and_win_over_other_horovods(launch, tmp_p
     assert "`import horovod` gives Sirtaki" in job.stderr
 
 
+@pytest.mark.lengthy
 def test_a_function_runs_on_every_rank_and_its_results_come_back_by_rank(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ROOT)
     assert run(divmod, (17, 5), num_proc=2) == [(3, 2), (3, 2)]
@@ -225,6 +227,7 @@ def test_a_script_sees_what_the_interpreter_would_show_it(launch, tmp_path):
     assert eval(job.stdout) == [str(folder / "script é.py"), relative, "a b", ":", "", "*", "$HOME", str(folder)]
 
 
+@pytest.mark.lengthy
 def test_a_progress_bar_is_shown_while_it_moves(environ, tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, sys, time\n"
@@ -286,6 +289,7 @@ def test_an_unchanged_ddp_script_runs(launch, tmp_path):
     assert sorted(job.stdout.splitlines()) == ["[0] 0 2 [[0.5, 0.5]]", "[1] 1 2 [[0.5, 0.5]]"], job.stderr
 
 
+@pytest.mark.lengthy
 def test_a_killed_launcher_leaves_nothing_behind(environ, script):
     with hanging(environ, script) as job:
         segments = set().union(*(mapped_segments(pid) for pid in left_behind(environ)))

@@ -101,6 +101,7 @@ def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
     assert capfd.readouterr().err == expected
 
 
+@pytest.mark.lengthy
 def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "START_REPORT_S", 0.2)
     run(say(Event.STARTED, pid=os.getpid()) + "sleep 1", ranks=2)

@@ -143,6 +143,7 @@ def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[l
     return expected, found, inner.graphs
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("make", "least"),
     [
@@ -166,6 +167,7 @@ def test_a_model_that_is_smaller_than_a_part_stays_whole() -> None:
     assert inner.graphs == 1
 
 
+@pytest.mark.lengthy
 def test_gradients_come_one_part_after_the_other() -> None:
     came: dict[str, list[int]] = {}
     for name, part_bytes in (("whole", 10**9), ("early", PART_BYTES)):
@@ -186,6 +188,7 @@ def test_gradients_come_one_part_after_the_other() -> None:
     assert came["early"] == sorted(came["early"])
 
 
+@pytest.mark.lengthy
 def test_batches_of_other_sizes_are_compiled_once_with_a_size_that_is_open() -> None:
     torch.manual_seed(3)
     model = plain()
@@ -201,6 +204,7 @@ def test_batches_of_other_sizes_are_compiled_once_with_a_size_that_is_open() -> 
     assert min(compiled) >= 4
 
 
+@pytest.mark.lengthy
 def test_what_needs_no_gradients_stays_whole() -> None:
     inner = Counting()
     model = plain().eval()

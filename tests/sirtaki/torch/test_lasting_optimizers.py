@@ -75,6 +75,7 @@ def test_of_several_alike_the_newest_are_taken_for_each_other() -> None:
     assert list(detached()) == ["a#1", "a#0"]
 
 
+@pytest.mark.lengthy
 def test_a_generation_that_ends_leaves_no_gradients_and_the_next_attaches_what_fits() -> None:
     fits, does_not = Optimizer("a"), Optimizer("b")
     for optimizer in (fits, does_not):

@@ -35,6 +35,7 @@ def test_training_needs_no_mpi(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("without_mpi.py", ranks, env=ENV).stdout.count("trained") == ranks
 
 
+@pytest.mark.lengthy
 def test_a_rank_alone_loads_neither_mpi_nor_what_only_tuning_needs(tmp_path: Path) -> None:
     code = (
         "import sys, sirtaki.torch as hvd; loaded = {'networkx', 'sqlalchemy'} & {*sys.modules}; "

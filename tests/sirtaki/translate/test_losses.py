@@ -159,11 +159,13 @@ def named(translation: Translation) -> list[int]:
     return [line for line, text in translation.notes if "is not seen to be a mean or sum" in text]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
 def test_a_loss_that_can_be_followed_is_promised(name: str) -> None:
     assert named(translate((SHORT | LONG)[name])) == []
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", NAMED)
 def test_a_loss_that_mixes_samples_or_is_not_known_is_named_with_its_line(name: str) -> None:
     text = script("", NAMED[name])

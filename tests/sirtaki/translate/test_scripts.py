@@ -41,6 +41,7 @@ def text(name: str) -> str:
     return (HERE / "scripts" / f"{name}.py").read_text()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", NAMES)
 def test_a_translated_script_sets_the_epochs_of_divided_loaders_and_is_not_translated_again(name: str) -> None:
     once = translate(text(name))

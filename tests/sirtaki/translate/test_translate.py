@@ -91,6 +91,7 @@ ADDED: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", ADDED)
 def test_lines_that_a_translation_brings(name: str) -> None:
     where, lines = ADDED[name]
@@ -101,6 +102,7 @@ def test_lines_that_a_translation_brings(name: str) -> None:
     assert found == lines
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("where", "line"),
     [
@@ -289,6 +291,7 @@ AFTER: dict[str, tuple[str, tuple[str, str], list[str]]] = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", AFTER)
 def test_what_becomes_of_a_script(name: str) -> None:
     script, (old, new), texts = AFTER[name]
@@ -417,6 +420,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_with_line_and_reason(name: str) -> None:
     script, reason = REFUSED[name]

@@ -177,6 +177,7 @@ def test_a_port_answers_until_it_is_closed() -> None:
         urllib.request.urlopen(f"{address}/metrics", timeout=10)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
     count: int, capfd: pytest.CaptureFixture[str]

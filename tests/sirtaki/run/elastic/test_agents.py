@@ -156,6 +156,7 @@ time.sleep(60)
     process.wait()
 
 
+@pytest.mark.lengthy
 def test_an_agent_that_was_given_up_finds_no_driver_in_the_one_that_goes_on_without_it(crew: AgentCrew) -> None:
     (known,) = crew.agents.values()
     assert [*crew.lose(known, time.monotonic())] == [Lost("localhost", "its agent is gone")]
@@ -177,6 +178,7 @@ def program(code: str) -> str:
     return shlex.join([sys.executable, "-c", code]) + " {command}"
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -227,6 +229,7 @@ def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(tmp_path: 
     )
 
 
+@pytest.mark.lengthy
 def test_a_command_that_does_not_end_is_killed() -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(input(), flush=True); time.sleep(60)"
