@@ -53,6 +53,7 @@ def test_efficiency_falls_with_the_ranks_and_planning_beats_the_default_on_cappe
     assert 0 < min(default) < max(best) <= 1
 
 
+@pytest.mark.lengthy
 def test_a_measured_link_is_corrected_to_other_sizes():
     measured = DESCRIBED.link()
     corrected = table(link_at=lambda n: measured.rescaled(from_ranks=8, to_ranks=n))

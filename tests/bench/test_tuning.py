@@ -86,6 +86,7 @@ def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -
     assert nothing.over_default <= 1.0  # what lies next to the default runs all the same
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n"])
 def test_every_kind_of_contender_runs(name: str, truth: Truth) -> None:
     make = contenders()[name]

@@ -101,6 +101,7 @@ def test_operations_under_way_at_the_same_time_give_what_one_process_gives(
     with_lanes(size, kind, act, local_size=local_size)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("size", "kind", "local_size"), LEVELS)
 def test_means_and_other_operations(size: int, kind: TransportKind, local_size: int | None) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:

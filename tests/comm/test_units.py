@@ -169,6 +169,7 @@ def test_a_rank_that_does_not_come_is_told_after_the_time_limit() -> None:
         pipeline.finish(each)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("where", ["work", "board"])
 def test_a_failure_ends_all_that_is_under_way_and_all_that_comes(where: str) -> None:
     pipeline, router, failures = build(slots=1)

@@ -352,6 +352,7 @@ def test_large_strangers_are_paired_one_to_one(n_nodes: int) -> None:
 TITLES = ("this job", "another one")
 
 
+@pytest.mark.lengthy
 def test_a_picture_names_both_sides_and_labels_what_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "match.svg"
     draw_match(chain_graph([5, 7]), chain_graph([5] * 70), path, titles=TITLES, caption="distance 0.5")

@@ -322,6 +322,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_entry_hides_no_other_and_is_replaced(
     name: str, store: Store, path: Path, caplog: pytest.LogCaptureFixture

@@ -59,6 +59,7 @@ def test_an_empty_store_has_nothing_near(store: Store) -> None:
     assert find(store, chain_graph([1]), hosts(2)) == []
 
 
+@pytest.mark.lengthy
 def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
     """Pruning, stretches and batches must not lose anything."""
     rng = np.random.default_rng(3)

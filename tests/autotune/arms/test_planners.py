@@ -578,6 +578,7 @@ def test_the_rearranged_programme_fills_the_same_table_as_listing_1(instance, ch
     assert plan.discrete_s == pytest.approx(listing_1(compute_s, sizes, model, chunks=chunks, max_groups=len(sizes)))
 
 
+@pytest.mark.lengthy
 @settings(max_examples=60, deadline=None)
 @given(instances(), st.integers(1, 30))
 def test_theorem_2_bounds_the_plan_by_the_optimum_of_trying_all(instance, chunks):

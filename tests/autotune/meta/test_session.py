@@ -76,6 +76,7 @@ def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> 
         job.session.record([1.0])
 
 
+@pytest.mark.lengthy
 @settings(max_examples=40, deadline=None)
 @given(
     budget=st.integers(0, 120),

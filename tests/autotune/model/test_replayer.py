@@ -76,6 +76,7 @@ def test_a_server_needs_a_throughput() -> None:
         Server(name="none", totals=(1.0, 0.0))
 
 
+@pytest.mark.lengthy
 @settings(max_examples=30, deadline=None)
 @given(drawn_graphs(chained=True, slowed=True))
 def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:

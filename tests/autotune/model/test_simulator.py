@@ -463,6 +463,7 @@ def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
     assert fitted.throughput[3] == pytest.approx(TRIALS_LINK.throughput[3], rel=tolerance)
 
 
+@pytest.mark.lengthy
 def test_a_correction_finds_the_processors_time():
     link = replace(TRIALS_LINK, host_s=2e-3)
     wrong = replace(link, host_s=0.5e-3)
@@ -550,6 +551,7 @@ def test_links_that_meet_the_trials_stay_as_they_were_probed() -> None:
     )
 
 
+@pytest.mark.lengthy
 def test_few_trials_and_such_as_no_link_explains_change_nothing() -> None:
     probed = planning_model(PROBED)
     assert fitted_to_trials(probed, trials_on(TRIALS_LINK)[:4]) == probed

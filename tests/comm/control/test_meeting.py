@@ -116,6 +116,7 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
+@pytest.mark.lengthy
 def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
     expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "finds nobody at 127.0.0.1", "MASTER_ADDR")
     expect(together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "names no host")
@@ -150,6 +151,7 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
     expect(together([two[0], odd], timeout_s=10.0), ConfigError, "WORLD_SIZE is 2 on rank 0 and 3 on rank 1")
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("secrets", "words"),
     [(["a", "b"], ["do not prove themselves", "SIRTAKI_SECRET"]), (["a", None], ["SIRTAKI_SECRET is set on one"])],

@@ -31,6 +31,7 @@ def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:
     dog.close()
 
 
+@pytest.mark.lengthy
 def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 
@@ -45,6 +46,7 @@ def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytes
     assert "KeyError" in caplog.text
 
 
+@pytest.mark.lengthy
 def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 
@@ -165,6 +167,7 @@ def test_a_wait_beyond_the_limit_ends_the_job_on_all_ranks(packs: Packs) -> None
     assert all(f"rank 1 has waited 6 s for {WHAT}" in str(board.error) for board in pack.boards)
 
 
+@pytest.mark.lengthy
 def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
     packs: Packs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +184,7 @@ def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
     assert "missing: rank 2 has ended its script" in said
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("broken", [False, True])
 def test_waiting_for_a_rank_that_has_left_ends_after_a_while_or_at_once_where_a_connection_broke(
     packs: Packs, broken: bool

@@ -125,6 +125,7 @@ def parcel(sender: int, receiver: int, length: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", [SHARED, GLOO])
 @pytest.mark.parametrize("scale", [0, 1, 50_000])
 def test_parcels_arrive_as_they_were_sent(kind: TransportKind, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:

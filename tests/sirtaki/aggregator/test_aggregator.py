@@ -84,6 +84,7 @@ def assert_all_well(results: list[Any]) -> None:
             raise result
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("ranks", "batches", "layout"),
     [
@@ -207,6 +208,7 @@ def test_a_killed_aggregator_loses_no_step(seed: int) -> None:
     assert all(moves <= 1 for _, moves in results)
 
 
+@pytest.mark.lengthy
 def test_an_aggregator_that_ends_sends_ranks_to_its_standby_at_once() -> None:
     with process() as (standby, _), process() as (address, first):
 
@@ -237,6 +239,7 @@ def test_one_that_is_started_again_at_once_goes_on_without_a_standby() -> None:
         assert all(client.moves == 0 for client in clients)
 
 
+@pytest.mark.lengthy
 def test_a_rank_that_is_a_step_ahead_gives_the_others_what_the_dead_one_had_told_it() -> None:
     layout, deaf = HeatLayout(rows=500, width=4), threading.Event()
 
@@ -324,6 +327,7 @@ def refusal(address: str, layout: HeatLayout = SMALL, job: str = "other") -> str
     return str(caught.value)
 
 
+@pytest.mark.lengthy
 def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> None:
     with serving(memory_bytes=400_000, jobs=1, silent_s=0.5) as (address, aggregator):
         assert "the step needs 2.5 MiB of registers, and 0.4 MiB are free" in refusal(

@@ -92,6 +92,7 @@ def test_contention_that_was_probed_is_counted_where_the_link_is_the_measured_on
     assert iterations_s("--link-gbit", "8") == described
 
 
+@pytest.mark.lengthy
 def test_the_expected_scaling_is_plotted_as_a_page_of_its_own(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,7 @@ def test_similar_shows_the_nearest_but_not_the_entry_itself(run: Run, entries: l
     assert run("similar", entries[0].id, "--max-distance", 0.0) == ""
 
 
+@pytest.mark.lengthy
 def test_similar_draws_the_two_models(run: Run, entries: list[Entry], tmp_path: Path) -> None:
     for name, magic in (("match.png", b"\x89PNG"), ("match.svg", b"<?xml")):
         run("similar", entries[0].id, "--plot", tmp_path / name)

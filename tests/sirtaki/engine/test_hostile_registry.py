@@ -146,6 +146,7 @@ def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Pat
     tuned(registry)
 
 
+@pytest.mark.lengthy
 @given(st.data())
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_warm_up_ends_well_whatever_bytes_have_changed(entries: Path, tmp_path: Path, data: st.DataObject) -> None:

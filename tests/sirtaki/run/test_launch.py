@@ -211,6 +211,7 @@ def test_a_function_runs_on_every_rank_and_its_results_come_back_by_rank(monkeyp
     assert run(divmod, (17, 5), num_proc=2) == [(3, 2), (3, 2)]
 
 
+@pytest.mark.lengthy
 def test_a_function_that_raises_is_an_error(monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", ROOT)
     with pytest.raises(LaunchError, match="exit code 1"):

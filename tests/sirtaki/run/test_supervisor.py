@@ -108,6 +108,7 @@ def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypa
     assert "1 of 2 ranks have started" in capfd.readouterr().err
 
 
+@pytest.mark.lengthy
 def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
     marker = f"71.{os.getpid()}"
     shell = f"trap '' TERM\nsleep {marker} &\n" + say(Event.FAILED, exit_code=3) + f"sleep {marker}"
@@ -120,10 +121,12 @@ def test_a_rank_killed_without_a_word_is_noticed_though_mpiexec_is_not(capfd):
     assert "failed (killed by SIGKILL" in capfd.readouterr().err
 
 
+@pytest.mark.lengthy
 def test_a_rank_that_has_finished_may_be_gone():
     assert run(say(Event.STARTED, pid=99999999) + say(Event.FINISHED, pid=99999999) + "sleep 0.6") == 0
 
 
+@pytest.mark.lengthy
 def test_a_rank_on_another_host_is_not_looked_for_here():
     assert run(say(Event.STARTED, pid=99999999, host="elsewhere") + "sleep 0.6") == 0
 

@@ -88,6 +88,7 @@ def test_a_generation_that_ends_leaves_no_gradients_and_the_next_attaches_what_f
     assert does_not._detached == "it does not fit" != WAITING
 
 
+@pytest.mark.lengthy
 def test_what_a_function_has_left_in_cycles_is_not_attached_again() -> None:
     gc.disable()
     try:

@@ -134,6 +134,7 @@ def test_what_a_loss_is_made_of_is_left_alone_and_gradients_are_reduced_at_the_s
     assert "backward_passes_per_step=1_000_000" in lines[-1]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("body", "counted"),
     [

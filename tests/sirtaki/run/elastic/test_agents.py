@@ -115,6 +115,7 @@ def crew() -> Iterator[AgentCrew]:
     crew.close()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("at_once", "exit_code"), [(True, 137), (False, 143)])
 def test_it_ends_a_rank_as_it_is_told(crew: AgentCrew, at_once: bool, exit_code: int) -> None:
     crew.send_to(["localhost"], StartRank(worker=5, slot=0))

@@ -63,6 +63,7 @@ def test_a_file_that_cannot_be_executed_is_told_so(tmp_path: Path) -> None:
         ask_script(script(tmp_path, "echo a", mode=0o644), 1)
 
 
+@pytest.mark.lengthy
 def test_a_script_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match=r"has not ended within 0\.5 s"):
