@@ -178,6 +178,30 @@ def parameters_are_reduced_without_a_record() -> None:
             assert torch.equal(part.double(), summed(len(ranks()) * numel)[me() * numel :][:numel])
 
 
+def what_inference_mode_has_made_is_written_by_any_thread() -> None:
+    for numel, inside, asynchronous in itertools.product((5, 140_001), (True, False), (True, False)):
+        wanted = summed(numel)
+        with torch.inference_mode():
+            mine = data(me(), numel)
+            total, spread = mine.clone(), mine.repeat_interleave(2)[::2]
+            rows, part = [torch.empty_like(mine) for _ in ranks()], torch.empty_like(mine)
+        with torch.inference_mode(inside):
+            works = [
+                dist.all_reduce(total, async_op=True),
+                dist.all_reduce(spread, op=Op.AVG, async_op=True),
+                dist.all_gather(rows, mine, async_op=True),
+                dist.reduce_scatter(part, [mine] * len(ranks()), async_op=True),
+            ]
+            for work in works:
+                if asynchronous:
+                    work.get_future().wait()
+                work.wait()
+        assert torch.equal(total.double(), wanted)
+        torch.testing.assert_close(spread.double(), wanted / len(ranks()))
+        assert torch.equal(rows[-1], data(len(ranks()) - 1, numel))
+        assert torch.equal(part.double(), wanted)
+
+
 def complex_numbers_are_added() -> None:
     for numel in (5, 70_001):
         tensor = torch.complex(data(me(), numel), data(me(), numel, seed=1))
@@ -518,6 +542,7 @@ CASES = (
     tensors_need_not_be_contiguous,
     tensors_that_are_sent_on_need_not_be_contiguous,
     parameters_are_reduced_without_a_record,
+    what_inference_mode_has_made_is_written_by_any_thread,
     complex_numbers_are_added,
     many_may_be_under_way_and_be_waited_for_in_any_order,
     works_that_nobody_waits_for_end_too,

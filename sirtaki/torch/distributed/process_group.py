@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -286,6 +286,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 Tensors = list[torch.Tensor]
 
+_Given = ParamSpec("_Given")
+
 _ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between versions of torch
 
 
@@ -303,6 +305,31 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
     return all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
     )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as threads of the group may write it: without gradients, and no inference tensor.
+
+    An inference tensor may be written within `torch.inference_mode()` only, in which those threads are not.
+    """
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _outside_inference(method: Callable[_Given, Work]) -> Callable[_Given, Work]:
+    """That method, which makes tensors for threads of the group to write: see `_plain`."""
+
+    @wraps(method)
+    def outside(*args: _Given.args, **options: _Given.kwargs) -> Work:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **options)
+
+    return outside
 
 
 def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
@@ -444,6 +471,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @_outside_inference
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
         if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
@@ -458,6 +486,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options.reduceOp = opts
         return self.allreduce(tensors, options)
 
+    @_outside_inference
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.all_reduce_coalesced`."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
@@ -467,7 +496,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
         """The tensors as one: a contiguous one where it lies, others in a copy."""
-        plain = [tensor.detach() for tensor in tensors]  # parameters are written by threads that record gradients
+        plain = [_plain(tensor) for tensor in tensors]  # parameters are written by threads that record gradients
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
@@ -482,6 +511,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── reduce-scatter ───────────────────────────────────────────────────────────────────────────────────────────
 
+    @_outside_inference
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -496,6 +526,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
 
+    @_outside_inference
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.reduce_scatter_tensor`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -521,7 +552,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter(self, flat: torch.Tensor, output: torch.Tensor, start: int, opts: Any) -> Work:
-        flat, plain = flat.detach(), output.detach()
+        flat, plain = flat.detach(), _plain(output)
         target = plain.view(-1) if output.is_contiguous() else torch.empty(output.numel(), dtype=output.dtype)
 
         def copy_back() -> None:
@@ -598,24 +629,26 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-gather ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @_outside_inference
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.all_gather`."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or len(inputs) != 1 or len(outputs) != 1 or not self._gathers(outputs[0], inputs[0]):
             return self._ask("allgather", outputs, inputs, opts)
-        plain = [tensor.detach() for tensor in outputs[0]]
+        plain = [_plain(tensor) for tensor in outputs[0]]
         apart = [tensor for tensor in plain if not tensor.is_contiguous()]
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in apart]
         instead = dict(zip(map(id, apart), copies, strict=True))
         rows = [instead.get(id(tensor), tensor).view(-1) for tensor in plain]
         return self._gather(rows, inputs[0], list(zip(apart, copies, strict=True)), outputs)
 
+    @_outside_inference
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.all_gather_into_tensor`."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or not self._gathers([output], tensor):
             return self._ask("_allgather_base", output, tensor, opts)
-        plain = output.detach()
+        plain = _plain(output)
         whole = plain if plain.is_contiguous() else torch.empty(plain.shape, dtype=plain.dtype)
         return self._gather(
             whole.view(-1).chunk(self.size()), tensor, [] if whole is plain else [(plain, whole)], [output]
@@ -666,7 +699,12 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         while not isinstance(first, torch.Tensor) and first:
             first = first[0]
         on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
-        work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
+        method = getattr(self._on_cuda if on_cuda else self._inner, name)
+        if isinstance(first, torch.Tensor) and first.is_inference():
+            with torch.inference_mode():  # which its threads take over
+                inferred: Work = method(tensors, *args, **options)
+            return inferred
+        work: Work = method(tensors, *args, **options)
         return work
 
     def barrier(self, opts: Any = None) -> Work:
@@ -680,6 +718,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
+    @_outside_inference
     def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
         opts = dist.ReduceOptions() if opts is None else opts
@@ -687,7 +726,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         known = isinstance(opts, dist.ReduceOptions) and _is_ours(outputs)
         if not known or (recipe := ReduceRecipe.of(opts.reduceOp, self.size())).op == opts.reduceOp:
             return self._ask_contiguous("reduce", tensors, opts, *args, **options)
-        plain = outputs[0].detach()
+        plain = _plain(outputs[0])
         total = plain.reshape(-1).clone()
         recipe.prepare_(total)
         asked = dist.ReduceOptions()
@@ -714,7 +753,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
             return self._ask(name, tensors, *args, **options)
-        plain = [tensor.detach() for tensor in outputs]
+        plain = [_plain(tensor) for tensor in outputs]
         copies = [tensor.contiguous() for tensor in plain]
 
         def copy_back() -> None:
