@@ -179,7 +179,8 @@ def parameters_are_reduced_without_a_record() -> None:
 
 
 def what_inference_mode_has_made_is_written_by_any_thread() -> None:
-    for numel, inside, asynchronous in itertools.product((5, 140_001), (True, False), (True, False)):
+    numels = (5, 140_001) if KEEPS_WORKS else (140_001,)  # Gloo itself writes none of these in PyTorch 2.4
+    for numel, inside, asynchronous in itertools.product(numels, (True, False), (True, False)):
         wanted = summed(numel)
         with torch.inference_mode():
             mine = data(me(), numel)
@@ -333,7 +334,8 @@ def many_gathers_and_sums_may_be_under_way() -> None:
     for work in reversed(works):
         work.wait()
     assert all(future.done() for future in futures)
-    assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
+    if KEEPS_WORKS:  # older ones wait for the future, not for what follows it
+        assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
     for number, numel in enumerate(numels):
         for rank in ranks():
             assert torch.equal(whole[number].chunk(len(ranks()))[rank], data(rank, numel, seed=number))
