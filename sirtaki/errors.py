@@ -32,7 +32,9 @@ from pathlib import Path
 def in_a_line(error: BaseException, where: str = "") -> str:
     """Type, message and the line that has raised it: what a log says of a fault that a job goes on without.
 
-    `where`: training was then, empty = unknown.
+    Args:
+        error: with its traceback, if it was raised.
+        where: training was at that time; empty = unknown.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-1:]]

@@ -210,11 +210,7 @@ def _admit_nobody(listeners: set[int]) -> None:
 def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """Open a group of Gloo's as PyTorch does, which admits no stranger once its ranks are connected. Collective.
 
-    Args:
-        store: this group's alone.
-        rank: of this process in the group.
-        size: how many there are.
-        timeout: how long operations wait for other ranks.
+    The arguments are `ProcessGroupGloo`'s.
 
     Raises:
         RuntimeError: the ranks do not find each other, or there is no such interface as `GLOO_SOCKET_IFNAME` lists.

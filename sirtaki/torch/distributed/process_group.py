@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -355,19 +356,19 @@ class _AttachesDdp:
 
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
         """PyTorch's call."""
-        if self._handles is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self._handles is None or torch.compiler.is_compiling():
             return
-        if not model.require_backward_grad_sync:
+        if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
             return
-        group = model.process_group
-        ours = isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size()
-        if isinstance(group, SirtakiProcessGroup) and ours:
+        group, attaches = model.process_group, False
+        if isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size():
             reduced, self._reduced = self._reduced, group.reduced_in_backward
             if reduced in (None, self._reduced):
                 return
+            attaches = not model._join_config.enable and all(each.device.type == "cpu" for each in model.parameters())
         self._handles.pop().remove()
         self._handles = None
-        if not ours or model._join_config.enable or any(each.device.type != "cpu" for each in model.parameters()):
+        if not attaches:
             return
         from sirtaki.torch.ddp import attach
 
@@ -386,8 +387,8 @@ def _see_ddp(attach: bool, module: torch.nn.Module, name: str, inside: torch.nn.
         from torch._dynamo import trace_rules  # a second to import, and DDP's constructor does so
 
         trace_rules.add("sirtaki")  # DDP's C++ calls the group within compiled code, which is not to compile it, too
-        handles = list[RemovableHandle]()
         if attach:
+            handles = list[RemovableHandle]()
             handles.append(module.register_forward_pre_hook(_AttachesDdp(handles), prepend=True))
 
 
@@ -699,12 +700,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         while not isinstance(first, torch.Tensor) and first:
             first = first[0]
         on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
-        method = getattr(self._on_cuda if on_cuda else self._inner, name)
-        if isinstance(first, torch.Tensor) and first.is_inference():
-            with torch.inference_mode():  # which its threads take over
-                inferred: Work = method(tensors, *args, **options)
-            return inferred
-        work: Work = method(tensors, *args, **options)
+        inferred = isinstance(first, torch.Tensor) and first.is_inference()
+        with torch.inference_mode() if inferred else nullcontext():  # its threads take that over
+            work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
         return work
 
     def barrier(self, opts: Any = None) -> Work:
