@@ -5,6 +5,7 @@ open is ours. Ranks are forked, as importing PyTorch takes longer than a test. E
 went, and why.
 """
 
+import os
 import unittest
 import warnings
 from typing import Any
@@ -22,10 +23,12 @@ class OverSirtaki(distributed_test.TestDistBackend, distributed_test.Distributed
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     @classmethod
-    def _run(cls, *args: Any, **options: Any) -> None:
+    def _run(cls, rank: int, test_name: str, *args: Any, **options: Any) -> None:
+        if test_name == "test_ddp_logging_data_cpu":  # it asks for times of DDP's own all-reduces
+            os.environ["SIRTAKI_ATTACH"] = "0"
         begin = dist.init_process_group
         dist.init_process_group = lambda *of, **kind: begin(*of, **{**kind, "backend": "sirtaki"})
-        super()._run(*args, **options)
+        super()._run(rank, test_name, *args, **options)
 
 
 class Lines(unittest.TestResult):
