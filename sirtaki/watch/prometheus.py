@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import socketserver
 import threading
+import weakref
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -52,6 +55,17 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._under_way: dict[Any, None] = {}  # sockets, the oldest first
         super().__init__(address, handler)
+        _open.add(self)
+
+    def server_bind(self) -> None:
+        """As HTTP servers do, but for asking a name server what this host is called, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def close_in_child(self) -> None:
+        """In a process that the script has forked, as data loaders do: it would keep the port, and never answer."""
+        for connection in (self.socket, *self._under_way):
+            connection.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own."""
@@ -73,6 +87,17 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever asked has hung up, or asked for nonsense."""
         logger.debug("a request for metrics failed", exc_info=True)
+
+
+_open: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for server in list(_open):
+        server.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class MetricsServer:

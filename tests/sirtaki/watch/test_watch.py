@@ -177,6 +177,36 @@ def test_a_port_answers_until_it_is_closed() -> None:
         urllib.request.urlopen(f"{address}/metrics", timeout=10)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_data_loaders_worker_does_not_keep_the_port() -> None:
+    server = MetricsServer(some(), host="127.0.0.1", port=0, rank=0, size=1)
+    until, ends = os.pipe()
+    worker = os.fork()
+    if not worker:
+        os.close(ends)
+        os.read(until, 1)
+        os._exit(0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert answer.status == 200
+        server.close()
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+        MetricsServer(some(), host="127.0.0.1", port=server.port, rank=0, size=1).close()
+    finally:
+        os.close(ends)
+        os.waitpid(worker, 0)
+        os.close(until)
+
+
+def test_a_port_is_opened_without_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: str) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(socket, "getfqdn", asked)
+    MetricsServer(some(), host="127.0.0.1", port=0, rank=0, size=1).close()
+
+
 @pytest.mark.lengthy
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
