@@ -115,6 +115,9 @@ WORTHWHILE = 0.01
 LIKELY_NOISE = 0.01
 """Of the ratio of two steps, until there are more of them."""
 
+DOUBTFUL = 0.1
+"""The share of a step that a setting may gain for all that is known, from which on nothing found means little."""
+
 MEASURED = 2
 """Steps of one turn, after one that does not count."""
 
@@ -125,7 +128,10 @@ class ShardSession:
     Attributes:
         knobs: to run now; in the end those to keep.
         done: the search is over.
+        why: it ended as it did, in words.
+        doubt: the default stays, but steps scatter so much that another search may find something faster.
         proved: how much faster than the default the kept setting is; None = the default stays.
+        default_s: what a step has taken with the default in the latest turn; not a number = none has run yet.
         seen: how many times as fast as the default the fastest one looks until now; not proved.
         used: steps until now.
         budget: steps that the search may take.
@@ -137,12 +143,13 @@ class ShardSession:
         space: what may be set.
         default: what runs untuned, and stays if nothing beats it.
         budget: steps in all.
-        first: what an earlier job has found: tried before all others, and nothing else if it wins.
+        first: what an earlier job has found: tried before all others, and nothing else if it wins, or is the default.
         """
         self._space, self._default, self._left, self._first = space, default, budget, first
         self.knobs, self.done, self.tried = default, budget < 1, 1
         self.proved: Gain | None = None
         self.seen, self.used, self.budget = 1.0, 0, budget
+        self.default_s, self.why, self._missed = math.nan, "", 0.0
         self._script = self._search()
         if not self.done:
             self.knobs = next(self._script)
@@ -160,9 +167,19 @@ class ShardSession:
         except StopIteration as end:
             self.knobs, self.done = end.value, True
 
+    @property
+    def doubt(self) -> bool:
+        """See above."""
+        return self.proved is None and self._missed > DOUBTFUL
+
     def _search(self) -> Generator[ShardKnobs, float, ShardKnobs]:
         best, refused = self._default, {self._default}
-        if self._first is not None and self._first in self._space and self._first != best:
+        if self._first == best:
+            self.why = "an earlier job has found nothing faster"
+            yield best
+            return best
+        self.why = "beat the default in paired turns"
+        if self._first is not None and self._first in self._space:
             self.tried += 1
             self.proved = yield from self._duel(self._first, best)
             if self.proved is not None:
@@ -176,10 +193,14 @@ class ShardSession:
             if (won := (yield from self._duel(rival, best))) is not None:
                 best = rival
                 self.seen *= won.times
-        if best == self._default:
-            return best
-        self.proved = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
-        return best if self.proved is not None else self._default
+        if best != self._default:
+            self.proved = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
+        if self.proved is None:
+            self.why = "nothing was proved to beat the default in paired turns"
+            if self.doubt:
+                self.why += ": steps scatter, others seem to use the host or the network"
+            return self._default
+        return best
 
     def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, Gain | None]:
         """By how much the rival is faster; None if that is not clear."""
@@ -198,11 +219,11 @@ class ShardSession:
             if lead < -CLEAR * error or lead > max(CLEAR * error, WORTHWHILE):
                 break
             if lead + CLEAR * error < WORTHWHILE or self._left < 2 * (MEASURED + 1):
-                return None
-        lead, error = statistics.median(leads), _error(leads)
-        if len(leads) < LEAST_PAIRS or lead <= max(CLEAR * error, WORTHWHILE):
+                break
+        lead, half = statistics.median(leads), CLEAR * _error(leads)
+        if len(leads) < LEAST_PAIRS or lead <= max(half, WORTHWHILE):
+            self._missed = max(self._missed, lead + half)
             return None
-        half = CLEAR * error
         return Gain(times=math.exp(lead), low=math.exp(lead - half), high=math.exp(lead + half))
 
     def _turn(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
@@ -210,7 +231,10 @@ class ShardSession:
         spans_s = []
         for _ in range(MEASURED):
             spans_s.append((yield knobs))  # noqa: PERF401 - no comprehension can yield
-        return statistics.fmean(spans_s)
+        span_s = statistics.fmean(spans_s)
+        if knobs == self._default:
+            self.default_s = span_s
+        return span_s
 
 
 def _error(leads: Sequence[float]) -> float:

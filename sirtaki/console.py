@@ -23,6 +23,9 @@ LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 
 CELLS = 10
 
+NO_LOG = "; no trial log is written"
+"""Ends a line of a job that has been asked for one."""
+
 _BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, remembers where it was, goes there
 _BACK, _CLEAR = "\x1b8", "\x1b[J"
 
@@ -167,6 +170,18 @@ def tuning_ahead(settings: Settings) -> str:
         f"other settings are tried in the first {settings.warmup_iterations} steps, and one is kept if it is proved to "
         "be faster (SIRTAKI_TUNE=0: none)"
     )
+
+
+def tuning_off(settings: Settings) -> str:
+    """Why a job does not tune, as a part of a line."""
+    return f"tuning is off ({'SIRTAKI_WARMUP_ITERATIONS' if settings.tune else 'SIRTAKI_TUNE'}=0)"
+
+
+def at_most(left_s: float) -> str:
+    """How much longer something may take: `less than 1 s`, `at most 7 s`, `at most 3 minutes`."""
+    if left_s < 1.0:
+        return "less than 1 s"
+    return f"at most {left_s:.0f} s" if left_s < 100.0 else f"at most {left_s / 60.0:.0f} minutes"
 
 
 def progress_every_s() -> float:

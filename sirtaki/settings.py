@@ -274,6 +274,11 @@ class Settings:
     warnings: tuple[str, ...] = ()
 
     @property
+    def tunes(self) -> bool:
+        """The job may try settings."""
+        return self.tune and self.warmup_iterations > 0
+
+    @property
     def missing_ranks_limit_s(self) -> float | None:
         """Seconds after which missing ranks are an error; None = never."""
         return self.stall_shutdown_s if self.stall_check else None

@@ -378,7 +378,7 @@ class SparseReductions:
         self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
-                settings.tune and settings.warmup_iterations > 0,
+                settings.tunes,
                 settings.transport if settings.transport in HOST_KINDS else None,
                 settings.streams,
             )

@@ -44,13 +44,23 @@ from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.console import Progress, progress_every_s, start_logging, tell_progress, tuning_ahead
+from sirtaki.console import (
+    NO_LOG,
+    Progress,
+    at_most,
+    progress_every_s,
+    start_logging,
+    tell_progress,
+    tuning_ahead,
+    tuning_off,
+)
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.lanes import open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
+from sirtaki.measures import in_ms
 from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
@@ -162,6 +172,9 @@ class Attached:
         # Models are garbage-collected at different times on different ranks, in the middle of anything.
         weakref.finalize(model, self._connections.leave).atexit = False
         atexit.register(self._connections.close)
+        if not self._connections.lanes and dist.get_rank() == 0:
+            no_log = NO_LOG if settings.trial_log else ""
+            logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
         self._tuning = _Tuning(self, next(iter(self._connections.lanes.values()), None), settings)
         for each in self._sharded:
             each.module.set_custom_all_gather(_Gather(self, each.group))
@@ -185,6 +198,10 @@ class Attached:
         """How the shards travel, in words."""
         kinds = {lanes.kind.value for lanes in self._connections.lanes.values()}
         return f"{' and '.join(sorted(kinds))}, {self.knobs.describe()}"
+
+    def searching(self, now: bool) -> None:
+        """The tuner has begun, or decided; who ends before that is told so."""
+        self._connections.searching = now
 
     def note_scatter(self) -> None:
         """Gradients of this step leave."""
@@ -286,19 +303,33 @@ class Attached:
 
 def describe_progress(session: ShardSession) -> Progress:
     """How far the search has come, and what it has seen."""
-    seen = "nothing seen that beats the untuned setting"
+    now = session.knobs.describe()
+    if not math.isfinite(session.default_s):
+        return Progress(used=session.used, at_most=session.budget, now=f"measuring the default: {now}")
+    best_s = session.default_s / session.seen
+    seen, steps = "nothing seen that beats the default", in_ms(best_s)
     if session.seen > 1.0:
-        seen = f"fastest seen so far, not yet proved: {100 * (session.seen - 1):.2g} % faster than untuned"
-    return Progress(used=session.used, at_most=session.budget, seen=seen, now=f"trying: {session.knobs.describe()}")
+        seen = f"fastest seen so far, not yet proved: {in_ms(session.default_s - best_s)} a step less"
+        steps = f"{in_ms(session.default_s)} → {steps}"
+    return Progress(
+        used=session.used,
+        at_most=session.budget,
+        left=at_most((session.budget - session.used) * session.default_s),
+        seen=seen,
+        aside=f" ({steps})",
+        now=f"comparing in turns: {now}",
+    )
 
 
 def describe_result(session: ShardSession, setting: str) -> str:
     """What the search has found, in one line."""
-    found = "nothing was proved to be faster, the untuned setting stays"
+    found = "the default stays"
     if session.proved is not None:
-        found = f"steps are {session.proved.describe()}, than untuned"
-    plural = "" if session.tried == 1 else "s"
-    return f"tuned in {session.used} steps with {session.tried} setting{plural}: {found}; {setting}"
+        after_s = session.default_s / session.proved.times
+        found = f"steps are {session.proved.describe()}: {in_ms(after_s)} instead of {in_ms(session.default_s)}"
+    steps, settings = f"{session.used} step", f"{session.tried} setting"
+    steps, settings = (one + ("" if one.startswith("1 ") else "s") for one in (steps, settings))
+    return f"tuned in {steps} with {settings}: {found}; {setting} ({session.why})"
 
 
 class _Tuning:
@@ -309,7 +340,7 @@ class _Tuning:
 
     def __init__(self, attached: Attached, lanes: ShardLanes | None, settings: Settings) -> None:
         self._attached, self._lanes, self._settings = attached, lanes, settings
-        self._active = lanes is not None and settings.tune and settings.warmup_iterations > 0
+        self._active = lanes is not None and settings.tunes
         self._session: ShardSession | None = None  # on rank 0, as the next one
         self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
         self._begun_s: float | None = None
@@ -331,6 +362,7 @@ class _Tuning:
             topology = cluster_fingerprint(control, self._settings) if remembers else ""
             if control.rank == 0:
                 self._session = self._begin(self._lanes, topology)
+                self._attached.searching(True)
             return
         span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
         told: tuple[ShardKnobs, bool] | None = None
@@ -389,7 +421,7 @@ class _Tuning:
                     name: value for name, value in fixed_knobs(settings, lossy).items() if name in ("streams", "lossy")
                 },
             )
-        first = None if self._key is None else self._recall(self._key, space)
+        first = None if self._key is None else self._recall(self._key, space, default)
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first)
 
     def _allowed(self, lanes: ShardLanes) -> tuple[str, ...]:
@@ -413,8 +445,10 @@ class _Tuning:
 
     def _end(self) -> None:
         if (session := self._session) is not None:
-            logger.info("%s", describe_result(session, self._attached.describe()))
-            if self._key is not None and session.tried > 1:  # takes the place of what a job like this one has found
+            self._attached.searching(False)
+            stored = False
+            # In the place of what a job like this one has found; where there is doubt, the next one searches anew.
+            if self._key is not None and session.tried > 1 and not session.doubt:
                 way = ShardWay(
                     key=self._key,
                     memory_bytes=self._settings.fsdp_memory,
@@ -423,9 +457,11 @@ class _Tuning:
                     gain=0.0 if session.proved is None else 1.0 - 1.0 / session.proved.times,
                     created_s=time.time(),
                 )
-                self._attempt(lambda store: store.save_way(way), False)
+                stored = self._attempt(lambda store: store.save_way(way), False)
+            told = describe_result(session, self._attached.describe())
+            logger.info("%s%s", told, "; stored in the registry" if stored else "")
 
-    def _recall(self, key: ShardsKey, space: ShardSpace) -> ShardKnobs | None:
+    def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
         """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
         since_s, found = time.time() - STALE_AFTER_S, list[tuple[int, ShardKnobs]]()
         for way in self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]()):
@@ -435,7 +471,8 @@ class _Tuning:
         if not found:
             return None
         _, knobs = min(found, key=lambda one: one[0])
-        logger.info("an earlier job has found for these shards: %s", knobs.describe())
+        what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
+        logger.info("found these shards in the registry: %s", what)
         return knobs
 
     def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
@@ -459,7 +496,10 @@ class _Connections:
 
     Attributes:
         lanes: by the ranks of the group; not of those of one rank.
+        searching: the tuner has not decided yet; on the rank that decides.
     """
+
+    searching = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -490,8 +530,7 @@ class _Connections:
                 how = f"shared memory within nodes, {streams} connections from each rank to every other node"
             elif lanes.kind is not TransportKind.SHARED_MEMORY:
                 how = f"{streams} connections to each other rank"
-            tunes = settings.tune and settings.warmup_iterations > 0
-            then = tuning_ahead(settings) if tunes else "tuning is off"
+            then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
@@ -503,6 +542,9 @@ class _Connections:
     def close(self) -> None:
         """Collective in so far as ranks take leave of each other, for some seconds at most."""
         lanes, self.lanes = self.lanes, {}
+        if self.searching:
+            self.searching = False
+            logger.info("training ends while settings are tried: none is kept, the next job begins anew")
         for mesh, each in zip(self._meshes, lanes.values(), strict=False):
             deadline_s = time.monotonic() + LEAVE_S
             with suppress(CommError):  # then all know already

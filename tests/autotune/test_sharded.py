@@ -67,6 +67,19 @@ def test_what_an_earlier_job_has_found_is_tried_first_and_dropped_if_it_is_wrong
     assert steps <= 20 or not helps
 
 
+def test_where_an_earlier_job_has_found_nothing_faster_no_search_begins() -> None:
+    session, steps = played(lambda knobs: 1.0, first=DEFAULT)
+    assert (session.knobs, session.tried, steps) == (DEFAULT, 1, 1)
+
+
+def test_nothing_found_while_steps_scatter_is_no_answer() -> None:
+    quiet, busy = (played(lambda knobs: 1.0, noise=noise, budget=100)[0] for noise in (0.01, 0.5))
+    assert not quiet.doubt
+    assert busy.doubt
+    assert "others seem to use the host" in busy.why
+    assert not played(lambda knobs: 0.5 if knobs.kept else 1.0)[0].doubt, "a proved gain leaves none"
+
+
 def test_a_setting_that_cannot_be_run_is_not_kept() -> None:
     session, _ = played(lambda knobs: math.inf if knobs.streams > 3 else 1.0)
     assert session.knobs == DEFAULT

@@ -312,7 +312,7 @@ class TuningCache:
                 history = tuple(trial for trial in trials if trial.knobs.cuts is None or same_order)
                 return CacheHit(
                     history=history,
-                    message=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
+                    message=f"found an unfinished tuning phase of {own.describe()} in the registry: going on after "
                     f"{len(history)} trials",
                 )
             knobs = Knobs.from_json(own.knobs)

@@ -352,7 +352,7 @@ class TrialLog:
             arm=winners[-1].arm,
             span_s=winners[-1].span_s,
             default_span_s=self.default.span_s if self.default else None,
-            reason="the warm-up had not ended when the log did",
+            reason="the tuning phase had not ended when the log did",
         )
 
 

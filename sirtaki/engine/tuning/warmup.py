@@ -47,7 +47,7 @@ from sirtaki.comm.plan import (
 )
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.console import Progress, progress_every_s, tell_progress, tuning_ahead
+from sirtaki.console import NO_LOG, Progress, at_most, progress_every_s, tell_progress, tuning_ahead, tuning_off
 from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster, in_ms
 from sirtaki.settings import Settings
@@ -97,7 +97,7 @@ def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progres
     known = math.isfinite(default_s) and math.isfinite(best_s)
     left = seen = aside = ""
     if known and usual is not None:
-        left = _seconds((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
+        left = at_most((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
     if known and not result.tuned:
         seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
     elif known:
@@ -118,12 +118,6 @@ def _a_step(usual: StepTime | None, *spans_s: float) -> str:
     if usual is None:
         return ""
     return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
-
-
-def _seconds(at_most_s: float) -> str:
-    if at_most_s < 1.0:
-        return "less than 1 s"
-    return f"at most {at_most_s:.0f} s" if at_most_s < 100.0 else f"at most {at_most_s / 60.0:.0f} minutes"
 
 
 def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
@@ -219,7 +213,7 @@ def allowed_compressors(
         return ()
     if reduction.compression is not None or reduction.wire_dtype:
         why = "compression= of the optimizer says how these gradients travel"
-    elif not settings.tune or settings.warmup_iterations == 0:
+    elif not settings.tunes:
         why = "nothing is tuned"
     elif reduction.op is not ReduceOp.SUM:
         why = "gradients are neither summed nor averaged"
@@ -381,7 +375,7 @@ class TuningCoordinator:
             self._stays = here.knobs
             return True
         if here is not None and here.trials:
-            logger.info("the warm-up goes on after %d trials", len(here.trials))
+            logger.info("tuning goes on after %d trials", len(here.trials))
             self._hit = replace(self._hit, history=here.trials)
         elif possible:
             self._suggested = [possible[0].knobs]
@@ -583,7 +577,7 @@ class TuningCoordinator:
             result = session.result
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
-                    "the job ends before its warm-up; until now %s; stored in the registry, the next job goes on",
+                    "the job ends while settings are tried; until now %s; stored in the registry, the next job goes on",
                     describe_result(result, self.times.usual, self._name(result.arm)),
                 )
         self._log.close()
@@ -758,9 +752,6 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
     return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)
 
 
-NO_LOG = "; no trial log is written"
-
-
 def without_others(settings: Settings) -> str:
     """What happens on one rank, in one line."""
     return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
@@ -768,8 +759,7 @@ def without_others(settings: Settings) -> str:
 
 def without_tuning(settings: Settings, default: Knobs) -> str:
     """What runs in a job that is not tuned, in one line."""
-    why = "SIRTAKI_TUNE=0" if not settings.tune else "SIRTAKI_WARMUP_ITERATIONS=0"
-    return f"{default.describe()}; tuning is off ({why}){NO_LOG if settings.trial_log else ''}"
+    return f"{default.describe()}; {tuning_off(settings)}{NO_LOG if settings.trial_log else ''}"
 
 
 def _coordinator(
@@ -872,7 +862,7 @@ class TunedSynchroniser:
         self.knobs = self._default
         self._total_bytes, self._told_s = total_bytes, math.nan
         self._arms = arms
-        self.tuning = settings.tune and settings.warmup_iterations > 0
+        self.tuning = settings.tunes
         self.overlap = ForwardOverlap(control, wanted=overlaps, tries=self.tuning)
         self._assignment: AssignmentUnderWay | None = None
         self._profiled: IterationReport | None = None

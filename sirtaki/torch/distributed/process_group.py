@@ -407,13 +407,13 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
     if size == 1:
         logger.info("process group of one rank: nothing is sent")
         return
-    then = "nothing is tuned: ddp.attach(model) does that"
+    then = "gradients of DDP are reduced in its buckets, untuned (SIRTAKI_ATTACH=0): ddp.attach(model) tunes them"
     if settings.attach:
-        then = "DDP's gradients are tuned from its second step on (SIRTAKI_ATTACH=0: not)"
+        tuned = "averaged, untuned," if not settings.tunes else "tuned"
+        then = f"gradients of models under DDP are {tuned} from their second step on (SIRTAKI_ATTACH=0: left to DDP)"
     logger.info(
         "process group of %d ranks: sums and gathers of large CPU tensors go through shared memory within a host, over "
-        "several connections between hosts, the rest through Gloo; %s "
-        '(init_process_group("gloo"): without Sirtaki)',
+        "several connections between hosts, the rest through Gloo; %s",
         size,
         then,
     )

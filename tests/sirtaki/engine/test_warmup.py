@@ -37,7 +37,7 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     env["SIRTAKI_TRIAL_LOG"] = str(tmp_path / "second.jsonl")
     second = run_ranks("tuning.py", ranks, 90, env=env).stderr
     # On a host that is too busy to prove anything the next job goes on instead.
-    assert re.search("found (an unfinished warm-up of )?Sequential", second)
+    assert re.search("found (an unfinished tuning phase of )?Sequential", second)
     # What was kept is what runs first; whether it is kept again is up to the noise of a busy machine.
     assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
@@ -65,10 +65,10 @@ def test_a_remembered_setting_is_where_a_short_search_begins_if_the_link_has_cha
 @pytest.mark.slow
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
     first = run_ranks("tuning.py", 2, 15).stderr
-    assert "the job ends before its warm-up" in first
+    assert "the job ends while settings are tried" in first
     assert "the next job goes on" in first
     second = run_ranks("tuning.py", 2, 130).stderr
-    assert "found an unfinished warm-up" in second
+    assert "found an unfinished tuning phase" in second
     assert "tuned in" in second
 
 

@@ -9,6 +9,7 @@ from msgspec import structs
 from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
+from sirtaki.autotune.sharded import ShardKnobs, ShardSession, ShardSpace
 from sirtaki.errors import ConfigError
 from sirtaki.registry.entry import ShardWay
 from sirtaki.registry.safe_store import open_store
@@ -42,6 +43,36 @@ def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str)
     """Those that a search has run, in order; the last one is what it has kept."""
     tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
+
+
+def search(faster_times: float, steps: int | None = None) -> ShardSession:
+    """Of a job whose steps take 0.3 s, and with two streams so many times less; None = to its end."""
+    space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100))
+    session = ShardSession(space, ShardKnobs(streams=1), budget=100)
+    while not session.done and session.used != steps:
+        session.record(0.3 / faster_times if session.knobs.streams == 2 else 0.3)
+    return session
+
+
+def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_proved() -> None:
+    untuned = "1 stream, gathers 1 ahead and 1 behind"
+    line = fsdp.describe_progress(search(1.2, 0)).line()
+    assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
+    line = fsdp.describe_progress(search(1.2, 3)).line()
+    assert line.startswith(
+        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms)"
+    )
+    progress = fsdp.describe_progress(search(1.2, 50))
+    seen = "fastest seen so far, not yet proved: 50 ms a step less"
+    assert f"{seen} (300 ms → 250 ms); now comparing in turns: " in progress.line()
+    assert progress.bar() == f"tuning [#####.....] 50/100; {seen}"
+
+
+def test_the_result_says_what_was_proved_with_its_interval() -> None:
+    said = fsdp.describe_result(search(1.2), "sockets")
+    assert "steps are 20 % faster, ± 1: 250 ms instead of 300 ms; sockets (beat the default in paired turns)" in said
+    said = fsdp.describe_result(search(1.0), "sockets")
+    assert "the default stays; sockets (nothing was proved to beat the default in paired turns)" in said
 
 
 @pytest.mark.integration

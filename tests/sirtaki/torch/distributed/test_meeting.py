@@ -15,3 +15,21 @@ from rank_jobs import ONLY_OVER_MPI, OVER_MESH
 def test_ranks_meet(run_ranks: RunRanks, env: dict[str, str]) -> None:
     told = run_ranks("torch_backend_meeting.py", 3, env=env).stdout.splitlines()
     assert sorted(told) == [f"rank {rank} of 3: 3" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("SIRTAKI_REGISTRY=off", "are tuned from their second step on (SIRTAKI_ATTACH=0: left to DDP)"),
+        ("SIRTAKI_TUNE=0", "are averaged, untuned, from their second step on"),
+        pytest.param("SIRTAKI_ATTACH=0", "untuned (SIRTAKI_ATTACH=0): ddp.attach", marks=pytest.mark.integration),
+        pytest.param("SIRTAKI_LOG=warning", "", marks=pytest.mark.integration),
+    ],
+)
+def test_the_group_says_once_what_happens_to_gradients_and_how_to_switch_it_off(
+    run_ranks: RunRanks, name: str, says: str
+) -> None:
+    variable, _, value = name.partition("=")
+    told = run_ranks("torch_backend_meeting.py", 2, env={**OVER_MESH, variable: value}).stderr
+    assert told.count("process group of 2 ranks") == (1 if says else 0)
+    assert says in told
