@@ -58,9 +58,9 @@ def attach(
 
     Raises:
         ConfigError: the model's process group has not all ranks in it, or Sirtaki has been initialised with other
-            ones; or DDP's own mixed precision is on.
+            ones, or with ranks that come and go; or the model has been attached already, or has a communication hook
+            or another option of DDP's that reduces its gradients in another way, as its mixed precision.
         MismatchError: on all ranks, if their models differ.
-        RuntimeError: DDP has a communication hook already.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"attach() takes a DistributedDataParallel model, not a {type(model).__name__}")
