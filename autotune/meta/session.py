@@ -575,7 +575,7 @@ class WarmupSession:
     @property
     def result(self) -> SessionResult:
         """What was found; before the end, the best so far if it beats the default by more than the noise."""
-        knobs, reason, gain = self._outcome or (self._best_so_far(), "the warm-up was cut short", None)
+        knobs, reason, gain = self._outcome or (self._best_so_far(), "the tuning phase was cut short", None)
         setting, default_s = self._setting(knobs), self._setting(self._default).span_s
         return SessionResult(
             knobs=knobs,

@@ -123,7 +123,8 @@ class Observed:
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
         except (OSError, OverflowError) as err:
-            logger.warning("metrics cannot be had at %s:%d: %s", host, port, err)
+            words = "metrics cannot be had at %s:%d, and training goes on without (SIRTAKI_METRICS_PORT): %s"
+            logger.warning(words, host, port, err)
             return None
 
     def _count(self) -> Totals:

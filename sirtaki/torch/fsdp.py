@@ -544,7 +544,7 @@ class _Connections:
         lanes, self.lanes = self.lanes, {}
         if self.searching:
             self.searching = False
-            logger.info("training ends while settings are tried: none is kept, the next job begins anew")
+            logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for mesh, each in zip(self._meshes, lanes.values(), strict=False):
             deadline_s = time.monotonic() + LEAVE_S
             with suppress(CommError):  # then all know already

@@ -573,13 +573,14 @@ class TuningCoordinator:
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""
         session, self._session = self._session, None
-        if session is not None and not self._retuning:
+        if session is not None and not self._retuning and session.trials:
             result = session.result
-            if self._cache.keep(result, session.trials, complete=False, links=self._links):
-                logger.info(
-                    "the job ends while settings are tried; until now %s; stored in the registry, the next job goes on",
-                    describe_result(result, self.times.usual, self._name(result.arm)),
-                )
+            stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
+            logger.info(
+                "the job ends while settings are tried; until now %s; %s",
+                describe_result(result, self.times.usual, self._name(result.arm)),
+                "stored in the registry, the next job goes on" if stored else "the next job begins anew",
+            )
         self._log.close()
 
     @_guarded

@@ -373,7 +373,7 @@ def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
     job.run(5)
     assert not job.session.done
     assert job.result.knobs == BEST
-    assert job.result.reason == "the warm-up was cut short"
+    assert job.result.reason == "the tuning phase was cut short"
 
 
 def test_a_job_cut_short_goes_on_where_it_was() -> None:

@@ -72,6 +72,11 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
     assert "tuned in" in second
 
 
+def test_a_job_that_ends_early_and_remembers_nothing_says_so(run_ranks: RunRanks) -> None:
+    told = run_ranks("tuning.py", 2, 15, env={"SIRTAKI_REGISTRY": "off"}).stderr
+    assert re.search(r"the job ends while settings are tried; until now tuned in .* the next job begins anew", told)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(360)  # three jobs, and the machine may be busy
 def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: RunRanks, tmp_path: Path) -> None:
