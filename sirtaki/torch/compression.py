@@ -1,4 +1,6 @@
-"""How tensors are made smaller for the wire: Horovod's `Compression`, with bfloat16 besides float16."""
+"""How tensors are made smaller for the wire: Horovod's `Compression`, and what it has not: bfloat16, int8, fp8, top-k,
+PowerSGD and codecs of the user's own.
+"""
 
 from typing import Any, ClassVar
 
@@ -67,7 +69,8 @@ class BF16Compressor(_CastCompressor):
 class LossyCompressor(Compressor):
     """Gradients lose something on their way, which is given back in the next step; see `sirtaki.comm.compress`.
 
-    For `DistributedOptimizer` and `ddp.attach`.
+    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` takes those that pack numbers one by one, without giving
+    anything back.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -120,7 +123,7 @@ class Compression:
 
     The last four lose something of each gradient, and give it back in the next step (error feedback). They are for
     `DistributedOptimizer` and `ddp.attach`, and compress what hosts send to each other: between ranks that share
-    memory, and on GPUs, gradients travel as they are.
+    memory, and on GPUs, gradients travel as they are. `fsdp.attach` takes all but the last two, and gives nothing back.
     """
 
     none = NoneCompressor

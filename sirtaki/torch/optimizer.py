@@ -688,6 +688,7 @@ def DistributedOptimizer(
         ValueError: an argument is invalid, the optimizer is a distributed one already, or (on all ranks) one of its
             parameters belongs to another distributed optimizer with other options, or (with `overlap_forward=True`) it
             does not update each parameter by itself.
+        NotImplementedError: Adasum of some of the ranks, or of a number that is no power of two.
         MismatchError: on all ranks, if their models differ.
     """
     require_plain(optimizer)

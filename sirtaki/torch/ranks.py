@@ -31,7 +31,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     """
 
     def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
-        """Args.
+        """Deals out nothing yet.
 
         Args:
             order: yields the indices of all ranks; finite.

@@ -212,13 +212,15 @@ class State(_KeepsNoCommits, ABC):
             callback()
 
     def commit(self) -> None:
-        """Saves the state, and looks whether hosts have changed. Collective where ranks come and go.
+        """Saves the state, and looks whether hosts have changed.
 
-        When it returns, or raises `HostsUpdatedInterrupt`, all ranks hold what was saved.
+        Collective where ranks come and go or checkpoints are written: when it returns, or raises
+        `HostsUpdatedInterrupt`, all ranks hold what was saved. Elsewhere each rank saves by itself.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, hosts have come or gone.
             HorovodInternalError: a rank is lost.
+            SystemExit: this rank was sent SIGTERM, and what was saved is on disk.
         """
         self.save()
         self.check_host_updates()
@@ -296,11 +298,11 @@ class ObjectState(State):
         return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
-        """Keep a copy of the values in memory, beside the copy before it."""
+        """Keeps a copy of the values in memory, beside the copy before it."""
         self._commits.write(self._tree())
 
     def restore(self) -> None:
-        """Go back to the values of the newest whole copy."""
+        """Goes back to the values of the newest whole copy."""
         self._put_back(self._commits.newest)
 
     def _put_back(self, commit: Commit) -> None:
@@ -308,7 +310,7 @@ class ObjectState(State):
             setattr(self, name, copied(value))
 
     def sync(self) -> None:
-        """Collective: take over rank 0's values, and keep a copy of them."""
+        """Collective: takes over rank 0's values, and keeps a copy of them."""
         for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
             setattr(self, name, value)
         self.save()
