@@ -37,6 +37,9 @@ from .router import Router
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
+LEAST_BYTES = 128 << 10
+"""A tensor of less than one unit for each stream is cut into equal parts, one for each, of at least this size."""
+
 LATE_S = 0.5
 """How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
 
@@ -244,15 +247,16 @@ class UnitPipeline:
         """With `_issuing`: sends off what fits into the window. Returns what has gone wrong."""
         while self._waiting and len(self._in_flight) < self._window:
             reduction = self._waiting[0]
-            step = self._unit_bytes // reduction.source.itemsize
-            low, high = self._position, min(self._position + step, reduction.source.numel())
+            itemsize, numel = reduction.source.itemsize, reduction.source.numel()
+            step = min(max(-(-numel // self._streams), LEAST_BYTES // itemsize), self._unit_bytes // itemsize)
+            low, high = self._position, min(self._position + step, numel)
             try:
                 self._in_flight.append(self._begin(reduction, low, high))
             except Exception as err:  # whatever it is, those who wait must hear of it
                 return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
             self._issued += 1
             self._position = high
-            if high == reduction.source.numel():
+            if high == numel:
                 self._waiting.popleft()
                 self._position = 0
         return None

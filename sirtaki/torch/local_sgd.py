@@ -330,7 +330,7 @@ class LocalSGD:
         tail = _Tail(*results[0][-len(_Tail()) :].tolist())
         if tail.weight:
             like = [*flight.fragment.params, *flight.fragment.buffers]
-            averages = _parts([flat / tail.weight for flat in results], like)
+            averages = _parts([flat.div_(tail.weight) for flat in results], like)
             self._take(flight.fragment, averages, _parts(flight.sent, like))
         if tail.interval:
             self._interval, self.delay = round(tail.interval), round(tail.delay)
@@ -457,8 +457,9 @@ class DiLoCo(LocalSGD):
             model: see there.
             optimizer: see there; the paper's inner one is AdamW.
             sync_every: see there.
-            outer: of the same parameters as `optimizer`; it is made to update the kept ones instead. None = SGD with
-                the paper's learning rate of 0.7 and Nesterov momentum of 0.9.
+            outer: of the same parameters as `optimizer`; it is made to update the kept ones instead. None = SGD with a
+                learning rate of 0.7, as in the paper, and a Nesterov momentum of 0.7. The paper's 0.9 suits trainings
+                of hundreds of outer steps; shorter ones end beside the minimum.
             fragments: see there.
             delay: see there.
             blend: what part of its own parameters a rank keeps when a fragment is merged, 0 to 1: Streaming DiLoCo's
@@ -476,13 +477,15 @@ class DiLoCo(LocalSGD):
             fragment.origins = [_wire(param).clone() for param in fragment.params]
         self._origins = [origin for fragment in self._fragments for origin in fragment.origins]
         if outer is None:
-            self.outer: torch.optim.Optimizer = torch.optim.SGD(self._origins, lr=0.7, momentum=0.9, nesterov=True)
+            self.outer: torch.optim.Optimizer = torch.optim.SGD(self._origins, lr=0.7, momentum=0.7, nesterov=True)
         else:
             self.outer = outer
             self._hand_over(outer)
 
     def _hand_over(self, outer: torch.optim.Optimizer) -> None:
         """Has an optimizer of the model's parameters update the kept ones."""
+        if not isinstance(outer, torch.optim.Optimizer):
+            raise ConfigError(f"outer= takes an optimizer of the model's parameters, not {outer!r:.200}")
         params = [param for fragment in self._fragments for param in fragment.params]
         kept = {id(param): origin for param, origin in zip(params, self._origins, strict=True)}
         if {id(param) for param in _params_of(outer)} != kept.keys():

@@ -59,7 +59,9 @@ class FakeRouter:
         return FakeWork(self, buffer.tensor[start:stop], op, scale)
 
 
-def build(*, slots: int = 0, streams: int = 1) -> tuple[UnitPipeline, FakeRouter, FailureBoard]:
+def build(
+    *, slots: int = 0, streams: int = 1, unit_bytes: int = UNIT_BYTES
+) -> tuple[UnitPipeline, FakeRouter, FailureBoard]:
     router, failures = FakeRouter(), FailureBoard()
     memory = FlatBuffer(torch.zeros(slots * UNIT_BYTES, dtype=torch.uint8)) if slots else None
     pipeline = UnitPipeline(
@@ -67,7 +69,7 @@ def build(*, slots: int = 0, streams: int = 1) -> tuple[UnitPipeline, FakeRouter
         SimpleNamespace(failures=failures),  # type: ignore[arg-type]
         route=ROUTE,
         streams=streams,
-        unit_bytes=UNIT_BYTES,
+        unit_bytes=unit_bytes,
         slots=memory,
     )
     return pipeline, router, failures
@@ -108,6 +110,14 @@ def test_units_are_as_long_as_asked_for_and_go_through_the_slots_in_turn() -> No
     assert router.units == [(0, 16, 0), (16, 32, 0)]  # there is no third slot
     pipeline.finish(each)
     assert router.units[2:] == [(0, 8, 0)]
+
+
+@pytest.mark.parametrize(("kib", "lengths_kib"), [(1024, [256] * 4), (400, [128, 128, 128, 16]), (100, [100])])
+def test_a_tensor_of_less_than_a_unit_for_each_stream_takes_them_all(kib: int, lengths_kib: list[int]) -> None:
+    pipeline, router, _ = build(streams=4, unit_bytes=2 << 20)
+    pipeline.submit(reduction(torch.ones(256 * kib)))
+    assert [(stop - start) // 256 for start, stop, _ in router.units] == lengths_kib
+    assert [stream for *_, stream in router.units] == list(range(len(lengths_kib)))
 
 
 @pytest.mark.parametrize("slots", [0, 2])

@@ -30,6 +30,7 @@ def test_ranks_that_synchronise_less_often_train_as_simulated(play: Play, rank_c
         ({"fragments": 0}, "positive number"),
         ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),
         ({"blend": 1.0}, "from 0 to below 1"),
+        ({"outer": torch.optim.SGD}, "takes an optimizer"),
         ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same parameters"),
     ],
 )
