@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 
 from .checked import MAX_LABEL_CHARS
 from .graph import ModelGraph, Node, model_graph, topological_order
@@ -309,6 +310,6 @@ def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name_of(module: torch.nn.Module) -> str:
-    """Class name of a model, looked up inside a compiled or wrapped one."""
-    inner = getattr(module, "_orig_mod", None)
-    return type(module if inner is None else inner).__name__
+    """Class name of a model, looked up inside a compiled one and inside DDP's."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+    return type(module).__name__ if inner is None else _name_of(inner)

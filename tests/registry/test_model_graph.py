@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
@@ -235,6 +236,17 @@ def test_the_first_forward_pass_shows_the_graph_and_the_hooks_go(recorder: Model
     assert texts(recorder.graph) == MLP_TEXTS
     assert recorder.model_name == "Sequential"
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_under_ddp_has_its_own_name(recorder: ModelGraphRecorder) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(mlp())
+        recorder.start(model.parameters())
+        model(torch.randn(2, 4))
+        assert recorder.model_name == "Sequential"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_pass_without_gradients_and_another_model_are_not_taken_for_it(recorder: ModelGraphRecorder) -> None:
