@@ -190,3 +190,6 @@ def test_all_that_the_image_copies_is_there_and_not_ignored() -> None:
     assert copied
     assert set(copied) <= set(kept)
     assert all((root / path).exists() for path in kept)
+    links = [path for name in kept for path in (root / name).rglob("*") if path.is_symlink()]
+    assert links, "those of sirtaki/ to the folders that are installed below it"
+    assert {path.resolve().relative_to(root).parts[0] for path in links} <= set(kept)
