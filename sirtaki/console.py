@@ -21,7 +21,7 @@ from sirtaki.settings import Settings
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 """Between two lines of progress, and between two states of the bar."""
 
-CELLS = 10
+CELLS = 5
 
 NO_LOG = "; no trial log is written"
 """Ends a line of a job that has been asked for one."""

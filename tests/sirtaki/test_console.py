@@ -83,7 +83,7 @@ def test_a_bar_stands_below_what_a_script_prints_and_goes_when_something_is_foun
     start(terminal)
     logger = logging.getLogger("sirtaki.test")
     tell_progress(logger, PROGRESS)
-    bar = "tuning [##........] 21/100; fastest seen so far, not yet proved: 7 ms less"
+    bar = "tuning [#....] 21/100; fastest seen so far, not yet proved: 7 ms less"
     assert terminal.rows == ["", bar]
     terminal.write("epoch 1")
     tell_progress(logger, PROGRESS)
@@ -177,6 +177,6 @@ def test_launchers_draw_the_bar_where_their_standard_error_is_a_terminal(options
     assert job.wait() == 0
     screen = Terminal()
     screen.write(shown.decode().replace("\r\n", "\n"))
-    assert "tuning [##........] 21/100; nothing" in shown.decode()
+    assert "tuning [#....] 21/100; nothing" in shown.decode()
     assert not any("tuning" in row for row in screen.rows)
     assert any(row.endswith("epoch 2") for row in screen.rows)

@@ -65,7 +65,7 @@ def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_pro
     progress = fsdp.describe_progress(search(1.2, 50))
     seen = "fastest seen so far, not yet proved: 50 ms a step less"
     assert f"{seen} (300 ms → 250 ms); now comparing in turns: " in progress.line()
-    assert progress.bar() == f"tuning [#####.....] 50/100; {seen}"
+    assert progress.bar() == f"tuning [##...] 50/100; {seen}"
 
 
 def test_the_result_says_what_was_proved_with_its_interval() -> None:
