@@ -15,6 +15,9 @@ from sirtaki.measures import Gain
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
+MOST_SCATTERING = 2
+"""The second one leaves while the network is still busy with the first; there is nothing for a third one to fill."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardKnobs:
@@ -25,6 +28,7 @@ class ShardKnobs:
         ahead: so many modules ahead their parameters are gathered in the forward pass.
         behind: the same in the backward pass.
         kept: so many modules, the last ones, keep their gathered parameters until the backward pass.
+        scattering: so many modules' gradients may be scattered at the same time.
         gathers: by which compressor shards are packed that are gathered; empty = they travel as they are.
         scatters: the same of gradients that are scattered.
     """
@@ -33,6 +37,7 @@ class ShardKnobs:
     ahead: int = 1
     behind: int = 1
     kept: int = 0
+    scattering: int = 1
     gathers: str = ""
     scatters: str = ""
 
@@ -46,6 +51,8 @@ class ShardKnobs:
             if name
         )
         packed = packed and f", {packed}"
+        if self.scattering > 1:
+            kept += f", {self.scattering} scatters at a time"
         return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}{packed}"
 
 
@@ -73,6 +80,7 @@ class ShardSpace:
             and 0 <= knobs.ahead < max(2, self.modules)
             and 1 <= knobs.behind < max(2, self.modules)
             and 0 <= knobs.kept <= self.modules
+            and 1 <= knobs.scattering <= MOST_SCATTERING
             and {knobs.gathers, knobs.scatters} <= {"", *self.lossy}
             and self.extra_bytes(knobs) <= self.memory_bytes
         )
@@ -81,10 +89,11 @@ class ShardSpace:
         """Memory at the peak above that of the default, at most; without packed shards on their way.
 
         In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
-        the next one: four times its size; the forward pass stays below that with two gathered ahead.
+        the next one: four times its size; the forward pass stays below that with two gathered ahead. Each further
+        scatter has a tensor of its own.
         """
         largest = max(self.whole_bytes, default=0)
-        forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1
+        forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
         # The last module is used again at once: it would have been gathered for that.
         kept = sum(self.whole_bytes[len(self.whole_bytes) - knobs.kept : len(self.whole_bytes) - 1])
         return max(forward, backward) * largest + kept
@@ -92,10 +101,12 @@ class ShardSpace:
     def around(self, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
         """Settings that differ in one thing, what usually matters most first."""
         place = self.streams.index(knobs.streams)
+        most = next((n for n in range(self.modules, 1, -1) if replace(knobs, kept=n) in self), 1)
         beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
         candidates = [
             *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
-            *(replace(knobs, kept=kept) for kept in (self.modules, 1, 0)),
+            *(replace(knobs, kept=kept) for kept in (most, 1, 0)),
+            *(replace(knobs, scattering=number) for number in range(MOST_SCATTERING, 0, -1)),
             *(replace(knobs, scatters=name) for name in ("", *self.lossy)),
             *(replace(knobs, gathers=name) for name in ("", *self.lossy)),
             *(replace(knobs, streams=streams) for streams in beside),

@@ -589,7 +589,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         key: where it is found again.
         memory_bytes: that the job allowed, above what untuned training takes.
         modules: how many are sharded.
-        streams: as the next three as `autotune.sharded.ShardKnobs` has them.
+        streams: as the next three, and `scattering`, as `autotune.sharded.ShardKnobs` has them.
         gain: over the untuned setting, as a share of its step; 0 where that was kept.
         gathers: as the next one as `autotune.sharded.ShardKnobs` has it: a compressor that the key names.
     """
@@ -607,6 +607,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     gain: Annotated[float, Meta(ge=0, le=1)]
     gathers: Text = ""
     scatters: Text = ""
+    scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     def _one_for_each(self) -> tuple[str, ...]:
         return (str(self.memory_bytes),)

@@ -367,7 +367,7 @@ def _words(way: RowWay) -> str:
 
 def _setting(way: ShardWay) -> str:
     packed = [name for name in ("gathers", "scatters") if getattr(way, name)]
-    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept", *packed))
+    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept", "scattering", *packed))
 
 
 def _link(link: LinkModel) -> str:

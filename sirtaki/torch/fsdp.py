@@ -10,7 +10,7 @@ FSDP goes on while they are under way:
 
     gather     begins when FSDP asks for it, is waited for when the module is used; FSDP asks some modules ahead
     scatter    begins at the end of the module's backward pass, is waited for when the whole pass ends, or when the next
-               scatter needs its memory
+               scatter (or, where memory allows, the one after it) needs its memory
 
 Where something looks at a gradient earlier than that, the scatter is waited for at once, as FSDP does: gradients that
 accumulate, are divided or cast by FSDP, are all-reduced over replicas, or have hooks of their own.
@@ -73,8 +73,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNTUNED = ShardKnobs(streams=1, ahead=1, behind=1, kept=0)
-"""One module ahead is gathered in the forward pass, too; in the backward pass FSDP does that."""
+UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1, kept=0)
+"""Two modules are gathered ahead in the forward pass, so that one is on its way while FSDP puts away another one; that
+takes no more memory than the backward pass, in which FSDP gathers one ahead."""
 
 Ranks = tuple[int, ...]
 _T = TypeVar("_T")
@@ -175,7 +176,7 @@ class Attached:
         if not self._connections.lanes and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
-        self._tuning = _Tuning(self, next(iter(self._connections.lanes.values()), None), settings)
+        self._tuning = _Tuning(self, len(groups), next(iter(self._connections.lanes.values()), None), settings)
         for each in self._sharded:
             each.module.set_custom_all_gather(_Gather(self, each.group))
             each.module.set_custom_reduce_scatter(_Scatter(self, each.group))
@@ -290,13 +291,14 @@ class Attached:
         Variable._execution_engine.queue_callback(self.wait)
         self._pending.append(work)
 
-    def wait(self) -> None:
-        """Waits for all scatters that were put off.
+    def wait(self, *, but: int = 0) -> None:
+        """Waits for all scatters that were put off, but so many of the last ones.
 
         Raises:
             CommError: one of them failed.
         """
-        pending, self._pending = self._pending, []
+        ended = max(0, len(self._pending) - but)
+        pending, self._pending = self._pending[:ended], self._pending[ended:]
         for work in pending:
             work.wait()
 
@@ -338,7 +340,7 @@ class _Tuning:
     What it finds is remembered, and tried first by the next job.
     """
 
-    def __init__(self, attached: Attached, lanes: ShardLanes | None, settings: Settings) -> None:
+    def __init__(self, attached: Attached, modules: int, lanes: ShardLanes | None, settings: Settings) -> None:
         self._attached, self._lanes, self._settings = attached, lanes, settings
         self._active = lanes is not None and settings.tunes
         self._session: ShardSession | None = None  # on rank 0, as the next one
@@ -347,7 +349,8 @@ class _Tuning:
         self._told_s = -math.inf
         self._to_measure = 0  # steps with packed shards, of which the loss is told
         if lanes is not None:
-            attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings))
+            ahead = min(UNTUNED.ahead, max(1, modules - 1))
+            attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings), ahead=ahead)
 
     def end_step(self) -> None:
         """Collective: a step has ended, with nothing under way."""
@@ -621,7 +624,7 @@ class _Scatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP asks for the whole gradient first, then for this rank's part of the sum."""
-        self._attached.wait()  # before there is memory for two of them
+        self._attached.wait(but=self._attached.knobs.scattering - 1)  # before there is memory for more of them
         (numel,) = size
         lanes = self._attached.lanes(self._group._reduce_scatter_process_group)
         whole, self._whole = self._whole, None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,11 +53,20 @@ def test_memory_is_used_only_as_far_as_it_is_allowed() -> None:
     def span_s(knobs: ShardKnobs) -> float:
         return 1.0 - 0.05 * knobs.kept - 0.02 * knobs.behind
 
-    for memory_bytes, most_kept in ((0, 1), (10_000, 9)):
+    for memory_bytes, most_kept in ((0, 1), (350, 4), (10_000, 9)):
         space = ShardSpace(modules=9, streams=(3,), whole_bytes=(100,) * 9, memory_bytes=memory_bytes)
         session, _ = played(span_s, space=space)
         assert session.knobs.kept == most_kept
         assert space.extra_bytes(session.knobs) <= memory_bytes
+
+
+def test_a_second_scatter_at_the_same_time_takes_the_memory_of_a_module() -> None:
+    def span_s(knobs: ShardKnobs) -> float:
+        return 1.0 / knobs.scattering
+
+    for memory_bytes, most in ((99, 1), (100, 2)):
+        session, _ = played(span_s, space=replace(SPACE, memory_bytes=memory_bytes))
+        assert session.knobs.scattering == most
 
 
 @pytest.mark.parametrize("helps", [True, False])
