@@ -44,7 +44,7 @@ def launch(options: argparse.Namespace) -> int:
         The exit code for the launcher.
 
     Raises:
-        ConfigError: options that is invalid; nothing was started.
+        ConfigError: an option is invalid; nothing was started.
         LaunchError: the ranks could not be started.
     """
     environ, exported = begin_environ(options)
