@@ -160,7 +160,7 @@ def main() -> int:
     report = Report(name="convergence")
     options = {"seeds": 1 if args.quick else SEEDS, "shorter": 8 if args.quick else 1}
     env = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0", "SIRTAKI_TRANSPORT": "gloo"}
-    losses = run_ranks("bench.convergence", args.ranks, options, env=env)
+    losses = run_ranks("bench.convergence", args.ranks, options, env=env, timeout_s=2400.0)
     for task, ways in losses.items():
         plain = mean(ways[PLAIN])
         for way, found in ways.items():
