@@ -137,6 +137,7 @@ class ShardSession:
     """Spends a budget of steps on finding the fastest setting; on one rank, which tells the others.
 
     Attributes:
+        space: what may be set.
         knobs: to run now; in the end those to keep.
         done: the search is over.
         why: it ended as it did, in words.
@@ -156,7 +157,7 @@ class ShardSession:
         budget: steps in all.
         first: what an earlier job has found: tried before all others, and nothing else if it wins, or is the default.
         """
-        self._space, self._default, self._left, self._first = space, default, budget, first
+        self.space, self._default, self._left, self._first = space, default, budget, first
         self.knobs, self.done, self.tried = default, budget < 1, 1
         self.proved: Gain | None = None
         self.seen, self.used, self.budget = 1.0, 0, budget
@@ -190,13 +191,13 @@ class ShardSession:
             yield best
             return best
         self.why = "beat the default in paired turns"
-        if self._first is not None and self._first in self._space:
+        if self._first is not None and self._first in self.space:
             self.tried += 1
             self.proved = yield from self._duel(self._first, best)
             if self.proved is not None:
                 return self._first
         while self._left > 2 * LEAST_PAIRS * (MEASURED + 1):
-            rival = next((one for one in self._space.around(best) if one not in refused), None)
+            rival = next((one for one in self.space.around(best) if one not in refused), None)
             if rival is None:
                 break
             refused.add(rival)

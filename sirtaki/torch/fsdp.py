@@ -273,6 +273,13 @@ class Attached:
                     keeps = place >= len(self._resharding) - knobs.kept
                     each.group.post_forward_mesh_info = None if keeps else mesh
 
+    def resharded_bytes(self, whole_bytes: Sequence[int]) -> int:
+        """Of those parameters, in the order of use, that are gathered again for the backward pass."""
+        kept = len(self._resharding) - self.knobs.kept
+        return sum(
+            size for mesh, size in zip(self._resharding[:kept], whole_bytes[:kept], strict=True) if mesh is not None
+        )
+
     def _set_ahead(self) -> None:
         order, knobs = self.sharded, self.knobs
         for place, each in enumerate(order):
@@ -463,6 +470,24 @@ class _Tuning:
                 stored = self._attempt(lambda store: store.save_way(way), False)
             told = describe_result(session, self._attached.describe())
             logger.info("%s%s", told, "; stored in the registry" if stored else "")
+            if advice := self._memory_advice(session.space):
+                logger.info("%s", advice)
+
+    def _memory_advice(self, space: ShardSpace) -> str:
+        """What a step need not send if parameters were kept for which more memory must be allowed; empty if nothing."""
+        attached, lanes = self._attached, self._lanes
+        needed = space.extra_bytes(replace(attached.knobs, kept=space.modules))
+        if lanes is None or lanes.kind is TransportKind.SHARED_MEMORY or needed <= space.memory_bytes:
+            return ""
+        dropped = attached.resharded_bytes(space.whole_bytes)
+        scattered = sum(_bytes_of(each.group, lanes.control.size)[1] for each in attached.sharded)
+        less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
+        if less < WORTH_MEMORY:
+            return ""
+        return (
+            f"if modules kept their parameters until the backward pass, a step would send {100 * less:.0f} % less; "
+            f"for as much memory as that takes it is tried (SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB)"
+        )
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
         """The newest setting that may be used here, of jobs that were allowed as much memory, or the least above it."""
@@ -486,6 +511,9 @@ class _Tuning:
         finally:
             store.close()
 
+
+WORTH_MEMORY = 0.05
+"""The share of a step's bytes from which on it is told what keeping parameters takes."""
 
 MEASURED_STEPS = 10
 """Of a setting that packs shards, once it is kept."""

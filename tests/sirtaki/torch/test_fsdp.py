@@ -1,5 +1,6 @@
 """Models under `fully_shard`, whose shards Sirtaki carries, give what one process would give."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,18 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
     assert "2 kept" not in slower[-1]
     assert all(way.kept != 2 for way in open_store(path).ways(ShardWay))
     assert len(set(run("slow", "2 kept"))) == 1, "nothing was faster than the default, so nothing is tried again"
+
+
+@pytest.mark.integration
+def test_who_allows_no_memory_is_told_how_much_would_let_parameters_be_kept(run_ranks: RunRanks) -> None:
+    def log(**env: str) -> str:
+        env = {"SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG": "info", **env}
+        return run_ranks("fsdp_tuned.py", 2, "slow", "no such setting", env=env, timeout_s=90).stderr
+
+    told = re.search(r"a step would send \d+ % less; .* \(SIRTAKI_FSDP_MEMORY=(\w+)\)", log(**SOCKETS))
+    assert told
+    assert "would send" not in log(**SOCKETS, SIRTAKI_FSDP_MEMORY=told[1])
+    assert "would send" not in log(**SHARED), "ranks that share memory send each other nothing"
 
 
 @pytest.mark.slow
