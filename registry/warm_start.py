@@ -419,7 +419,8 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         and entry.link is not None
         and not (alike(latency_ratio) and alike(bandwidth_ratio))
     ):
-        changes.append(f"this link has its latency × {latency_ratio:.2g} and its bandwidth × {bandwidth_ratio:.2g}")
+        latency, bandwidth = _about(latency_ratio), _about(bandwidth_ratio)
+        changes.append(f"this link has its latency × {latency} and its bandwidth × {bandwidth}")
     factor = unit_factor(latency_ratio, bandwidth_ratio, _size_ratio(entry.model, job.model))
     fits = bool(job.layout) and job.layout == entry.layout
     lost_cuts = knobs["cuts"] is not None and not (fits and alike(factor))
@@ -474,11 +475,15 @@ def _scaled(knobs: Mapping[str, Any], entry: Entry, here: LinkModel | None, fact
     return {**knobs, "unit_bytes": unit_bytes, "streams": streams}
 
 
+def _about(ratio: float) -> str:
+    """In two digits: `260`, not `2.6e+02`."""
+    return f"{float(f'{ratio:.2g}'):g}"
+
+
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     changes = []
     if after["unit_bytes"] != before["unit_bytes"]:
-        times = float(f"{after['unit_bytes'] / before['unit_bytes']:.2g}")  # 260, not 2.6e+02
-        changes.append(f"units {times:g} times as large")
+        changes.append(f"units {_about(after['unit_bytes'] / before['unit_bytes'])} times as large")
     counts = [name for name in ("streams", "threads") if after[name] != before[name]]
     return changes + [f"{name} {after[name]} instead of {before[name]}" for name in counts]
 

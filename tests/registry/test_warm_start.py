@@ -353,6 +353,11 @@ def test_units_grow_with_the_root_of_what_one_latency_is_worth() -> None:
     assert "this link has its latency × 4 and its bandwidth × 1; units 2 times as large" in start.explanation
 
 
+def test_a_much_slower_link_is_told_without_powers_of_ten() -> None:
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    assert "its latency × 120 and" in suited(entry, links={ROUTE: replace(LINK, alpha_s=1.2e-2)}).explanation
+
+
 def test_units_grow_with_the_root_of_the_models_size() -> None:
     entry = replace(make_entry(model=chain_graph([100] * 10)), knobs=UNIFORM, link=LINK)
     start = suited(entry, model=chain_graph([400] * 10))

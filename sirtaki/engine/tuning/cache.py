@@ -117,7 +117,8 @@ def _promising(
             kept.append(proposal)
         else:
             slower = faster(min(known_s), span_s)
-            logger.info("not tried, as it would be %s than the best plan: %s", slower, proposal.message)
+            which = proposal.message.replace("starting from ", "")
+            logger.info("not tried, as it would be %s than the best plan: %s", slower, which)
     return kept
 
 

@@ -314,7 +314,7 @@ def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.L
         )
     assert [proposal.knobs for proposal in found] == [plan]
     assert "not tried, as" in caplog.text
-    assert "starting from Poor" in caplog.text
+    assert "the best plan: Poor" in caplog.text
 
 
 def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next() -> None:
