@@ -146,7 +146,7 @@ class ShardSession:
         default_s: what a step has taken with the default in the latest turn; not a number = none has run yet.
         seen: how many times as fast as the default the fastest one looks until now; not proved.
         used: steps until now.
-        budget: steps that the search may take.
+        at_most: steps that the search may take, a last proof included that begins within the budget.
         tried: how many settings have run, the default among them.
     """
 
@@ -160,7 +160,7 @@ class ShardSession:
         self.space, self._default, self._left, self._first = space, default, budget, first
         self.knobs, self.done, self.tried = default, budget < 1, 1
         self.proved: Gain | None = None
-        self.seen, self.used, self.budget = 1.0, 0, budget
+        self.seen, self.used, self.at_most = 1.0, 0, budget + 2 * LEAST_PAIRS * (MEASURED + 1)
         self.default_s, self.why, self._missed = math.nan, "", 0.0
         self._script = self._search()
         if not self.done:

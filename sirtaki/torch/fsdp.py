@@ -314,7 +314,7 @@ def describe_progress(session: ShardSession) -> Progress:
     """How far the search has come, and what it has seen."""
     now = session.knobs.describe()
     if not math.isfinite(session.default_s):
-        return Progress(used=session.used, at_most=session.budget, now=f"measuring the default: {now}")
+        return Progress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
     best_s = session.default_s / session.seen
     seen, steps = "nothing seen that beats the default", in_ms(best_s)
     if session.seen > 1.0:
@@ -322,8 +322,8 @@ def describe_progress(session: ShardSession) -> Progress:
         steps = f"{in_ms(session.default_s)} → {steps}"
     return Progress(
         used=session.used,
-        at_most=session.budget,
-        left=at_most((session.budget - session.used) * session.default_s),
+        at_most=session.at_most,
+        left=at_most((session.at_most - session.used) * session.default_s),
         seen=seen,
         aside=f" ({steps})",
         now=f"comparing in turns: {now}",

@@ -49,6 +49,15 @@ def test_where_nothing_helps_the_default_stays_whatever_the_noise() -> None:
     assert sum(knobs != DEFAULT for knobs in kept) <= 2
 
 
+def test_a_search_and_its_last_proof_take_no_more_steps_than_is_said() -> None:
+    spent = []
+    for seed in range(60):
+        session, steps = played(lambda knobs: 1.0 - 0.1 * knobs.kept, noise=0.2, seed=seed, budget=100)
+        assert steps == session.used <= session.at_most
+        spent.append(steps)
+    assert max(spent) > 100
+
+
 def test_memory_is_used_only_as_far_as_it_is_allowed() -> None:
     def span_s(knobs: ShardKnobs) -> float:
         return 1.0 - 0.05 * knobs.kept - 0.02 * knobs.behind
