@@ -43,7 +43,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
-from sirtaki.comm.units import LATE_S
+from sirtaki.comm.units import HEARD_S, LATE_S
 from sirtaki.errors import CommError, MismatchError, StallError
 
 MOST_TAGS = 1 << 30
@@ -90,7 +90,7 @@ class ShardWork:
                 self._control.comm.abort(f"rank {self._control.rank}: {err}")
             raise
         except CommError as err:
-            raise failures.cause_of(err) from None
+            raise failures.cause_of(err, within_s=HEARD_S) from None
 
 
 @dataclass(slots=True)

@@ -43,6 +43,9 @@ LEAST_BYTES = 128 << 10
 LATE_S = 0.5
 """How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
 
+HEARD_S = 0.5
+"""How long a unit that has failed waits to hear which rank has ended: lanes end after the control plane of theirs."""
+
 
 class TensorOperation:
     """Something that fills tensors, under way.
@@ -305,7 +308,7 @@ class UnitPipeline:
                 return
             self._put_away(unit)
         except CommError as err:
-            self.fail(err if isinstance(err, StallError) else self._failures.cause_of(err))
+            self.fail(err if isinstance(err, StallError) else self._failures.cause_of(err, within_s=HEARD_S))
             return
         except Exception as err:  # whatever it is, those who wait must hear of it
             self.fail(

@@ -7,6 +7,7 @@ SirtakiError
 ├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
+│   │   └── PeerFaultError               its communication has failed, and with it that of all
 │   ├── StallError                       a rank did not come within the stall time
 │   ├── TransportError                   a transport, or so many streams of it, cannot be opened here
 │   └── AggregatorError                  an aggregator is gone, refuses, or waits for a rank that does not come
@@ -68,6 +69,10 @@ class MismatchError(CommError):
 
 class PeerLostError(CommError):
     """A rank died, left the job or raised an exception while others still needed it."""
+
+
+class PeerFaultError(PeerLostError):
+    """A rank lives, but its communication has failed, and with it that of all; the message says what went wrong."""
 
 
 class StallError(CommError):

@@ -85,10 +85,14 @@ class Communicator(Protocol):
         """Collective, may block: ends it. Nothing may be under way."""
         ...
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, fault: bool = False) -> None:
         """Not collective, from any thread: this rank ends for good, which all of the job are told with the reason.
 
         MPI ends their processes, this one among them.
+
+        Args:
+            reason: names the rank.
+            fault: the rank does not leave, but its communication has failed (`PeerFaultError`).
         """
         ...
 

@@ -81,10 +81,15 @@ class FailureBoard:
         if self._error is not None:
             raise fresh(self._error)
 
-    def cause_of(self, error: CommError) -> CommError:
-        """What has failed, which may become known a little later than the `error` that it led to; else that."""
+    def cause_of(self, error: CommError, *, within_s: float | None = None) -> CommError:
+        """What has failed, which may become known a little later than the `error` that it led to; else that.
+
+        Args:
+            error: has been noticed first.
+            within_s: it becomes known within this time; None = `BLAME_S`.
+        """
         self.suspicious = True
-        deadline_s = time.monotonic() + BLAME_S
+        deadline_s = time.monotonic() + (BLAME_S if within_s is None else within_s)
         while self._error is None and time.monotonic() < deadline_s:
             time.sleep(WAIT_SLICE_S)
         return error if self._error is None else fresh(self._error)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import CommError, MismatchError, PeerLostError
+from sirtaki.errors import CommError, MismatchError, PeerFaultError, PeerLostError
 
 from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
@@ -57,7 +57,7 @@ class Kind(IntEnum):
     ALIVE = 3
     """A heartbeat."""
     LOST = 4
-    """The sender has lost a rank, whose number stands in `sequence`; the payload says how, in words."""
+    """The sender has lost a rank, whose number stands in `sequence`; the payload says how, in words. Tag 1: a fault."""
     BYE = 5
     """The sender needs the receiver no more; nothing comes after this."""
 
@@ -405,6 +405,9 @@ MESH = 0
 
 _LONGEST_REASON = 2000
 
+FAULT = 1
+"""The tag of a loss that is a fault."""
+
 
 class Links:
     """The connections of `rank` to all others of a mesh.
@@ -516,7 +519,8 @@ class Links:
         elif header.kind == Kind.BYE:
             self._connections[source].said_bye = True
         elif header.kind == Kind.LOST:
-            self.failures.report(PeerLostError(bytes(payload).decode(errors="replace")))
+            kind = PeerFaultError if header.tag == FAULT else PeerLostError
+            self.failures.report(kind(bytes(payload).decode(errors="replace")))
 
     def _drop(self, connection: Connection) -> None:
         connection.ended = True
@@ -535,20 +539,22 @@ class Links:
         self.failures.report(PeerLostError(reason))
         self._tell(rank, reason)
 
-    def _tell(self, lost: int, reason: str) -> None:
+    def _tell(self, lost: int, reason: str, tag: int = 0) -> None:
         """Tells all others that a rank is lost, so that nobody has to find out by itself."""
         payload = memoryview(reason[:_LONGEST_REASON].encode())
         for connection in list(self._connections.values()):
             if connection.rank != lost and not connection.ended:
-                header = encode(Kind.LOST, sequence=lost, length=len(payload))
+                header = encode(Kind.LOST, sequence=lost, tag=tag, length=len(payload))
                 connection.send([memoryview(header), payload])
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, fault: bool = False) -> None:
         """Tells all others that this rank ends, and why; it is the last that they hear. From any thread."""
         self._closing = True
-        self._tell(self.rank, reason)
+        self._tell(self.rank, reason, FAULT if fault else 0)
         for connection in list(self._connections.values()):
             connection.flush()
+            if not connection.backlogged:
+                connection.stop_sending()  # which wakes their threads, where nobody reads
 
     def _watch(self) -> None:
         """The thread: sleeps until a connection breaks, and sends and expects heartbeats."""
@@ -850,9 +856,9 @@ class MeshCommunicator:
             self._links.close()
         self._links.free(self._context)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, fault: bool = False) -> None:
         """Tells all ranks of the mesh that this one ends, and why."""
-        self._links.abort(reason)
+        self._links.abort(reason, fault=fault)
 
     def same_host(self) -> int:
         """Equal on all ranks: a mesh knows nothing of hosts."""

@@ -158,7 +158,7 @@ class MpiCommunicator:
         if self._owned:
             self.mpi.Free()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, fault: bool = False) -> None:
         """Ends the processes of all ranks, this one among them; MPI says no reason."""
         load_mpi().COMM_WORLD.Abort(1)
 

@@ -348,8 +348,22 @@ MUTANTS = (
     Mutant(
         "a rank that ends without a word",
         MESH,
-        "        self._tell(self.rank, reason)\n",
+        "        self._tell(self.rank, reason, FAULT if fault else 0)\n",
         "",
+        OF_MESH,
+    ),
+    Mutant(
+        "a rank that gives up and wakes nobody",
+        MESH,
+        "connection.stop_sending()  # which wakes",
+        "pass  # which wakes",
+        OF_MESH,
+    ),
+    Mutant(
+        "a fault that is told as a leave",
+        MESH,
+        "kind = PeerFaultError if header.tag == FAULT else PeerLostError",
+        "kind = PeerLostError",
         OF_MESH,
     ),
     Mutant(

@@ -4,23 +4,104 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import sirtaki.torch.distributed  # noqa: F401
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.transports import gloo, shared_memory
+from sirtaki.comm.transports.gloo import GlooTransport
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
+from sirtaki.errors import TransportError
+
+TOLD_S = 30.0
+"""How long a rank at fault keeps its connections, so that nobody is told by their end."""
 
 
-def main(fault: str, operation: str) -> None:
+def broken(*_: object, **__: object) -> NoReturn:
+    raise ZeroDivisionError("a broken transport")
+
+
+def broken_connection(*_: object, **__: object) -> NoReturn:
+    raise TransportError("a broken connection")
+
+
+def break_transport(fault: str) -> None:
+    """From now on this rank's transport raises where units are submitted, in its thread, or where they are awaited."""
+    match fault:
+        case "submitting":
+            SharedMemoryTransport.all_reduce = GlooTransport.all_reduce = broken  # type: ignore[method-assign]
+            SharedMemoryTransport.visit = GlooTransport.trade = broken  # type: ignore[method-assign]
+        case "in_thread":
+            visit = SharedMemoryTransport.visit
+            SharedMemoryTransport.visit = lambda self, _, **how: visit(self, broken, **how)  # type: ignore[method-assign]
+            shared_memory.reduce_share = broken
+        case "waiting":
+            gloo._GlooWork.wait = broken_connection  # type: ignore[method-assign]
+            GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
+
+
+def act_and_tell(act: Callable[[], object]) -> None:
+    begin_s = time.monotonic()
+    try:
+        act()
+    except RuntimeError as err:
+        print(f"told after {time.monotonic() - begin_s:.1f} s: {type(err).__name__}: {err}", flush=True)
+
+
+def no_fault() -> None:
+    """A mistake of one rank's, which raises before others wait for it, and a group that ends with work under way."""
+    abort = MeshCommunicator.abort
+
+    def told(self: MeshCommunicator, reason: str, *, fault: bool = False) -> None:
+        print(f"told: {reason}", flush=True)
+        abort(self, reason, fault=fault)
+
+    MeshCommunicator.abort = told  # type: ignore[method-assign]
+    dist.init_process_group("sirtaki", timeout=timedelta(seconds=60))
+    ranks, big = dist.get_world_size(), torch.ones(500_000)
+    gathered = [torch.empty_like(big) for _ in range(ranks)]
+    for act in (lambda: dist.all_reduce(big), lambda: dist.all_gather(gathered, big), dist.barrier):
+        if dist.get_rank() == 1:
+            for mistake in (
+                lambda: dist.reduce_scatter(torch.empty(3), [big]),
+                lambda: dist.all_gather(gathered[1:], big),
+                lambda: dist.all_reduce(big, op="sum"),  # type: ignore[arg-type]
+            ):
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    mistake()
+        act()
+    assert big.eq(ranks).all()
+    works = [dist.all_reduce(big, async_op=True), dist.all_gather(gathered, big, async_op=True)]
+    dist.destroy_process_group()
+    print(f"ended with {len(works)} under way")
+
+
+def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
+    if fault == "none":
+        return no_fault()
     dist.init_process_group("sirtaki", timeout=timedelta(seconds=2 if fault == "stand_still" else 60))
     big = torch.ones(500_000)
     gathered = [torch.empty_like(big) for _ in range(dist.get_world_size())]
-    act = partial(dist.all_reduce, big) if operation == "sum" else partial(dist.all_gather, gathered, big)
+    acts: dict[str, Callable[[], object]] = {
+        "sum": partial(dist.all_reduce, big),
+        "gather": partial(dist.all_gather, gathered, big),
+        "barrier": dist.barrier,
+        "small": partial(dist.all_reduce, torch.ones(3)),
+        "broadcast": partial(dist.broadcast, torch.ones(3), 1),
+    }
+    act = acts[operation]
     if fault != "before":
         act()
     dist.barrier()
+    told = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         match fault:
             case "before" | "kill":
@@ -31,16 +112,21 @@ def main(fault: str, operation: str) -> None:
             case "stand_still":
                 time.sleep(8)
                 os._exit(0)
-    begin_s = time.monotonic()
-    try:
-        act()
-    except RuntimeError as err:
-        print(f"told after {time.monotonic() - begin_s:.1f} s: {type(err).__name__}: {err}", flush=True)
+            case _:
+                break_transport(fault)
+                act_and_tell(act)
+                others = [str(rank) for rank in range(dist.get_world_size()) if rank != 1]
+                with suppress(RuntimeError):  # rank 0 has ended, with the store
+                    told.wait(others, timedelta(seconds=TOLD_S))
+                os._exit(0)
+    act_and_tell(acts[meanwhile or operation])
+    told.set(str(dist.get_rank()), "")
     try:
         act()
     except RuntimeError as err:
         print(f"again: {type(err).__name__}", flush=True)
     dist.destroy_process_group()
+    return None
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 import torch
@@ -22,7 +23,7 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh, poll_until
 from sirtaki.comm.shards import ShardLanes, ShardWork
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine.lanes import open_lanes, open_shards
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, PeerFaultError, PeerLostError
 from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,16 @@ class GroupLanes:
         self._shards: ShardLanes | None = None
         self._gathers: queue.SimpleQueue[TensorGather | None] = queue.SimpleQueue()
         self._gatherer: threading.Thread | None = None
+        ranks.failures.listen(self._tell_of_fault)
+
+    @property
+    def fault(self) -> CommError | None:
+        """What has gone wrong in the communication of any rank, which ends the group.
+
+        That a rank has ended is none: what others do without it goes on.
+        """
+        error = self._ranks.failures.error
+        return None if isinstance(error, PeerLostError) and not isinstance(error, PeerFaultError) else error
 
     def gather(self, gather: TensorGather) -> None:
         """Starts it; never blocks on other ranks.
@@ -100,6 +111,7 @@ class GroupLanes:
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
+            gather.ended.add_done_callback(self._report)
             self._gathers.put(gather)
             if self._gatherer is None:
                 self._gatherer = threading.Thread(target=self._run_gathers, name="sirtaki-group-gathers", daemon=True)
@@ -118,6 +130,7 @@ class GroupLanes:
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
+            reduction.ended.add_done_callback(self._report)
             if self._pipeline is None:
                 self._backlog.append(reduction)
                 if self._thread is None:
@@ -181,10 +194,20 @@ class GroupLanes:
                     return
         except Exception as err:  # whatever it is, those who wait must hear of it
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
-            error = self._gathering.failures.cause_of(error)
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
+
+    def _report(self, ended: Future[None]) -> None:
+        """What an operation has failed with has failed for the whole group; how it ends when that is closed is none."""
+        if isinstance(error := ended.exception(), CommError) and not self._closing:
+            self._ranks.failures.report(error)
+
+    def _tell_of_fault(self) -> None:
+        """The others wait for what this rank will not do any more: they hear of it at once, from whatever thread."""
+        error = self._ranks.failures.error
+        if not self._closing and not isinstance(error, PeerLostError):
+            self._ranks.abort(f"rank {self._ranks.rank}: {error}", fault=True)
 
     def _fail(self, error: CommError) -> None:
         with self._lock:

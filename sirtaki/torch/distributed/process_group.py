@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 from torch.utils.hooks import RemovableHandle
 
+from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
@@ -200,6 +202,57 @@ class LaneWork(FillingWork):
         self._operation.ended.add_done_callback(tell)
         self._lanes.drive()
         return future
+
+
+FAULT_LOOK_S = 0.1
+"""How often a wait for Gloo looks whether the group has failed."""
+
+
+class GlooWork(FillingWork):
+    """A collective of the inner group, which that would wait for though a rank cannot come any more."""
+
+    def __init__(self, lanes: GroupLanes, work: Work) -> None:
+        super().__init__(None)
+        self._lanes, self._work = lanes, work
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits for it as long as the group has not failed.
+
+        Raises:
+            CommError: the group has failed.
+            RuntimeError: the collective has, or the time is up.
+        """
+        limit_s = timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s if limit_s > 0 else float("inf")
+        while True:
+            slice_s = max(1e-3, min(FAULT_LOOK_S, deadline_s - time.monotonic()))
+            try:
+                return self._work.wait(timedelta(seconds=slice_s))
+            except RuntimeError as err:
+                if (fault := self._lanes.fault) is not None:
+                    raise fresh(fault) from err
+                if self._work.is_completed():
+                    break
+                if time.monotonic() > deadline_s:
+                    raise
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, or the group has failed."""
+        return self._work.is_completed() or self._lanes.fault is not None
+
+    def exception(self) -> BaseException | None:
+        """What it has failed with, if it has."""
+        fault = self._lanes.fault
+        return self._work.exception() if fault is None or self._work.is_completed() else fault
+
+    def result(self) -> Any:
+        """What it fills."""
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Gloo's: it ends when the collective does."""
+        return self._work.get_future()
 
 
 class FollowedWork(FillingWork):
@@ -612,9 +665,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
         if target is flat and recipe.divisor == 1 and then is None:
-            alone: Work = self._inner.allreduce([flat.view(outputs[0].shape)], options)  # whose future has this shape
-            return alone
-        work: Work = self._inner.allreduce([scratch], options)
+            return self._watched(  # a future has this shape
+                self._inner.allreduce([flat.view(outputs[0].shape)], options)
+            )
+        work = self._watched(self._inner.allreduce([scratch], options))
 
         def end_small() -> None:
             if target is not scratch:
@@ -703,14 +757,19 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inferred = isinstance(first, torch.Tensor) and first.is_inference()
         with torch.inference_mode() if inferred else nullcontext():  # its threads take that over
             work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
-        return work
+        between_two = name in ("send", "recv")  # a wait for those that ends early breaks the connection
+        return work if between_two or (on_cuda and self._on_cuda is not self._inner) else self._watched(work)
+
+    def _watched(self, work: Work) -> Work:
+        """A collective of Gloo's that ends when the group fails."""
+        return GlooWork(self._lanes, work) if KEEPS_WORKS and self._lanes is not None else work
 
     def barrier(self, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.barrier`."""
         opts = dist.BarrierOptions() if opts is None else opts
         on_cuda = opts.device is not None and opts.device.type == "cuda"
         work: Work = (self._on_cuda if on_cuda else self._inner).barrier(opts)
-        return work
+        return work if on_cuda and self._on_cuda is not self._inner else self._watched(work)
 
     def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
         """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
@@ -735,7 +794,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 recipe.divide_(total)
                 plain.copy_(total.view(plain.shape))
 
-        return lasting(FollowedWork([self._inner.reduce([total], asked)], end, outputs))
+        return lasting(FollowedWork([self._watched(self._inner.reduce([total], asked))], end, outputs))
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""

@@ -30,7 +30,7 @@ from sirtaki.comm.control.mesh import (
     Sending,
     encode,
 )
-from sirtaki.errors import CommError, MismatchError, PeerLostError
+from sirtaki.errors import CommError, MismatchError, PeerFaultError, PeerLostError
 
 # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -301,6 +301,19 @@ def test_a_rank_that_ends_says_why() -> None:
     die(links[1])
     until(lambda: all(links[rank].failures.error for rank in (0, 2)))
     assert {str(links[rank].failures.error) for rank in (0, 2)} == {"rank 1 raised ValueError: boom"}
+    close(links)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_all_hear_at_once_and_without_looking_why_a_rank_gives_up(fault: bool) -> None:
+    links = connected(3)
+    begin_s = time.monotonic()
+    links[1].abort("rank 1: a broken transport", fault=fault)  # its process lives, and keeps its sockets
+    until(lambda: all(links[rank].failures.error for rank in (0, 2)))
+    assert time.monotonic() - begin_s < 1.0
+    for rank in (0, 2):
+        assert type(links[rank].failures.error) is (PeerFaultError if fault else PeerLostError)
+        assert str(links[rank].failures.error) == "rank 1: a broken transport"
     close(links)
 
 

@@ -1,5 +1,8 @@
 """Whoever waits for large tensors of a rank that does not come is told which one, and soon."""
 
+import itertools
+import re
+
 import pytest
 from conftest import RunRanks
 from rank_jobs import OVER_MESH
@@ -20,3 +23,43 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks, operation: str,
     job = run_ranks("torch_backend_faults.py", 3, fault, operation, env=env, check=False, timeout_s=60)
     assert job.stdout.count(says) == 2, job.stdout + job.stderr
     assert job.stdout.count("again: ") == 2
+
+
+WAYS = (("shared_memory", "in_thread"), ("gloo", "submitting"), ("shared_memory", "submitting"), ("gloo", "waiting"))
+AT_ONCE = (("sum", "sum"), ("gather", "small"))
+"""What rank 1 fails in, and what the others wait for: the same, or what Gloo does."""
+
+CASES = [
+    pytest.param(ranks, *way, *doing, id="-".join([f"{ranks}-ranks", *way, *doing]), marks=marks)
+    for ranks, way, doing, marks in (
+        (2, WAYS[0], AT_ONCE[0], ()),
+        (3, WAYS[1], AT_ONCE[1], ()),
+        *(
+            (ranks, way, doing, pytest.mark.slow)
+            for ranks, way, doing in itertools.product(
+                (2, 3), WAYS, (*AT_ONCE, ("sum", "barrier"), ("gather", "gather"), ("sum", "broadcast"))
+            )
+            if (ranks, way, doing) not in {(2, WAYS[0], AT_ONCE[0]), (3, WAYS[1], AT_ONCE[1])}
+            and (*way, *doing) != ("gloo", "waiting", "sum", "sum")  # of which the rank at fault has done its part
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize(("ranks", "transport", "fault", "operation", "meanwhile"), CASES)
+def test_what_goes_wrong_in_a_rank_that_lives_is_told_to_all_at_once(
+    run_ranks: RunRanks, ranks: int, transport: str, fault: str, operation: str, meanwhile: str
+) -> None:
+    env = {**OVER_MESH, "SIRTAKI_TRANSPORT": transport, "SIRTAKI_HEARTBEAT_S": "120"}  # no heartbeat wakes anybody
+    job = run_ranks("torch_backend_faults.py", ranks, fault, operation, meanwhile, env=env, check=False, timeout_s=60)
+    told = re.findall(r"told after (.*) s: PeerFaultError: rank 1: .*a broken ", job.stdout)
+    assert len(told) == ranks - 1, job.stdout + job.stderr
+    assert max(map(float, told)) < 2.5
+    assert job.stdout.count("again: PeerFaultError") == ranks - 1
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.integration)])
+def test_a_mistake_and_a_group_that_ends_are_no_faults(run_ranks: RunRanks, ranks: int) -> None:
+    output = run_ranks("torch_backend_faults.py", ranks, "none", env=OVER_MESH).stdout
+    assert output.count("ended with 2 under way") == ranks
+    assert "told" not in output
