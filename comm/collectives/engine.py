@@ -667,7 +667,14 @@ class EagerEngine:
                     return  # those who wait have heard of it
 
     def _step(self) -> None:
-        """With `_turn`, collective with the other ranks that have something to do: one round."""
+        """With `_turn`, collective with the other ranks that have something to do: one round, in whatever mode."""
+        if not torch.is_inference_mode_enabled():
+            self._round()
+            return
+        with torch.inference_mode(False), torch.no_grad():  # what is made in it, lanes' threads could not write
+            self._round()
+
+    def _round(self) -> None:
         there = self.pending.snapshot(self._pause_s)
         if there is None or self.rounds.ended:
             return

@@ -418,6 +418,24 @@ def initialising_twice_is_once(rank: int, size: int) -> None:
 
 
 @case
+def what_is_first_called_in_inference_mode_works_in_it_and_outside(rank: int, size: int) -> None:
+    hvd.shutdown()
+    hvd.init()
+    total = float(sum(range(1, size + 1)))
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            for numel in (3, 300_000):  # that travel along, and over streams
+                x = torch.full((numel,), 1.0 + rank)
+                same(hvd.allreduce(x, op=hvd.Sum), torch.full((numel,), total))
+                same(hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)), torch.full((numel,), total))
+                for y in hvd.grouped_allreduce([x, x], op=hvd.Sum):
+                    same(y, torch.full((numel,), total))
+                same(hvd.broadcast(x, size - 1), torch.full((numel,), float(size)))
+                same(hvd.allgather(x)[-numel:], torch.full((numel,), float(size)))
+                same(hvd.allreduce_(x, op=hvd.Sum), torch.full((numel,), total))
+
+
+@case
 def everything_works_once_more_after_shutdown(rank: int, size: int) -> None:
     hvd.shutdown()
     hvd.init()
