@@ -202,7 +202,8 @@ class Settings:
         checkpoint_s: seconds between two checkpoints at least.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
-        stall_shutdown_s: seconds after which missing ranks are an error.
+        stall_shutdown_s: seconds after which missing ranks are an error. Unless set, a job whose ranks are those of a
+            process group of PyTorch's, as `attach()` makes it, takes the group's timeout.
         trial_log: file for one machine-readable line a trial.
         metrics: port, or address and port, at which local rank 0 answers Prometheus; the next rank's is one higher.
         registry: where results are remembered: a database URL, a file, or "off"; unless set, in the user's cache.
@@ -290,8 +291,12 @@ class Settings:
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+    def from_environ(cls, environ: Mapping[str, str] | None = None, **instead: Any) -> "Settings":
         """The settings in `environ` (default: this process's); an empty value counts as not set.
+
+        Args:
+            environ: see above.
+            instead: what holds where nothing is set, by field (Any: the types of the fields).
 
         Raises:
             ConfigError: a value is invalid, or a `SIRTAKI_…` variable does not exist.
@@ -299,7 +304,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         present = {name: value.strip() for name, value in environ.items() if value.strip()}
         _refuse_unknown(present)
-        values = {
+        values = instead | {
             variable.field: variable.read(present[variable.name]) for variable in VARIABLES if variable.name in present
         }
         notes = tuple(f"{name} has no effect here: {why}" for name, why in WITHOUT_EFFECT.items() if name in present)

@@ -42,7 +42,7 @@ from .generations import Generations, of_this_process
 from .lanes import open_lanes
 from .membership import Dismissed
 from .participants import BlockedRanks, Joining, Participants
-from .ranks import open_beside, open_ranks
+from .ranks import open_beside, open_ranks, timeout_s_of
 from .tuning.plans import part_bytes_of
 
 if TYPE_CHECKING:
@@ -405,7 +405,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     global _job, _ending, _pid
     if _job is not None:
         return
-    settings = Settings.from_environ()
+    limit_s = None if beside is None else timeout_s_of(beside)
+    settings = Settings.from_environ() if limit_s is None else Settings.from_environ(stall_shutdown_s=limit_s)
     ask_for_launch_order()
     raise_descriptor_limit()
     elastic = of_this_process(settings)

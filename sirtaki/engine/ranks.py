@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -59,6 +59,12 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
         return told
 
     return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
+
+
+def timeout_s_of(group: ProcessGroup) -> float | None:
+    """How long a process group of PyTorch's waits for a rank, the longest if it differs by device; None = not known."""
+    options: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
+    return max((each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")), default=None)
 
 
 def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:

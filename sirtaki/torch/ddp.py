@@ -101,7 +101,8 @@ def _require_reducer_alone(model: DistributedDataParallel) -> None:
     """Nothing has taken the place of DDP's reducer, or changes what it does."""
     if isinstance(model.reducer, AtRest):
         raise ConfigError("this model has been attached already")
-    if getattr(model, "_comm_hooks", ()):
+    known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # the former does not list built-in ones
         raise ConfigError("the model has a communication hook: attach() takes its place, leave register_comm_hook out")
     if getattr(model, "_use_python_reducer", False):
         raise ConfigError('attach() does not go with torch._dynamo.config.optimize_ddp = "python_reducer"')
@@ -147,9 +148,11 @@ class DdpGradients(GradientReducer):
 
         Raises:
             NotInitializedError: nobody reduces gradients any more.
+            CommError: the job has failed.
         """
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
+        self._control.failures.raise_if_failed()
         self._due = True
         self._unseen += 1
         if self._arrivals is not None:
@@ -281,7 +284,10 @@ class AtRest:
 
     def __repr__(self) -> str:
         # What PyTorch says where it is given this, to register a communication hook, and cannot take it.
-        return "<reducer at rest since sirtaki.torch.ddp.attach(); no communication hook goes with it>"
+        return (
+            "<reducer at rest, since Sirtaki reduces the model's gradients: no communication hook goes with it; one "
+            "that is registered before the first backward pass leaves them to DDP, and so does SIRTAKI_ATTACH=0>"
+        )
 
     def prepare_for_backward(self, _: object) -> None:
         """Before each backward pass that is to be synchronised."""

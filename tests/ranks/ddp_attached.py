@@ -428,6 +428,9 @@ def what_cannot_be_attached_is_refused() -> None:
     hooked = DistributedDataParallel(dense_model())
     hooked.register_comm_hook(None, allreduce_hook)
     refused(hooked, "leave register_comm_hook out")
+    built_in = DistributedDataParallel(dense_model())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    refused(built_in, "leave register_comm_hook out")
     hook = partial(attached(dense_model()).register_comm_hook, None, allreduce_hook)
     raises(TypeError, "no communication hook goes with it", hook)
     for rank in ranks():

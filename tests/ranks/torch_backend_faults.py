@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch.distributed  # noqa: F401
 from sirtaki.comm.control.mesh import MeshCommunicator
@@ -46,6 +47,10 @@ def break_transport(fault: str) -> None:
         case "waiting":
             gloo._GlooWork.wait = broken_connection  # type: ignore[method-assign]
             GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
+
+
+def train(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 6)).sum().backward()
 
 
 def act_and_tell(act: Callable[[], object]) -> None:
@@ -96,7 +101,9 @@ def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
         "barrier": dist.barrier,
         "small": partial(dist.all_reduce, torch.ones(3)),
         "broadcast": partial(dist.broadcast, torch.ones(3), 1),
+        "gradients": partial(train, DistributedDataParallel(torch.nn.Linear(6, 3))),
     }
+    operation = operation.removesuffix("_gloo")
     act = acts[operation]
     if fault != "before":
         act()

@@ -138,6 +138,33 @@ def one_rank_may_look_at_a_model_first() -> None:
     assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
 
 
+def one_rank_may_look_at_a_model_while_another_one_trains() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        other = DistributedDataParallel(Branches(), process_group=model.process_group)
+        against = torch.optim.SGD(other.parameters(), lr=0.1)
+        if me() == 0:
+            other(batch(0))
+        steps(model, optimizer)
+        steps(other, against)
+        if model.process_group is dist.group.WORLD:
+            assert isinstance(other.reducer, AtRest) == ATTACHES
+
+    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+
+
+def one_rank_may_look_at_a_model_between_steps_that_others_do_not_wait_for() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(step), (step % 3,)).square().mean().backward()
+            optimizer.step()
+            if me() == 0:
+                model(batch(100 + step))
+            dist.barrier()
+
+    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, AtRest) == ATTACHES
+
+
 def two_ddp_models_attach_themselves_in_turns() -> None:
     def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         other = DistributedDataParallel(Branches(), process_group=model.process_group)
@@ -168,6 +195,17 @@ def ranks_that_join_from_the_beginning_keep_ddp() -> None:
     assert not isinstance(beside_gloo(play).reducer, AtRest)
 
 
+def parameters_may_be_frozen_in_the_first_step() -> None:
+    def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(6):
+            model.module.parts[0].requires_grad_(step >= 2)
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+
+    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, AtRest) == ATTACHES
+
+
 def attached_models_may_join() -> None:
     def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         steps(model, optimizer)
@@ -185,7 +223,12 @@ def models_with_a_communication_hook_keep_ddp() -> None:
         model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
         steps(model, optimizer)
 
-    assert not isinstance(beside_gloo(play).reducer, AtRest)
+    def play_built_in(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        steps(model, optimizer)
+
+    for each in (play, play_built_in):
+        assert not isinstance(beside_gloo(each).reducer, AtRest)
 
 
 def models_may_be_compiled_with_ddp() -> None:
@@ -198,7 +241,7 @@ def models_may_be_compiled_with_ddp() -> None:
 
     with warnings.catch_warnings():  # of PyTorch's own
         warnings.simplefilter("ignore")
-        beside_gloo(play)
+        assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
 
 
 def optimizer_states_may_be_sharded_under_ddp() -> None:
@@ -265,8 +308,11 @@ CASES = (
     ddp_trains_as_one_process,
     ddp_models_attach_themselves,
     one_rank_may_look_at_a_model_first,
+    one_rank_may_look_at_a_model_while_another_one_trains,
+    one_rank_may_look_at_a_model_between_steps_that_others_do_not_wait_for,
     two_ddp_models_attach_themselves_in_turns,
     ranks_that_join_from_the_beginning_keep_ddp,
+    parameters_may_be_frozen_in_the_first_step,
     attached_models_may_join,
     models_with_a_communication_hook_keep_ddp,
     models_may_be_compiled_with_ddp,

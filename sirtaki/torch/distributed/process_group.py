@@ -29,7 +29,6 @@ from torch.distributed import ReduceOp as TorchOp
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
-from torch.utils.hooks import RemovableHandle
 
 from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.control.plane import ControlPlane
@@ -393,56 +392,94 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
-class _AttachesDdp:
-    """A hook before the forward passes of a DDP model: attaches it once DDP has reduced gradients over the backend.
+@dataclass(slots=True)
+class _Unreduced:
+    """A model over this backend whose gradients DDP has not reduced yet.
 
-    That is known on all ranks alike, and they are all in this pass: DDP itself has them agree there. Before, a pass may
-    be of one rank's only, which looks at the model's layers. In a copy of the model it does nothing.
+    It is attached where the backward pass ends in which DDP has: all ranks come there, in the same order. A forward
+    pass, or one within `no_sync()`, may be of one rank alone.
+
+    Attributes:
+        wanted: parameters that DDP reduces, by name: those that wanted gradients when it was made, frozen since or not.
+        begun: DDP has begun to.
     """
 
-    _reduced: int | None = None
-    """All-reduces of the group within backward passes, at the model's latest pass that is to be synchronised."""
+    wanted: frozenset[str]
+    begun: bool = False
 
-    def __init__(self, handles: list[RemovableHandle] | None = None) -> None:
-        """`handles` gets what removes it; None = it does nothing."""
-        self._handles = handles
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Collective: from now on Sirtaki reduces what DDP has reduced.
 
-    def __call__(self, model: DistributedDataParallel, _: object) -> None:
-        """PyTorch's call."""
-        if self._handles is None or torch.compiler.is_compiling():
-            return
-        if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
-            return
-        group, attaches = model.process_group, False
-        if isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size():
-            reduced, self._reduced = self._reduced, group.reduced_in_backward
-            if reduced in (None, self._reduced):
-                return
-            attaches = not model._join_config.enable and all(each.device.type == "cpu" for each in model.parameters())
-        self._handles.pop().remove()
-        self._handles = None
-        if not attaches:
-            return
+        Raises:
+            ConfigError: on all ranks: the model cannot be attached.
+        """
         from sirtaki.torch.ddp import attach
 
+        before = [(param, param.requires_grad) for param in model.module.parameters()]
         try:
+            for name, param in model.module.named_parameters():
+                param.requires_grad_(name in self.wanted)
             attach(model)
-        except ConfigError as err:  # on all ranks: DDP goes on as before
-            logger.info("a model under DDP is not attached: %s", err)
-
-    def __reduce__(self) -> tuple[type[_AttachesDdp], tuple[()]]:
-        return _AttachesDdp, ()
+        finally:
+            for param, wants in before:
+                param.requires_grad_(wants)
 
 
-def _see_ddp(attach: bool, module: torch.nn.Module, name: str, inside: torch.nn.Module | None) -> None:
+_unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, the same on all ranks."""
+
+
+def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
     """A hook of PyTorch's where a module gets another one: DDP its model."""
-    if name == "module" and isinstance(module, DistributedDataParallel):
+    if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
         from torch._dynamo import trace_rules  # a second to import, and DDP's constructor does so
 
         trace_rules.add("sirtaki")  # DDP's C++ calls the group within compiled code, which is not to compile it, too
-        if attach:
-            handles = list[RemovableHandle]()
-            handles.append(module.register_forward_pre_hook(_AttachesDdp(handles), prepend=True))
+        group = module.process_group
+        if attach and isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size():
+            _unreduced[module] = _Unreduced(
+                frozenset(name for name, param in inside.named_parameters() if param.requires_grad)
+            )
+
+
+def _see_reduction() -> None:
+    """In a backward pass in which DDP reduces gradients of some model, before it waits for them."""
+    if _unreduced:
+        _when_pass_ends(_see_models)
+
+
+def _when_pass_ends(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _see_models() -> None:
+    """At the end of that pass, just before DDP waits."""
+    for model, known in list(_unreduced.items()):
+        done = model.static_graph and model._static_graph_delay_allreduce_enqueued  # it has waited, in its first pass
+        known.begun |= done or not _is_idle(model)
+    _when_pass_ends(_attach_reduced)
+
+
+def _is_idle(model: DistributedDataParallel) -> bool:
+    """Whether DDP has begun to reduce no gradients of the model, or has ended."""
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _attach_reduced() -> None:
+    """Collective, as DDP's reductions before it: attaches models that it has reduced, or leaves them to it for ever."""
+    reduced = [(model, known) for model, known in _unreduced.items() if known.begun and _is_idle(model)]
+    for model, known in reduced:
+        del _unreduced[model]
+        if model._join_config.enable or any(each.device.type != "cpu" for each in model.parameters()):
+            continue
+        try:
+            known.attach(model)
+        except ConfigError as err:  # on all ranks: DDP goes on as before
+            logger.info("a model under DDP is not attached: %s", err)
 
 
 _told = False
@@ -456,7 +493,7 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
     _told = True
     if not job.is_initialized():  # else `hvd.init()` has
         start_logging(settings, rank)
-    register_module_module_registration_hook(partial(_see_ddp, settings.attach and size > 1))
+    register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
     if size == 1:
         logger.info("process group of one rank: nothing is sent")
         return
@@ -473,11 +510,7 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
 
 
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """Some ranks; every rank calls the same operations in the same order.
-
-    Attributes:
-        reduced_in_backward: all-reduces that were asked for within backward passes.
-    """
+    """Some ranks; every rank calls the same operations in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         """Collective over them.
@@ -494,7 +527,6 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(rank, size)
         settings = Settings.from_environ()
-        self.reduced_in_backward = 0
         self._timeout_s = timeout.total_seconds()
         self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
         types = dist.ProcessGroup.BackendType
@@ -529,7 +561,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
         if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
-            self.reduced_in_backward += 1
+            _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         if isinstance(opts, dist.AllreduceOptions):

@@ -63,3 +63,18 @@ def test_a_mistake_and_a_group_that_ends_are_no_faults(run_ranks: RunRanks, rank
     output = run_ranks("torch_backend_faults.py", ranks, "none", env=OVER_MESH).stdout
     assert output.count("ended with 2 under way") == ranks
     assert "told" not in output
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        pytest.param("kill", "PeerLostError: rank 1 has ended", marks=pytest.mark.slow),
+        ("stand_still", "waited 2 s for the gradients of iteration 0"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_a_step_of_ddp_is_named_within_the_groups_timeout(
+    run_ranks: RunRanks, fault: str, says: str
+) -> None:
+    job = run_ranks("torch_backend_faults.py", 3, fault, "gradients", env=OVER_MESH, check=False, timeout_s=60)
+    assert job.stdout.count(says) == 2, job.stdout + job.stderr
+    assert job.stdout.count("again: ") == 2
