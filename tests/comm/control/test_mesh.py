@@ -271,7 +271,8 @@ def die(links: Links) -> None:
     """As a killed process does: its sockets are closed, and it does nothing more."""
     links._closing = True
     for connection in links._connections.values():
-        connection._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # where the other end has closed it already
+            connection._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_leaving_together_is_no_failure_and_leaves_nothing() -> None:
