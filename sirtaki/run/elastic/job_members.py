@@ -1008,9 +1008,16 @@ class JobMembers:
         least = self.policy.min_ranks if self.member_list.generation else self.policy.start_ranks
         came = len(self.member_list.candidates(self.policy.max_ranks))
         problem = f"; {self._host_problem}" if self._host_problem else ""
-        text = (
-            f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits longer"
-        )
+        text = f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; "
+        gone = [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
+        if gone and self.policy.hosts_stay:
+            text += (
+                f"{', '.join(sorted(gone)[:3])} {'is' if len(gone) == 1 else 'are'} left out for good, as a rank "
+                "failed there, and no other host can come: --on-failure replace-rank starts another rank in its place, "
+                "--blacklist-cooldown-range takes hosts back, --host-discovery-script finds others"
+            )
+        else:
+            text += "--elastic-timeout waits longer"
         self._end(End(exit_code=1, text=f"{text}, --min-np goes on with fewer{problem}"))
 
     def _failed(self, text: str) -> End:

@@ -407,6 +407,20 @@ def test_waiting_has_an_end_which_running_puts_off() -> None:
     assert "1 of at least 2 ranks came within 10 s" in of(End, story.wait(0.6))[0].text
 
 
+def test_the_end_for_want_of_ranks_says_what_would_have_helped() -> None:
+    for stay, drop, says in (
+        (True, OnFailure.DROP_HOST, "a is left out for good, as a rank failed there, and no other host can come: "),
+        (False, OnFailure.DROP_HOST, "within 10 s; --elastic-timeout waits longer"),
+        (True, OnFailure.REPLACE_RANK, "within 10 s; --elastic-timeout waits longer"),
+    ):
+        story = running({"a": 2}, timeout_s=10.0, hosts_stay=stay, on_failure=drop)
+        story.end(2, KILLED)
+        story.join(1, has_state=True)
+        text = of(End, story.wait(10.5))[0].text
+        assert says in text
+        assert ("--on-failure replace-rank" in text) == ("--host-discovery-script" in text) == ("for good" in text)
+
+
 def test_failures_of_generations_before_are_forgotten() -> None:
     story = running({"a": 2})
     story.end(1, RAISED)
