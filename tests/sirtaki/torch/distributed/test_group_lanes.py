@@ -41,6 +41,7 @@ CASES = [
             )
             if (ranks, way, doing) not in {(2, WAYS[0], AT_ONCE[0]), (3, WAYS[1], AT_ONCE[1])}
             and (*way, *doing) != ("gloo", "waiting", "sum", "sum")  # of which the rank at fault has done its part
+            and (way != WAYS[0] or doing[0] == doing[1])  # whose thread begins when all ranks have come
         ),
     )
 ]
