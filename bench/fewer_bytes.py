@@ -1,13 +1,13 @@
 """A training step with compressed gradients, beside PyTorch's own hooks of the same kind, and DiLoCo's.
 
-    python -m bench.fewer_bytes [--quick] [--check] [--save] [--cases capped equal]
+    python -m bench.fewer_bytes [--quick] [--check] [--save] [--cases capped equal] [--diloco]
 
 Four emulated nodes (`bench.lib.cluster`), one rank each, train six layers of 512 × 512, 6.3 MB of gradients, whose
 computation takes next to no time: what is measured is communication. PyTorch's DDP runs plain, with
 `quantization_pertensor_hook` (made to work over Gloo, see `_Gathered`) and with `powerSGD_hook`; Sirtaki tuned, with
 int8 and with PowerSGD of the same rank, and as `SIRTAKI_LOSSY=int8,powersgd:4` lets it choose. All live in the same
 processes and take turns. Afterwards DiLoCo (H = 32, four fragments) trains the same model, with a pause of 20 ms in
-each step for its computation, in turns with the same loop without any communication.
+each step for its computation, in turns with the same loop without any communication; with `--diloco` nothing else.
 """
 
 from __future__ import annotations
@@ -73,6 +73,28 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     def model() -> Any:
         return mlp([512] * 7, rank=comm.rank, batch=8)
 
+    given = {key: options[key] for key in ("rounds", "seed")}
+    samples, setups = ({}, {}) if options["diloco"] else _compressed(comm, model, given, options["steps"])
+    alone, less = Contender(model), Contender(model)
+
+    def paused(contender: Contender) -> Callable[[], None]:
+        def step() -> None:
+            time.sleep(PAUSE_S)
+            contender.step()
+
+        return step
+
+    with hvd.DiLoCo(less.model, less.optimizer, sync_every=EVERY, fragments=4, delay=EVERY // 4):
+        samples |= in_turns({ALONE: paused(alone), DILOCO: paused(less)}, comm, block=EVERY, **given)
+    return {"samples": samples, "setups": setups}
+
+
+def _compressed(
+    comm: Any, model: Callable[[], Any], given: Mapping[str, Any], block: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Collective: steps of all that sends every gradient, and how each is set."""
+    import sirtaki.torch as hvd
+
     contenders: dict[str, Contender] = {
         **{kind: hooked(model, kind) for kind in (DDP, DDP_INT8, DDP_POWERSGD)},
         PLAIN: Sirtaki(model, tune=True),
@@ -85,22 +107,9 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
             contender.step()
     for contender in contenders.values():
         contender.warm_up()
-    given = {key: options[key] for key in ("rounds", "seed")}
     steps = {name: contender.step for name, contender in contenders.items()}
-    samples = in_turns(steps, comm, block=options["steps"], **given)
-
-    alone, less = Contender(model), Contender(model)
-
-    def paused(contender: Contender) -> Callable[[], None]:
-        def step() -> None:
-            time.sleep(PAUSE_S)
-            contender.step()
-
-        return step
-
-    with hvd.DiLoCo(less.model, less.optimizer, sync_every=EVERY, fragments=4, delay=EVERY // 4):
-        samples |= in_turns({ALONE: paused(alone), DILOCO: paused(less)}, comm, block=EVERY, **given)
-    return {"samples": samples, "setups": {name: each.describe() for name, each in contenders.items()}}
+    setups = {name: each.describe() for name, each in contenders.items()}
+    return in_turns(steps, comm, block=block, **given), setups
 
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
@@ -119,6 +128,8 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
     if case == "equal":
         bars = [(INT8, DDP, 0.45), (POWERSGD, DDP, 0.30)]
     for ours, theirs, limit in (*bars, (LOSSY, PLAIN, 1.02), (DILOCO, ALONE, 1.05)):
+        if ours not in samples:
+            continue
         report.bar(f"{case}: {ours} / {theirs}", ratio(samples, ours, theirs), limit)
 
 
@@ -126,15 +137,16 @@ def main() -> int:
     """Runs every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    flags.add_argument("--diloco", action="store_true", help="DiLoCo only, kept by a name of its own")
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, default=5, help="steps a block")
     flags.add_argument("--warmup-iterations", type=int, default=60, help="the tuner's budget; its own default is 100")
     args = flags.parse_args()
     need_cluster()
     args.rounds = args.rounds or (2 if args.quick else 5)
-    report = Report(name="fewer_bytes")
+    report = Report(name="fewer_bytes_diloco" if args.diloco else "fewer_bytes")
     for case in args.cases:
-        options = {"rounds": args.rounds, "steps": args.steps, "seed": args.seed}
+        options = {"rounds": args.rounds, "steps": args.steps, "seed": args.seed, "diloco": args.diloco}
         measure(report, case, options, warmup_iterations=args.warmup_iterations)
     return finish(report, args)
 
