@@ -31,6 +31,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
 from sirtaki.comm.control.plane import gather
 from sirtaki.comm.control.watchdog import Wait
+from sirtaki.comm.device import outside_inference
 from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
@@ -666,15 +667,9 @@ class EagerEngine:
                 except CommError:
                     return  # those who wait have heard of it
 
+    @outside_inference
     def _step(self) -> None:
-        """With `_turn`, collective with the other ranks that have something to do: one round, in whatever mode."""
-        if not torch.is_inference_mode_enabled():
-            self._round()
-            return
-        with torch.inference_mode(False), torch.no_grad():  # what is made in it, lanes' threads could not write
-            self._round()
-
-    def _round(self) -> None:
+        """With `_turn`, collective with the other ranks that have something to do: one round."""
         there = self.pending.snapshot(self._pause_s)
         if there is None or self.rounds.ended:
             return

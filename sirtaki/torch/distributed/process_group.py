@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import outside_inference
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction
@@ -339,8 +340,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 Tensors = list[torch.Tensor]
 
-_Given = ParamSpec("_Given")
-
 _ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between versions of torch
 
 
@@ -370,19 +369,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _outside_inference(method: Callable[_Given, Work]) -> Callable[_Given, Work]:
-    """That method, which makes tensors for threads of the group to write: see `_plain`."""
-
-    @wraps(method)
-    def outside(*args: _Given.args, **options: _Given.kwargs) -> Work:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **options)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **options)
-
-    return outside
 
 
 def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
@@ -557,7 +543,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    @_outside_inference
+    @outside_inference
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
         if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
@@ -572,7 +558,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options.reduceOp = opts
         return self.allreduce(tensors, options)
 
-    @_outside_inference
+    @outside_inference
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.all_reduce_coalesced`."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
@@ -597,7 +583,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── reduce-scatter ───────────────────────────────────────────────────────────────────────────────────────────
 
-    @_outside_inference
+    @outside_inference
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -612,7 +598,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
 
-    @_outside_inference
+    @outside_inference
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.reduce_scatter_tensor`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -716,7 +702,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-gather ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    @_outside_inference
+    @outside_inference
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:  # Any: as above
         """Collective: see `torch.distributed.all_gather`."""
         opts = AllgatherOptions() if opts is None else opts
@@ -729,7 +715,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rows = [instead.get(id(tensor), tensor).view(-1) for tensor in plain]
         return self._gather(rows, inputs[0], list(zip(apart, copies, strict=True)), outputs)
 
-    @_outside_inference
+    @outside_inference
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.all_gather_into_tensor`."""
         opts = AllgatherOptions() if opts is None else opts
@@ -807,7 +793,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
-    @_outside_inference
+    @outside_inference
     def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
         opts = dist.ReduceOptions() if opts is None else opts
