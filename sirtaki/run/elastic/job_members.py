@@ -998,27 +998,40 @@ class JobMembers:
         return None
 
     def _wait_for_others(self, now_s: float) -> None:
-        """Ends the job if ranks have waited for others for too long."""
+        """Ends the job if ranks have waited for others for too long, or no others can come."""
         if self.member_list.is_running or self.member_list.present(Phase.FINISHED):
             self._short_since_s = None
             return
         self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
-        if now_s - self._short_since_s <= self.policy.timeout_s:
-            return
         least = self.policy.min_ranks if self.member_list.generation else self.policy.start_ranks
         came = len(self.member_list.candidates(self.policy.max_ranks))
-        problem = f"; {self._host_problem}" if self._host_problem else ""
-        text = f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; "
-        gone = [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
-        if gone and self.policy.hosts_stay:
-            text += (
-                f"{', '.join(sorted(gone)[:3])} {'is' if len(gone) == 1 else 'are'} left out for good, as a rank "
-                "failed there, and no other host can come: --on-failure replace-rank starts another rank in its place, "
-                "--blacklist-cooldown-range takes hosts back, --host-discovery-script finds others"
+        if self.policy.hosts_stay and self._most_candidates(now_s) < least:
+            gone = sorted(self._gone(now_s))
+            self._end(
+                self._failed(
+                    f"{came} of at least {least} ranks are there, and no others can come: {', '.join(gone[:3])} "
+                    f"{'is' if len(gone) == 1 else 'are'} left out for good, as a rank failed there or it was lost; "
+                    "--on-failure replace-rank starts another rank in its place, --blacklist-cooldown-range takes "
+                    "hosts back, --host-discovery-script finds others, --min-np goes on with fewer"
+                )
             )
-        else:
-            text += "--elastic-timeout waits longer"
-        self._end(End(exit_code=1, text=f"{text}, --min-np goes on with fewer{problem}"))
+        elif now_s - self._short_since_s > self.policy.timeout_s:
+            problem = f"; {self._host_problem}" if self._host_problem else ""
+            text = (
+                f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits "
+                f"longer, --min-np goes on with fewer{problem}"
+            )
+            self._end(End(exit_code=1, text=text))
+
+    def _gone(self, now_s: float) -> list[str]:
+        """Hosts that are left out for good."""
+        return [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
+
+    def _most_candidates(self, now_s: float) -> int:
+        """How many ranks there may ever be in the next generation, if no other host comes."""
+        gone = self._gone(now_s)
+        slots = sum(slots for host, slots in self.pool.known.items() if host not in gone)
+        return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
 
     def _failed(self, text: str) -> End:
         """The end for this reason, with the exit code of what failed first."""

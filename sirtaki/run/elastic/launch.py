@@ -176,8 +176,9 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
         )
     if options.reset_limit is not None and options.reset_limit < 0:
         raise ConfigError(f"--reset-limit {options.reset_limit}: give a number from 0")
-    if not options.host_discovery_script and sum(hosts.values()) < least:
-        raise ConfigError(f"--min-np {least}, but the hosts have {sum(hosts.values())} slots and will not get more")
+    if not options.host_discovery_script and (slots := sum(hosts.values())) < start:
+        what = f"--min-np {least}" if slots < least else f"-np {start}"
+        raise ConfigError(f"{what}, but the hosts have {slots} slots and will not get more")
     default_s = None if on_failure is OnFailure.DROP_HOST else COOLDOWN_S
     return Policy(
         start_ranks=start,

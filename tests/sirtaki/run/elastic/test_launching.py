@@ -124,7 +124,8 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
     [
         (("-np", "1", "--min-np", "2"), "each must be at least the one before"),
         (("--min-np", "3", "--max-np", "2"), "each must be at least the one before"),
-        (("--min-np", "5"), "the hosts have 4 slots and will not get more"),
+        (("--min-np", "5"), "--min-np 5, but the hosts have 4 slots and will not get more"),
+        (("-np", "5", "--min-np", "2"), "-np 5, but the hosts have 4 slots and will not get more"),
         (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first is the shorter one"),
         (("--min-np", "1", "--reset-limit", "-1"), "give a number from 0"),
     ],

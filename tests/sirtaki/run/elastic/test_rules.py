@@ -407,18 +407,60 @@ def test_waiting_has_an_end_which_running_puts_off() -> None:
     assert "1 of at least 2 ranks came within 10 s" in of(End, story.wait(0.6))[0].text
 
 
-def test_the_end_for_want_of_ranks_says_what_would_have_helped() -> None:
-    for stay, drop, says in (
-        (True, OnFailure.DROP_HOST, "a is left out for good, as a rank failed there, and no other host can come: "),
-        (False, OnFailure.DROP_HOST, "within 10 s; --elastic-timeout waits longer"),
-        (True, OnFailure.REPLACE_RANK, "within 10 s; --elastic-timeout waits longer"),
-    ):
-        story = running({"a": 2}, timeout_s=10.0, hosts_stay=stay, on_failure=drop)
-        story.end(2, KILLED)
-        story.join(1, has_state=True)
-        text = of(End, story.wait(10.5))[0].text
-        assert says in text
-        assert ("--on-failure replace-rank" in text) == ("--host-discovery-script" in text) == ("for good" in text)
+def test_where_no_other_rank_can_come_nobody_waits_and_the_end_says_what_would_have_helped() -> None:
+    story = running({"a": 2}, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
+    story.end(2, KILLED)
+    (end,) = of(End, story.join(1, has_state=True))
+    assert "1 of at least 2 ranks are there, and no others can come: a is left out for good" in end.text
+    assert all(f" --{option} " in end.text for option in ("on-failure", "host-discovery-script", "min-np"))
+    assert "the first that failed was rank 1 (host a, slot 1): it was killed by SIGKILL" in end.text
+    assert end.exit_code == 137
+
+
+def test_nobody_waits_for_a_host_that_is_lost_for_good_either_before_or_after_the_first_generation() -> None:
+    drop = {"hosts_stay": True, "on_failure": OnFailure.DROP_HOST}
+    story = running({"a": 2, "b": 2}, start_ranks=4, min_ranks=3, **drop)
+    story.lose("b", "its connection broke")
+    story.join(1, has_state=True)
+    (end,) = of(End, story.join(2, has_state=True))
+    assert "b is left out for good" in end.text
+    assert "host b: it failed (its connection broke)" in end.text
+    story = Story({"a": 1, "b": 1}, start_ranks=2, min_ranks=1, **drop)
+    story.join(1)
+    (end,) = of(End, story.end(2, RAISED))
+    assert "1 of at least 2 ranks are there" in end.text
+    assert end.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"on_failure": OnFailure.DROP_HOST},  # discovery may find others
+        {"on_failure": OnFailure.REPLACE_RANK, "hosts_stay": True},
+        {"on_failure": OnFailure.DROP_HOST, "hosts_stay": True, "cooldown_s": (5.0, 5.0)},
+        {"on_failure": OnFailure.DROP_HOST, "hosts_stay": True, "cooldown_s": (600.0, 600.0)},
+    ],
+)
+def test_where_others_may_come_they_are_waited_for(policy: dict[str, Any]) -> None:
+    story = running({"a": 1, "b": 1}, timeout_s=10.0, **policy)
+    story.end(2, KILLED)
+    assert of(End, [*story.join(1, has_state=True), *story.wait(9.9)]) == []
+    (end,) = of(End, story.wait(0.6))
+    assert "1 of at least 2 ranks came within 10 s; --elastic-timeout waits longer" in end.text
+
+
+def test_ranks_that_hand_their_state_over_count_though_their_host_is_left_out_for_good() -> None:
+    story = running(
+        {"a": 2, "b": 2}, start_ranks=4, min_ranks=3, hosts_stay=True, on_failure=OnFailure.DROP_HOST, max_ranks=4
+    )
+    story.lose("b", "its connection broke")
+    assert of(End, story.all) == []
+    story = running({"a": 3, "b": 1}, start_ranks=4, min_ranks=2, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
+    story.end(4, KILLED)
+    story.end(3, KILLED)  # both hosts are out, and two ranks live
+    (form,) = of(Form, story.join(1, 2, has_state=True))
+    assert form.workers == (1, 2)
+    assert of(End, story.all) == []
 
 
 def test_failures_of_generations_before_are_forgotten() -> None:
