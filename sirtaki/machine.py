@@ -1,13 +1,18 @@
 """What this process may use of its machine, after affinity masks and cgroup limits, and of what kind the machine is.
 
-`os.cpu_count()` tells of the host, while a container's share is what ranks divide.
+`os.cpu_count()` tells of the host, while a container's share is what ranks divide. And what is not to be left to the
+processes that it forks.
 """
 
 import math
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -76,6 +81,38 @@ def process_fields(pid: int) -> list[str]:
         OSError: there is no such process, or no `/proc`.
     """
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+T = TypeVar("T")
+
+_left_to_children: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+
+
+def in_forked_children(owner: T, act: Callable[[T], None]) -> None:
+    """While `owner` lives, `act(owner)` is called in each process that the script forks, as data loaders do.
+
+    For what such a child must not keep open or answer to. Nothing is done for a process that executes a new program.
+    """
+    _left_to_children[owner] = act
+
+
+def _act_in_child() -> None:
+    for owner, act in list(_left_to_children.items()):
+        act(owner)
+
+
+os.register_at_fork(after_in_child=_act_in_child)
+
+
+def handle_signal(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
+    """Installs a handler in this process; those that it forks have the default instead."""
+
+    def forget(handler: Callable[[int, FrameType | None], None]) -> None:
+        if signal.getsignal(number) is handler:
+            signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(number, handler)
+    in_forked_children(handler, forget)
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:

@@ -21,7 +21,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import CommError, MismatchError, PeerFaultError, PeerLostError
+from sirtaki.machine import in_forked_children
 
 from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
@@ -446,7 +446,7 @@ class Links:
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="sirtaki-mesh", daemon=True)
         if self._connections:
-            _open.add(self)
+            in_forked_children(self, Links.close_in_child)
             self._thread.start()
 
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
@@ -622,20 +622,9 @@ class Links:
             self._wakeup = -1
 
     def close_in_child(self) -> None:
-        """In a process that the script has forked, as data loaders do: what it kept open would outlive its rank."""
+        """In a process that the script has forked: what it kept open would outlive its rank."""
         for connection in self._connections.values():
             connection.close()
-
-
-_open: weakref.WeakSet[Links] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for links in list(_open):
-        links.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────

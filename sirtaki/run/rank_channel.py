@@ -15,6 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
+from sirtaki.machine import handle_signal
+
 from .leftovers import mapped_segments, remove_segments
 
 if TYPE_CHECKING:
@@ -122,12 +124,7 @@ def answer_termination(tell: Callable[[str], None]) -> None:
         tell(doing())
         os.kill(os.getpid(), number)
 
-    def forget() -> None:
-        if signal.getsignal(signal.SIGTERM) is on_terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, on_terminate)
-    os.register_at_fork(after_in_child=forget)
+    handle_signal(signal.SIGTERM, on_terminate)
 
 
 def doing() -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import socketserver
 import threading
-import weakref
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from sirtaki.machine import in_forked_children
 
 from .watchers import Totals
 
@@ -55,7 +55,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._under_way: dict[Any, None] = {}  # sockets, the oldest first
         super().__init__(address, handler)
-        _open.add(self)
+        in_forked_children(self, _Server.close_in_child)
 
     def server_bind(self) -> None:
         """As HTTP servers do, but for asking a name server what this host is called, which may take long."""
@@ -63,7 +63,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def close_in_child(self) -> None:
-        """In a process that the script has forked, as data loaders do: it would keep the port, and never answer."""
+        """In a process that the script has forked: it would keep the port, and never answer."""
         for connection in (self.socket, *self._under_way):
             connection.close()
 
@@ -87,17 +87,6 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever asked has hung up, or asked for nonsense."""
         logger.debug("a request for metrics failed", exc_info=True)
-
-
-_open: weakref.WeakSet[_Server] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for server in list(_open):
-        server.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class MetricsServer:

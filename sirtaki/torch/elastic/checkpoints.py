@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from sirtaki.engine import job
+from sirtaki.machine import handle_signal
 
 logger = logging.getLogger(__name__)
 
@@ -320,12 +321,7 @@ def _handle(number: signal.Signals, is_news: Callable[[], bool], before: Any) ->
             signal.signal(number, before)
             os.kill(os.getpid(), number)
 
-    def forget() -> None:
-        if signal.getsignal(number) is answer:
-            signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(number, answer)
-    os.register_at_fork(after_in_child=forget)
+    handle_signal(number, answer)
 
 
 _of_process: Checkpoints | None = None
