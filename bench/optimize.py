@@ -36,7 +36,7 @@ from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import Outcome, optimize
 from sirtaki.analysis.recording import read_folder as read
-from sirtaki.analysis.what_if import Baseline, with_knobs
+from sirtaki.analysis.what_if import Baseline, plan_refusal, with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -112,7 +112,12 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     """Adds rows, bars and notes of what the ranks have measured and what the search and replays have said."""
     knobs = {name: Knobs.from_json(one) for name, one in result["knobs"].items()}
     base = outcome.before
-    said = {name: base.answer(name, with_knobs(base.job, one), replanned=True) for name, one in knobs.items()}
+    asked = {name: with_knobs(base.job, one) for name, one in knobs.items()}
+    said = {name: base.answer(name, job, replanned=True) for name, job in asked.items()}
+    refused = {
+        name: plan_refusal(base.job, {buffer.number: buffer.plan for buffer in job.buffers}) is not None
+        for name, job in asked.items()
+    }
     said_s = {name: one.times.iteration_s for name, one in said.items()}
     grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
     order = spearmanr([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid]).statistic
@@ -126,7 +131,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
                 "step_s": Spread.of(samples),
                 "replayed_s": said_s[name],
                 "interval, ms": said[name].interval,
-                "inside": said[name].low_s <= median(samples) <= said[name].high_s,
+                "inside": "refused" if refused[name] else said[name].low_s <= median(samples) <= said[name].high_s,
                 "samples_s": samples,
             }
             for name, samples in result[stage].items()

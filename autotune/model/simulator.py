@@ -250,7 +250,7 @@ class Simulator:
         n_bytes = unit.numel * self.layout.itemsize_bytes
         if self.host is not None:
             moving_s = n_bytes * link.beta_s_per_byte
-            processing = self.host.unit(PROCESSORS, link.alpha_s + moving_s, link.busy)
+            processing = self.host.unit(PROCESSORS, link.alpha_s + link.host_s + moving_s, link.busy)
             return 0.0, (Work(server=LINK, seconds=moving_s), processing), ()
         messages = (Work(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
         if model is None:

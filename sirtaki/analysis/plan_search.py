@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from .what_if import (
     in_parts,
     in_words,
     line_of_code,
+    plan_refusal,
     unit_cost,
     with_knobs,
     with_less_traffic,
@@ -120,6 +122,7 @@ class Search:
         step_s: by knobs, the replayed step; infinite where they do not fit.
         by: who has proposed knobs first, "" of even units and what was recorded.
         in_time: all proposals were replayed.
+        refused: those that no replay tells anything of, by why.
     """
 
     def __init__(self, job: JobModel, settings: Mapping[str, str], extras: tuple[Extra, ...] = ()) -> None:
@@ -162,6 +165,7 @@ class Search:
         self.step_s: dict[Knobs, float] = {}
         self.by: dict[Knobs, str] = {}
         self.in_time = True
+        self.refused = Counter[str]()
 
     def run(self, *, limit_s: float = SEARCH_LIMIT_S, least_bytes: int = SMALLEST_UNIT_BYTES) -> Knobs:
         """Replay all proposals, and return the simplest of those that are about as fast as the fastest.
@@ -177,10 +181,14 @@ class Search:
                 break
             if knobs not in self.step_s:
                 self.by[knobs] = name
-                try:
-                    self.step_s[knobs] = replayed(play(self.planned(knobs))).iteration_s
-                except (PlanError, ReplayError):  # they do not fit
-                    self.step_s[knobs] = math.inf
+                self.step_s[knobs] = math.inf
+                with suppress(PlanError, ReplayError):  # they do not fit
+                    planned = self.planned(knobs)
+                    why = plan_refusal(self._job, {buffer.number: buffer.plan for buffer in planned.buffers})
+                    if why is None or knobs == self.recorded:
+                        self.step_s[knobs] = replayed(play(planned)).iteration_s
+                    else:
+                        self.refused[why] += 1
         least_s = min(self.step_s.values(), default=math.inf)
         near = [knobs for knobs, step_s in self.step_s.items() if step_s <= (1 + INDIFFERENCE) * least_s]
         return min(
@@ -298,6 +306,7 @@ class Outcome:
         rivals: others that cannot be told from it.
         replays: how many proposals were replayed.
         in_time: they were all.
+        refused: proposals that no replay tells anything of, by why.
         n_ranks: that were replayed for each.
         search_s: that it took.
         plan_alone: the step with the best plan if the model is not compiled in parts; None where it need not be.
@@ -311,6 +320,7 @@ class Outcome:
     rivals: tuple[Proposal, ...]
     replays: int
     in_time: bool
+    refused: Mapping[str, int]
     n_ranks: int
     search_s: float
     plan_alone: Answer | None = None
@@ -430,8 +440,9 @@ def planned(
         without_communication_s=computation_s(played.graph) / max(1, before.times.iterations),
         best=best,
         rivals=tuple(rivals),
-        replays=len(search.step_s),
+        replays=len(search.step_s) - search.refused.total(),
         in_time=search.in_time,
+        refused=search.refused,
         n_ranks=len(search.small.ranks),
         search_s=search_s,
     )

@@ -86,7 +86,11 @@ def main(options: Namespace) -> int:
         print(line)
     off = before.times.iteration_s / was.iteration_s - 1
     doubts = [f"the replay is {percent(abs(off))} {'longer' if off > 0 else 'shorter'} than the recording"]
-    for note in [*job.notes, *(doubts if abs(off) > DOUBTFUL else ())]:
+    refused = [
+        f"of {count} more plans no replay tells anything, since {why}: the warm-up tries such ones"
+        for why, count in outcome.refused.items()
+    ]
+    for note in [*job.notes, *refused, *(doubts if abs(off) > DOUBTFUL else ())]:
         print(f"\nNote: {note}.")
     return 0
 
@@ -170,6 +174,7 @@ def _json(outcome: Outcome) -> dict[str, Any]:
         "search": {
             "seconds": outcome.search_s,
             "replays": outcome.replays,
+            "refused": dict(outcome.refused),
             "ranks": outcome.n_ranks,
             "in_time": outcome.in_time,
         },

@@ -42,6 +42,7 @@ from sirtaki.analysis.what_if import (
     daydream,
     in_parts,
     knobs_of,
+    plan_refusal,
     sizes_worth_trying,
     unanswered,
     unit_cost,
@@ -57,7 +58,7 @@ from sirtaki.analysis.what_if import (
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.replayer import Activity, SharedHost, replay
 from sirtaki.autotune.model.simulator import Profile, Simulator
-from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel, ring_bytes
 
@@ -545,6 +546,16 @@ def test_each_graph_is_cut_by_itself() -> None:
     assert ready(in_parts(job, 2 * MB)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_on_one_host_what_hands_messages_on_costs_processor_time_for_each_unit() -> None:
+    link = LinkModel(alpha_s=0.001, throughput=(1e6,), host_s=0.002)
+    job = replace(on_one_host(), links={GLOO: link})
+    small, large = (
+        unit_cost(replace(job, links={GLOO: one}), GLOO, job.ranks) for one in (link, replace(link, host_s=0.0))
+    )
+    assert small.startup_s / small.s_per_byte == pytest.approx(3 * large.startup_s / large.s_per_byte)
+    assert small.host_s == 0.0
+
+
 # ── remedies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -624,6 +635,42 @@ def test_an_interval_is_as_wide_as_replays_were_found_to_miss(job: JobModel, err
     change = abs(math.log(other.times.iteration_s / base.times.iteration_s))
     width = error.any_question + error.step * change + error.units * units
     assert math.log(other.high_s / other.times.iteration_s) == pytest.approx(width, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("job", "asked", "why"),
+    [
+        (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
+        (over_a_link(cuts=(4,)), Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO), "smaller units"),
+        (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "take turns"),
+        (on_one_host(), replace(plan_of(SIZES, (4,)), transport=TransportKind.SHARED_MEMORY), "another transport"),
+    ],
+)
+def test_what_replays_were_found_to_tell_nothing_of_is_refused(
+    job: JobModel, asked: CommPlan | Knobs, why: str
+) -> None:
+    (buffer,) = job.buffers
+    plan = asked if isinstance(asked, CommPlan) else asked.to_plan(buffer.layout)
+    assert why in (plan_refusal(job, {0: plan}) or "")
+    assert plan_refusal(job, {0: buffer.plan}) is None
+    larger = with_plans(over_a_link(cuts=(1, 2, 4)), {0: plan_of(SIZES, (4,), streams=2)})
+    assert plan_refusal(over_a_link(cuts=(1, 2, 4)), {0: larger.buffers[0].plan}) is None
+
+
+def test_units_over_mpi_on_one_host_are_refused() -> None:
+    job = on_one_host()
+    (buffer,) = job.buffers
+    over_mpi = replace(job, buffers=(replace(buffer, plan=replace(buffer.plan, transport=TransportKind.MPI)),))
+    assert "MPI" in (plan_refusal(over_mpi, {0: replace(plan_of(SIZES, (4,)), transport=TransportKind.MPI)}) or "")
+
+
+def test_knobs_that_are_refused_are_not_among_the_best() -> None:
+    job = on_one_host(cuts=(4,), seconds_per_byte=1e-4)
+    many = [4000, 26_000]
+    assert best_knobs(job, unit_bytes=many, streams=(1,)) == replace(
+        job.buffers[0].knobs, unit_bytes=26_000, streams=1, cuts=None
+    )
+    assert best_knobs(job, unit_bytes=many[:1], streams=(1,)) is None
 
 
 def test_scatter_of_the_recording_and_a_replay_that_is_off_widen_every_interval() -> None:

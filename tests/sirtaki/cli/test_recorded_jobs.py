@@ -234,6 +234,20 @@ def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert (status, "is no plan" in err) == (1, True)
 
 
+def test_a_plan_that_no_replay_can_tell_of_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = written(tmp_path / "one", record(on_one_host(cuts=(4,))))
+    status, out, err = asked(one, capsys, "--unit-mib", "0.002")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "a replay cannot tell what it would be if the plan were units of 0.002 MiB: " in err
+    assert "smaller units" in err
+    status, out, err = optimized(one, capsys)
+    assert (status, err) == (0, "")
+    assert re.search(r"Note: of \d+ more plans no replay tells anything, since what so much smaller units", out)
+    assert sum(json.loads(optimized(one, capsys, "--json")[1])["search"]["refused"].values()) > 1
+
+
 @pytest.mark.parametrize("missing", [0, 2])
 def test_what_is_missing_is_said_and_the_rest_is_shown(
     folder: Path, missing: int, capsys: pytest.CaptureFixture[str]
