@@ -3,9 +3,7 @@
 A program that keeps its cases in `CASES` and ends with `conformance.training.main(CASES)` is one launch for all of its
 cases: the ranks say of each when they have passed it, and each is a test of its own:
 
-    @on_ranks("gradient_edits", Job(2), slow(Job(3)))
-    def test_edited_gradients_train_as_in_one_process(rank_case: RankCase, play: Play) -> None:
-        play(rank_case)
+    test_edited_gradients_train_as_in_one_process = played_on_ranks("gradient_edits", Job(2), slow(Job(3)))
 
 `pytest -k "set_to_none and 2-ranks"` starts that one case only.
 """
@@ -175,6 +173,18 @@ def on_ranks(program: str, *jobs: Job | ParameterSet, only: str = "", cases: str
             for name in names
         ],
     )
+
+
+def played_on_ranks(
+    program: str, *jobs: Job | ParameterSet, only: str = "", cases: str = "CASES"
+) -> Callable[[Play, RankCase], None]:
+    """A test that plays those cases, each on every job, and asks nothing more; see `on_ranks`."""
+
+    @on_ranks(program, *jobs, only=only, cases=cases)
+    def test(play: Play, rank_case: RankCase) -> None:
+        play(rank_case)
+
+    return test
 
 
 class RankJob:

@@ -1,6 +1,6 @@
 """Every communicator does what the protocol says, whatever carries it."""
 
-from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, Job, played_on_ranks, slow
 
 
 def mesh(ranks: int) -> Job:
@@ -11,11 +11,11 @@ def mpi(ranks: int) -> Job:
     return Job(ranks, "mpi")
 
 
-@on_ranks("communicator", mesh(3), mpi(3), slow(mesh(4)), slow(mesh(1)), slow(mesh(2)), slow(mesh(5)), slow(mpi(4)))
-def test_communicators_conform(rank_case: RankCase, play: Play) -> None:
-    play(rank_case)
+test_communicators_conform = played_on_ranks(
+    "communicator", mesh(3), mpi(3), slow(mesh(4)), slow(mesh(1)), slow(mesh(2)), slow(mesh(5)), slow(mpi(4))
+)
 
 
-@on_ranks("communicator", slow(mesh(3)), slow(mesh(4)), slow(mpi(4)), cases="STRESS")
-def test_communicators_bear_stress(rank_case: RankCase, play: Play) -> None:
-    play(rank_case)
+test_communicators_bear_stress = played_on_ranks(
+    "communicator", slow(mesh(3)), slow(mesh(4)), slow(mpi(4)), cases="STRESS"
+)

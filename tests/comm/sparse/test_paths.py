@@ -1,6 +1,6 @@
 """Every path adds up the same rows, in training with a DistributedOptimizer over each transport."""
 
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, integration, played_on_ranks, slow
 
 TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "100"}
 SETTINGS = {
@@ -19,7 +19,7 @@ def job(ranks: int, label: str) -> Job:
     return Job(ranks, label, SETTINGS[label])
 
 
-@on_ranks(
+test_sparse_gradients_of_all_kinds_train_right_by_each_way = played_on_ranks(
     "sparse_paths",
     slow(job(2, "owner")),
     job(2, "auto"),
@@ -28,11 +28,9 @@ def job(ranks: int, label: str) -> Job:
     *(slow(job(ranks, label)) for ranks, label in ((2, "hot_cold"), (5, "hot_cold"), (5, "auto"), (4, "auto gloo"))),
     *(slow(job(ranks, label)) for ranks, label in ((2, "auto mesh"), (3, "mpi"), (4, "two nodes"), (5, "owner"))),
 )
-def test_sparse_gradients_of_all_kinds_train_right_by_each_way(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks(
+test_plans_may_change_with_every_iteration = played_on_ranks(
     "sparse_paths",
     job(3, "gather"),
     slow(job(1, "gather")),
@@ -42,10 +40,8 @@ def test_sparse_gradients_of_all_kinds_train_right_by_each_way(play: Play, rank_
     slow(job(4, "two nodes")),
     cases="ANY_PATH",
 )
-def test_plans_may_change_with_every_iteration(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks("sparse_paths", slow(job(4, "gather")), slow(job(3, "gloo")), slow(job(2, "mpi")), cases="MANY")
-def test_many_random_steps_are_right(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_many_random_steps_are_right = played_on_ranks(
+    "sparse_paths", slow(job(4, "gather")), slow(job(3, "gloo")), slow(job(2, "mpi")), cases="MANY"
+)

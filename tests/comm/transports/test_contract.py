@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from rank_jobs import ONLY_OVER_MPI, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import ONLY_OVER_MPI, Job, played_on_ranks, slow
 
 from sirtaki.comm.transports import contract
 from sirtaki.comm.transports.contract import (
@@ -186,7 +186,6 @@ def test_where_nobody_can_count_them_half_are_taken_to_be_in_use(monkeypatch: py
     assert descriptor_limit() == UNLIMITED
 
 
-@ONLY_OVER_MPI
-@on_ranks("opening", Job(3), slow(Job(2)), slow(Job(4)))
-def test_all_ranks_agree_on_what_could_not_be_opened_and_go_on(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_all_ranks_agree_on_what_could_not_be_opened_and_go_on = ONLY_OVER_MPI(
+    played_on_ranks("opening", Job(3), slow(Job(2)), slow(Job(4)))
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from rank_jobs import Job, Play, RankCase, on_ranks
+from rank_jobs import Job, played_on_ranks
 
 from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace
 from sirtaki.comm.control.plane import ControlPlane
@@ -127,6 +127,6 @@ def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -
     assert "does not fit: the units end at element 7" in torn.misfit(LAYOUTS, 4, SPACE)
 
 
-@on_ranks("given_plan", Job(2, env={"SIRTAKI_REGISTRY": "off", "SIRTAKI_TRANSPORT": "gloo"}))
-def test_a_job_takes_it(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_a_job_takes_it = played_on_ranks(
+    "given_plan", Job(2, env={"SIRTAKI_REGISTRY": "off", "SIRTAKI_TRANSPORT": "gloo"})
+)

@@ -3,7 +3,7 @@
 import random
 import socket
 
-from rank_jobs import Job, Play, RankCase, on_ranks
+from rank_jobs import Job, played_on_ranks
 
 SHORT = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
 
@@ -20,11 +20,9 @@ def free_ports() -> int:
         return port
 
 
-@on_ranks("observed", Job(2, env=SHORT))
-def test_a_job_is_seen(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_a_job_is_seen = played_on_ranks("observed", Job(2, env=SHORT))
 
 
-@on_ranks("observed", Job(2, env={**SHORT, "SIRTAKI_METRICS_PORT": str(free_ports())}), cases="METRICS")
-def test_a_job_is_measured(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_a_job_is_measured = played_on_ranks(
+    "observed", Job(2, env={**SHORT, "SIRTAKI_METRICS_PORT": str(free_ports())}), cases="METRICS"
+)

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import RunRanks
-from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import OVER_MESH, Job, integration, played_on_ranks, slow
 
 ENV = {"SIRTAKI_REGISTRY": "off"}
 
@@ -17,15 +17,13 @@ def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(run_ranks: R
     assert run_ranks("collectives_errors.py", ranks, env=ENV).stdout.count("as they should be") == ranks
 
 
-@on_ranks(
+test_groups_joins_gradients_and_process_sets_behave = played_on_ranks(
     "collectives_behaviour",
     *(Job(ranks, env=ENV) for ranks in (1, 2)),
     slow(Job(3, env=ENV)),
     integration(Job(4, env=ENV)),
     Job(3, "mesh", {**ENV, **OVER_MESH}),
 )
-def test_groups_joins_gradients_and_process_sets_behave(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.integration)])

@@ -1,12 +1,12 @@
 """Gradients that travel in fewer bytes, between ranks that use sockets."""
 
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, integration, played_on_ranks, slow
 
 GLOO = {"SIRTAKI_TRANSPORT": "gloo"}
 SMALL_UNITS = {"SIRTAKI_UNIT_BYTES": "8192", "SIRTAKI_STREAMS": "3"}
 
 
-@on_ranks(
+test_what_is_lost_on_the_way_is_given_back = played_on_ranks(
     "compressed",
     Job(2, env={**UNTUNED, **GLOO}),
     integration(
@@ -17,5 +17,3 @@ SMALL_UNITS = {"SIRTAKI_UNIT_BYTES": "8192", "SIRTAKI_STREAMS": "3"}
     slow(Job(4, "mpi", {**UNTUNED, "SIRTAKI_TRANSPORT": "mpi"})),
     slow(Job(2, "tuned", {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "8", **GLOO})),
 )
-def test_what_is_lost_on_the_way_is_given_back(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)

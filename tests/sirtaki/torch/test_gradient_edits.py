@@ -1,16 +1,16 @@
 """What scripts do to gradients between `backward()` and `step()` gives what one process would give."""
 
-from rank_jobs import Job, Play, RankCase, on_ranks, slow
+from rank_jobs import Job, played_on_ranks, slow
 
 ENV = {"SIRTAKI_REGISTRY": "off"}
 UNUSED_ARE_NONE = Job(2, "unused are none", {**ENV, "SIRTAKI_UNUSED": "none"})
 
 
-@on_ranks("gradient_edits", Job(2, env=ENV), slow(Job(3, env=ENV)), slow(Job(4, env=ENV)))
-def test_edited_gradients_train_as_in_one_process(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_edited_gradients_train_as_in_one_process = played_on_ranks(
+    "gradient_edits", Job(2, env=ENV), slow(Job(3, env=ENV)), slow(Job(4, env=ENV))
+)
 
 
-@on_ranks("gradient_edits", UNUSED_ARE_NONE, only="unused_gradients")
-def test_gradients_that_nobody_computes_are_none_where_that_is_asked_for(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_gradients_that_nobody_computes_are_none_where_that_is_asked_for = played_on_ranks(
+    "gradient_edits", UNUSED_ARE_NONE, only="unused_gradients"
+)

@@ -2,22 +2,19 @@
 
 import pytest
 import torch
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, integration, played_on_ranks, slow
 from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError
 
-
-@on_ranks(
+test_ranks_that_synchronise_less_often_train_as_simulated = played_on_ranks(
     "local_sgd",
     Job(2, env=UNTUNED),
     integration(Job(3, "mesh", {**UNTUNED, **OVER_MESH}), but="local_sgd_averages"),
     slow(Job(1, env=UNTUNED)),
     slow(Job(4, env=UNTUNED)),
 )
-def test_ranks_that_synchronise_less_often_train_as_simulated(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
 @pytest.mark.parametrize(

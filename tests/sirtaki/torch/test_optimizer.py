@@ -1,6 +1,6 @@
 """Training with a DistributedOptimizer equals training in one process."""
 
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, integration, played_on_ranks, slow
 
 SETTINGS = {
     "": UNTUNED,
@@ -21,7 +21,7 @@ LIVES = (job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, 
 """For cases of optimizers that are dropped, closed or wrapped again."""
 
 
-@on_ranks(
+test_training_on_ranks_equals_training_on_the_joined_batch = played_on_ranks(
     "optimizers",
     job(2),
     slow(job(1)),
@@ -33,11 +33,9 @@ LIVES = (job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, 
     slow(job(4, "two nodes")),
     cases="TRAINING",
 )
-def test_training_on_ranks_equals_training_on_the_joined_batch(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks(
+test_types_and_strides_of_all_kinds_train_right = played_on_ranks(
     "optimizers",
     job(2),
     slow(job(1)),
@@ -46,23 +44,17 @@ def test_training_on_ranks_equals_training_on_the_joined_batch(play: Play, rank_
     slow(job(4, "two nodes")),
     cases="TYPES",
 )
-def test_types_and_strides_of_all_kinds_train_right(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks("optimizers", *LIVES, cases="LIFETIMES")
-def test_shared_parameters_and_dropped_closed_and_rewrapped_optimizers_train_right(
-    play: Play, rank_case: RankCase
-) -> None:
-    play(rank_case)
+test_shared_parameters_and_dropped_closed_and_rewrapped_optimizers_train_right = played_on_ranks(
+    "optimizers", *LIVES, cases="LIFETIMES"
+)
 
 
-@on_ranks("optimizers", *LIVES, cases="LEFTOVERS")
-def test_dropped_optimizers_and_ended_jobs_leave_nothing(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_dropped_optimizers_and_ended_jobs_leave_nothing = played_on_ranks("optimizers", *LIVES, cases="LEFTOVERS")
 
 
-@on_ranks(
+test_sparse_gradients_groups_process_sets_and_join_train_right = played_on_ranks(
     "optimizers",
     job(3),
     slow(job(3, "mesh")),
@@ -72,20 +64,16 @@ def test_dropped_optimizers_and_ended_jobs_leave_nothing(play: Play, rank_case: 
     slow(job(4, "tuned")),
     cases="FEATURES",
 )
-def test_sparse_gradients_groups_process_sets_and_join_train_right(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks("optimizers", integration(job(2, "tuned")), only="plans_that_change", cases="TRAINING")
-def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_plans_tried_by_the_warmup_change_no_gradient = played_on_ranks(
+    "optimizers", integration(job(2, "tuned")), only="plans_that_change", cases="TRAINING"
+)
 
 
-@on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LIFETIMES")
-def test_many_turns_train_right(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_many_turns_train_right = played_on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LIFETIMES")
 
 
-@on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LEFTOVERS")
-def test_many_lifetimes_leave_nothing(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_many_lifetimes_leave_nothing = played_on_ranks(
+    "optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LEFTOVERS"
+)

@@ -1,6 +1,6 @@
 """Training whose updates are put off equals training where `step()` waits, bit by bit; on three ranks, as sums do."""
 
-from rank_jobs import UNTUNED, Job, Play, RankCase, integration, on_ranks, slow
+from rank_jobs import UNTUNED, Job, integration, played_on_ranks, slow
 
 CHECK = {**UNTUNED, "SIRTAKI_OVERLAP_FORWARD": "check"}
 SMALL = {**UNTUNED, "SIRTAKI_UNIT_BYTES": "256", "SIRTAKI_STREAMS": "3", "SIRTAKI_TRANSPORT": "gloo"}
@@ -9,25 +9,21 @@ LONG = {**UNTUNED, "SIRTAKI_TEST_STEPS": "500", "SIRTAKI_UNIT_BYTES": "2048"}
 TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "8", "SIRTAKI_TEST_STEPS": "40"}
 
 
-@on_ranks(
+test_what_is_put_off_is_never_read_stale = played_on_ranks(
     "forward_overlap",
     Job(2, "", UNTUNED),
     slow(Job(2, "check", CHECK)),
     slow(Job(2, "small units", SMALL)),
     slow(Job(3, "three ranks", DOUBLE)),
 )
-def test_what_is_put_off_is_never_read_stale(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks(
+test_memory_that_several_tensors_have_is_never_read_stale = played_on_ranks(
     "forward_overlap", integration(Job(2, "small units", SMALL)), only="memory_that_parameters_share_is_never_stale"
 )
-def test_memory_that_several_tensors_have_is_never_read_stale(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
 
 
-@on_ranks(
+test_five_models_train_equally = played_on_ranks(
     "forward_overlap",
     integration(
         Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "12"}), but="tied"
@@ -38,5 +34,3 @@ def test_memory_that_several_tensors_have_is_never_read_stale(play: Play, rank_c
     slow(Job(2, "tuned", TUNED)),
     cases="FIVE_MODELS",
 )
-def test_five_models_train_equally(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from elastic_jobs import ElasticJob
-from rank_jobs import OVER_MESH, UNTUNED, Job, Launcher, Play, RankCase, on_ranks
+from rank_jobs import OVER_MESH, UNTUNED, Job, Launcher, played_on_ranks
 from ranks.elastic_features import SIZES, WAITS
 
 from sirtaki.registry.safe_store import open_store
@@ -276,6 +276,4 @@ def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_
 # ── repeating ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@on_ranks("elastic_alone", Job(1, env={**UNTUNED, **OVER_MESH}))
-def test_a_rank_goes_from_generation_to_generation(rank_case: RankCase, play: Play) -> None:
-    play(rank_case)
+test_a_rank_goes_from_generation_to_generation = played_on_ranks("elastic_alone", Job(1, env={**UNTUNED, **OVER_MESH}))

@@ -1,13 +1,12 @@
 """Data divided among ranks is what one process would see."""
 
-from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import UNTUNED, Job, played_on_ranks, slow
 
 from sirtaki.torch.ranks import shares
 
-
-@on_ranks("divided_data", Job(2, env=UNTUNED), slow(Job(3, env=UNTUNED)))
-def test_ranks_share_data_as_one_process_would_see_it(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_ranks_share_data_as_one_process_would_see_it = played_on_ranks(
+    "divided_data", Job(2, env=UNTUNED), slow(Job(3, env=UNTUNED))
+)
 
 
 def test_samples_are_padded_from_their_beginning() -> None:

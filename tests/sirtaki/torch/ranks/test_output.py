@@ -1,13 +1,10 @@
 """Rank 0 prints and writes for all."""
 
-from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks
+from rank_jobs import UNTUNED, Job, played_on_ranks
 
 from sirtaki.torch.ranks import on_root
 
-
-@on_ranks("divided_data", Job(2, env=UNTUNED), only="prints", cases="VALUES")
-def test_one_rank_prints(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
+test_one_rank_prints = played_on_ranks("divided_data", Job(2, env=UNTUNED), only="prints", cases="VALUES")
 
 
 def test_before_there_are_ranks_everybody_does() -> None:
