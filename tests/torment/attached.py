@@ -17,14 +17,12 @@ import torch
 from hypothesis import strategies as st
 
 from . import program as actions
-from .program import Action, Backward, BlockKind, Feature, OptimizerSpec, Program
+from .program import Action, Backward, BlockKind, OptimizerSpec, Program
 from .reference import Played, legal, like_parameter, rounded, total_of
 from .replica import LOSSY, Optimizer, Replica
 from .strategy import DENSE_RULES, Iterations
 
 # ── How they are drawn ───────────────────────────────────────────────────────────────────────────────────────────────
-
-FEATURES = frozenset(Feature) - {Feature.COMPILED}
 
 OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view")
 
@@ -32,7 +30,7 @@ OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view")
 @st.composite
 def attached_programs(draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None) -> Program:
     """A program for `ranks` ranks."""
-    return _Draw(draw, ranks, FEATURES).program(environment or {})
+    return _Draw(draw, ranks, compiles=False).program(environment or {})
 
 
 class _Draw(Iterations):

@@ -13,80 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self
 
-# ── What programs may do, by name ────────────────────────────────────────────────────────────────────────────────────
-
-
-class Feature(Enum):
-    """One thing that training scripts do; drawn programs use those that are switched on."""
-
-    SEVERAL = "several optimizers"
-    SHARED = "one parameter in two optimizers"
-    UNWATCHED = "parameters in no optimizer"
-    ACCUMULATION = "gradients of several backward passes"
-    RAGGED = "a step before the last of these passes"
-    LEFT_OUT = "a step left out"
-    NULLED = "gradients set to None between backward() and step()"
-    NULLED_EARLY = "the same while others are still to come"
-    EDITED = "gradients changed between backward() and step()"
-    EDITED_SYNCHRONIZED = "gradients changed between synchronize() and step()"
-    EDITED_ON_SOME = "gradients changed on some ranks only"
-    REPLACED_EARLY = "gradients replaced while others are still to come"
-    TOO_EARLY = "gradients written while others are still to come, which is an error"
-    SCALED = "losses scaled, and gradients divided by that"
-    READ = "gradients looked at between backward() and step()"
-    FROZEN = "parameters frozen while training"
-    THAWED = "parameters thawed while training"
-    GROUPS_ADDED = "parameter groups added while training"
-    CLOSURES = "step(closure)"
-    LBFGS = "LBFGS"
-    EXCEPTIONS = "backward passes that raise"
-    CHECKPOINTS = "activation checkpointing without reentrance"
-    REENTRANT = "reentrant activation checkpointing"
-    COMPILED = "compiled blocks"
-    SPARSE = "sparse gradients"
-    SPARSE_ADAM = "SparseAdam"
-    SPARSE_AS_DENSE = "sparse_as_dense"
-    JOIN = "uneven data"
-    JOIN_SEVERAL = "uneven data for several optimizers"
-    JOIN_SPARSE = "uneven data with sparse gradients"
-    PROCESS_SETS = "optimizers of some ranks"
-    EAGER = "eager operations between steps"
-    EAGER_EARLY = "eager operations between backward() and step()"
-    DTYPES = "the model's dtype changed"
-    FORMATS = "the model's memory format or storage changed"
-    REWRAPPED = "optimizers dropped and made anew"
-    SAVED = "states saved and loaded"
-    PLANS = "plans changed"
-    UNUSED_SOMEWHERE = "parameters unused on some ranks"
-    UNEVEN = "the same, while ranks wait for each other in other places"
-    UNUSED = "parameters unused on all ranks"
-    PARTS = "two backward passes that each touch a part"
-    RETAINED = "two backward passes of one graph"
-    PENALTY = "double backward"
-    HOOKED = "tensor hooks of the user's own"
-    BROADCAST = "parameters and optimizer state broadcast while training"
-    FP16 = "compression"
-    LOSSY = "compression that gives back in the next step what it has lost"
-    GROUPED = "groups="
-    SUM = "op=Sum"
-    SYNCHRONIZED_TWICE = "step() after synchronize() without skip_synchronize()"
-    SMALL = "parameters without elements"
-    SINGLE = "several dtypes"
-    ASIDE = "gradients computed by torch.autograd.grad, and forward passes without a backward pass"
-    SLOPES = "a penalty on the parameters' gradients in the loss"
-    KEPT = "gradients that the script keeps over zero_grad()"
-    OUTSIDE = "parameters read by others than their modules"
-    ACROSS = "an optimizer that looks across its parameters"
-    FLAT = "parameters that are views of one buffer"
-    TIED = "one parameter of two modules"
-
-
-ALL = frozenset(Feature)
-
-QUICK = ALL - {Feature.COMPILED}
-"""Without what takes seconds each time."""
-
-
 # ── The program ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -372,36 +298,6 @@ class Epoch(Action):
     order: tuple[tuple[int, ...], ...]
 
 
-ACTIONS: dict[str, type[Action]] = {
-    kind.__name__: kind
-    for kind in (
-        Backward,
-        Step,
-        Synchronize,
-        ZeroGrad,
-        Edit,
-        TooEarly,
-        Read,
-        Aside,
-        Keep,
-        Recall,
-        Outside,
-        RequireGrad,
-        AddGroup,
-        Rewrap,
-        Passes,
-        Save,
-        Load,
-        Convert,
-        Nudge,
-        Broadcast,
-        Eager,
-        Wait,
-        Epoch,
-    )
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What every rank's script does.
@@ -471,7 +367,8 @@ def _action(data: dict[str, Any]) -> Action:
             fields[name] = _action(fields[name])
     if fields.get("spec") is not None:
         fields["spec"] = OptimizerSpec(**_tuples(fields["spec"]))
-    return ACTIONS[data["do"]](**fields)
+    action: Action = globals()[data["do"]](**fields)  # a class of this module
+    return action
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from . import program as actions
-from .program import ALL, Action, Backward, BlockKind, Epoch, Feature, OptimizerSpec, Program, TooEarly, ZeroGrad
+from .program import Action, Backward, BlockKind, Epoch, OptimizerSpec, Program, TooEarly, ZeroGrad
 from .replica import OPERATIONS, Optimizer, Replica, Values
 
 # ── One DistributedOptimizer on all ranks, in one process, and what no script may do with it ─────────────────────────
@@ -107,7 +107,6 @@ class Lockstep:
 
     Attributes:
         n_ranks: world size.
-        features: what programs may do.
         replicas: one a rank.
         names: of all parameters.
         sparse: those that have sparse gradients.
@@ -121,8 +120,7 @@ class Lockstep:
         overlaps: updates are put off into the next forward pass.
     """
 
-    def __init__(self, program: Program, features: frozenset[Feature]) -> None:
-        self.features = features
+    def __init__(self, program: Program) -> None:
         self.n_ranks = program.ranks
         self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
         self.names = program.parameters
@@ -174,10 +172,6 @@ class Lockstep:
         """The optimizer of this number."""
         legal(number < len(self.optimizers), "no such optimizer")
         return self.optimizers[number]
-
-    def needs(self, feature: Feature) -> None:
-        """Raises IllegalError unless this feature is on."""
-        legal(feature in self.features, f"{feature.value}: not yet")
 
     def is_idle(self, wrapped: Wrapped) -> bool:
         """None of its gradients has come since it was last stepped."""
@@ -412,8 +406,6 @@ def zero(world: Lockstep, action: ZeroGrad) -> None:
 def _require_zeroable(world: Lockstep, wrapped: Wrapped, action: ZeroGrad) -> None:
     legal(not wrapped.pending or wrapped.broken or wrapped.complete, "zero_grad() between backward() and step()")
     legal(not wrapped.broken or action.set_to_none, "what came before the failure is unknown")
-    if wrapped.complete:
-        world.needs(Feature.LEFT_OUT)
 
 
 def drop(world: Lockstep, wrapped: Wrapped) -> None:
@@ -606,7 +598,6 @@ def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
         IllegalError: no script may do that now, or it is no error.
     """
     wrapped, drawn = world.at(action.optimizer), action.backward
-    world.needs(Feature.TOO_EARLY)
     world.require_idle()
     legal(len(world.optimizers) == 1 and 1 < len(wrapped.members) == world.n_ranks, "all ranks must do the same")
     legal(wrapped.spec.passes == 1 and not wrapped.spec.rule.startswith("lbfgs"), "one pass, one step")
@@ -725,9 +716,8 @@ class Played:
 class Reference(Played):
     """Plays a program whose optimizers are DistributedOptimizers."""
 
-    def __init__(self, program: Program, features: frozenset[Feature] = ALL) -> None:
-        """Plays it; what needs a feature that is not among `features` is not legitimate either."""
-        self._world = Lockstep(program, features)
+    def __init__(self, program: Program) -> None:
+        self._world = Lockstep(program)
         super().__init__(program, self._world.replicas)
 
     def _may_end(self) -> bool:
@@ -735,8 +725,6 @@ class Reference(Played):
 
     def _backward(self, action: Backward) -> None:
         gradients = compute(self._world, action, self._number * 100)
-        if len(self._world.optimizers) > 1 and any(mine.keys() != gradients[0].keys() for mine in gradients):
-            self._world.needs(Feature.UNEVEN)
         if action.fails_at is None:
             self._world.accumulate(gradients)
             return
@@ -792,11 +780,6 @@ class Reference(Played):
                 apart = self._world.divided | self._world.beside_sparse
                 legal(null or name not in apart, "perhaps it is reduced")
                 legal(null or not any(wrapped.reduced_on_some for wrapped in owners), "an error on all ranks")
-                self._world.needs(Feature.NULLED_EARLY if null else Feature.REPLACED_EARLY)
-            elif any(wrapped.complete for wrapped in owners):
-                self._world.needs(Feature.NULLED if null else Feature.EDITED)
-            elif any(wrapped.synchronized for wrapped in owners):
-                self._world.needs(Feature.EDITED_SYNCHRONIZED)
             legal(null or name not in self._world.sparse, "sparse")
             for wrapped in owners:
                 wrapped.replaced |= replaces and not null and not wrapped.complete
@@ -811,8 +794,6 @@ class Reference(Played):
     def _read(self, action: actions.Read) -> None:
         watched = self._world.watched
         legal(all(self._world.is_defined(name) and name in watched for name in action.parameters), "it is on its way")
-        if any(wrapped.complete for wrapped in self._world.optimizers):
-            self._world.needs(Feature.READ)
         for rank, replica in enumerate(self._world.replicas):
             self._look(rank, "read", replica.gradients(action.parameters))
 
@@ -905,15 +886,6 @@ class Reference(Played):
             legal(all(plain.state for plain in wrapped.plain), "a fresh optimizer")
             self._world.copy_state(wrapped, action.root)
         self._world.drop_gradients()
-
-    # ── eager operations ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def _eager(self, action: actions.Eager) -> None:
-        if not all(self._world.is_idle(wrapped) for wrapped in self._world.optimizers):
-            self._world.needs(Feature.EAGER_EARLY)
-        if any(left != wrapped.left[0] for wrapped in self._world.optimizers for left in wrapped.left):
-            self._world.needs(Feature.UNEVEN)
-        super()._eager(action)
 
     # ── uneven data ──────────────────────────────────────────────────────────────────────────────────────────────
 

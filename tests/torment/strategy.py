@@ -9,7 +9,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from . import program as actions
-from .program import ALL, Action, Backward, BlockKind, Feature, OptimizerSpec, Program
+from .program import Action, Backward, BlockKind, OptimizerSpec, Program
 from .replica import EDITS, IN_PLACE, KEEPS, LOSSY, OPERATIONS, READERS, SCALE
 
 # ── The choices that drawn programs are made of. What `maybe` refuses is what Hypothesis shrinks to ──────────────────
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices for one program of `n_ranks` ranks that uses some of `features`."""
+    """Choices for one program of `n_ranks` ranks, which `compiles` blocks or not: that takes seconds."""
 
-    def __init__(self, draw: st.DrawFn, n_ranks: int, features: frozenset[Feature]) -> None:
-        self.draw, self.n_ranks, self.features = draw, n_ranks, features
+    def __init__(self, draw: st.DrawFn, n_ranks: int, *, compiles: bool) -> None:
+        self.draw, self.n_ranks, self.compiles = draw, n_ranks, compiles
 
-    def maybe(self, percent: int, *features: Feature) -> bool:
-        """True in so many per cent of cases, if all features are on."""
-        return self.features.issuperset(features) and self.draw(st.integers(0, 99)) >= 100 - percent
+    def maybe(self, percent: int) -> bool:
+        """True in so many per cent of cases."""
+        return self.draw(st.integers(0, 99)) >= 100 - percent
 
     def one(self, choices: Sequence[T]) -> T:
         """One of them."""
@@ -60,8 +60,8 @@ class Iterations(Choices):
     names: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
 
-    def __init__(self, draw: st.DrawFn, n_ranks: int, features: frozenset[Feature]) -> None:
-        super().__init__(draw, n_ranks, features)
+    def __init__(self, draw: st.DrawFn, n_ranks: int, *, compiles: bool) -> None:
+        super().__init__(draw, n_ranks, compiles=compiles)
         self.optimizers: list[OptimizerSpec] = []
 
     def iteration(self) -> list[Action]:
@@ -71,7 +71,7 @@ class Iterations(Choices):
             chosen = list(self.draw(st.permutations(self.some(chosen))))
         specs = [self.optimizers[number] for number in chosen]
         made: list[Action] = []
-        if self.maybe(6, Feature.KEPT):
+        if self.maybe(6):
             made += [self._keep(number) for number in chosen]
         elif not self.maybe(12):
             set_to_none = not self.maybe(30)
@@ -81,7 +81,7 @@ class Iterations(Choices):
         inputs: tuple[str, ...] = ()
         if len(chosen) < len(self.optimizers) or self.maybe(5):
             inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
-        closures = [spec.rule.startswith("lbfgs") or self.maybe(6, Feature.CLOSURES) for spec in specs]
+        closures = [spec.rule.startswith("lbfgs") or self.maybe(6) for spec in specs]
         if all(closures):
             return [
                 *made,
@@ -91,23 +91,23 @@ class Iterations(Choices):
                 ),
             ]
         passes = max(spec.passes for spec in specs)
-        if passes > 1 and self.maybe(20, Feature.RAGGED):
+        if passes > 1 and self.maybe(20):
             passes -= 1
-        scaled = self.maybe(5, Feature.SCALED)
+        scaled = self.maybe(5)
         for number in range(passes):
             made += self._passes(inputs, scale=SCALE if scaled else 1.0)
-            if number + 1 < passes and self.maybe(10, Feature.EAGER_EARLY):
+            if number + 1 < passes and self.maybe(10):
                 made.append(self.eager())
         if scaled:
             return [*made, *self._unscale(chosen)]
         made += self._touch()
-        if self.maybe(4, Feature.LEFT_OUT):
+        if self.maybe(4):
             return [*made, *(actions.ZeroGrad(optimizer=number) for number in chosen)]
         for number in chosen:
             made += self._step(number)
-        if self.maybe(10, Feature.READ):
+        if self.maybe(10):
             made.append(actions.Read(parameters=self.some(self.names)))
-        if self.maybe(8, Feature.OUTSIDE):
+        if self.maybe(8):
             made.append(self._outside())
         return made
 
@@ -119,7 +119,7 @@ class Iterations(Choices):
             made += [actions.Synchronize(optimizer=number)] if synchronizes else []
             names = tuple(name for name in self.optimizers[number].parameters if name not in self.sparse)
             made.append(actions.Edit(how="unscale", parameters=names))
-            if self.maybe(25, Feature.LEFT_OUT):
+            if self.maybe(25):
                 made.append(actions.ZeroGrad(optimizer=number))
             else:
                 made.append(actions.Step(optimizer=number, skip_synchronize=synchronizes))
@@ -133,16 +133,16 @@ class Iterations(Choices):
         ]
 
     def _unscaled(self, inputs: tuple[str, ...]) -> list[Action]:
-        if self.maybe(5, Feature.RETAINED):
+        if self.maybe(5):
             return [Backward(retain=True, inputs=inputs), Backward(again=True, inputs=inputs)]
-        if self.maybe(8, Feature.PARTS) and not inputs:
+        if self.maybe(8) and not inputs:
             first = self.some(self.names)
             rest = tuple(name for name in self.names if name not in first)
             return [Backward(inputs=first), *([Backward(inputs=rest)] if rest else [])]
-        if self.maybe(5, Feature.EXCEPTIONS):
+        if self.maybe(5):
             failing = Backward(
                 fails_at=self.one(range(len(self.blocks))),
-                checkpoint="reentrant" if self.maybe(15, Feature.REENTRANT) else "",
+                checkpoint="reentrant" if self.maybe(15) else "",
             )
             forget = [actions.ZeroGrad(optimizer=number) for number in range(len(self.optimizers))]
             if self.maybe(30):
@@ -152,34 +152,34 @@ class Iterations(Choices):
 
     def _pass(self, inputs: tuple[str, ...]) -> Backward:
         checkpoint = ""
-        if self.maybe(6, Feature.CHECKPOINTS):
+        if self.maybe(6):
             checkpoint = "plain"
-        elif self.maybe(6, Feature.REENTRANT) and not inputs:
+        elif self.maybe(6) and not inputs:
             checkpoint = "reentrant"
         skipped: tuple[int, ...] = ()
         on: tuple[int, ...] = ()
-        if self.maybe(10, Feature.UNUSED):
+        if self.maybe(10):
             skipped = self.some(range(len(self.blocks)))
-        elif self.maybe(10, Feature.UNUSED_SOMEWHERE):
+        elif self.maybe(10):
             skipped, on = self.some(range(len(self.blocks))), self.ranks()
         return Backward(
             inputs=inputs,
             checkpoint=checkpoint,
             skipped=skipped,
             on=on,
-            penalty=self.maybe(5, Feature.PENALTY),
-            slopes=self.maybe(5, Feature.SLOPES),
-            compiled=self.maybe(1, Feature.COMPILED) and self.maybe(30),  # takes seconds
+            penalty=self.maybe(5),
+            slopes=self.maybe(5),
+            compiled=self.compiles and self.maybe(1) and self.maybe(30),
         )
 
     def _touch(self) -> list[Action]:
         """What is done to gradients that are reduced, or on their way."""
         made: list[Action] = []
-        if self.maybe(15, Feature.EAGER_EARLY):
+        if self.maybe(15):
             made.append(self.eager())
-        if self.maybe(15, Feature.READ):
+        if self.maybe(15):
             made.append(actions.Read(parameters=self.some(self.names)))
-        if self.maybe(6, Feature.ASIDE):
+        if self.maybe(6):
             made.append(self._aside())
         if self.maybe(25):
             made.append(self._edit())
@@ -199,7 +199,7 @@ class Iterations(Choices):
     def _edit(self) -> actions.Edit:
         names = self.names if self.maybe(40) else self.some(self.names)
         names = tuple(name for name in names if name not in self.sparse) or names
-        on = self.ranks() if self.maybe(15, Feature.EDITED_ON_SOME) else ()
+        on = self.ranks() if self.maybe(15) else ()
         return actions.Edit(how=self.one(tuple(EDITS)), parameters=names, on=on)
 
     def _step(self, number: int) -> list[Action]:
@@ -208,7 +208,7 @@ class Iterations(Choices):
         made: list[Action] = [actions.Synchronize(optimizer=number)]
         if self.maybe(50):
             made += self._touch()
-        skip = not self.maybe(15, Feature.SYNCHRONIZED_TWICE)
+        skip = not self.maybe(15)
         return [*made, actions.Step(optimizer=number, skip_synchronize=skip)]
 
     def eager(self) -> Action:
@@ -242,10 +242,10 @@ def environments_of(world: int) -> list[dict[str, str]]:
 
 @st.composite
 def programs(
-    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, features: frozenset[Feature] = ALL
+    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = True
 ) -> Program:
-    """A program for `ranks` ranks that uses some of `features`."""
-    return _Draw(draw, ranks, features).program(environment or {})
+    """A program for `ranks` ranks."""
+    return _Draw(draw, ranks, compiles=compiles).program(environment or {})
 
 
 class _Draw(Iterations):
@@ -256,22 +256,15 @@ class _Draw(Iterations):
     def program(self, environment: dict[str, str]) -> Program:
         self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # which some sets would not have
         self._compresses = "transport" in environment  # between ranks that share memory, nothing is compressed
-        gates = {
-            BlockKind.SMALL: Feature.SMALL,
-            BlockKind.SINGLE: Feature.SINGLE,
-            BlockKind.SPARSE: Feature.SPARSE,
-            BlockKind.TIED: Feature.TIED,
-        }
-        kinds = [kind for kind in BlockKind if kind not in gates or gates[kind] in self.features]
-        blocks = tuple(self.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+        blocks = tuple(self.draw(st.lists(st.sampled_from(list(BlockKind)), min_size=1, max_size=5)))
         bare = Program(ranks=self.n_ranks, blocks=blocks, optimizers=(), actions=())
         self.blocks, self.names = blocks, bare.parameters
         self.sparse = tuple(name for name in self.names if bare.kind_of(name) is BlockKind.SPARSE)
-        tunes = self.maybe(35, Feature.PLANS)
+        tunes = self.maybe(35)
         self._make_optimizers(tunes)
-        frozen = self.some(self.names) if self.maybe(20, Feature.THAWED) else ()
+        frozen = self.some(self.names) if self.maybe(20) else ()
         dense = [name for name in self.names if name not in self.sparse]
-        hooked = self.some(dense) if dense and self.maybe(10, Feature.HOOKED) else ()
+        hooked = self.some(dense) if dense and self.maybe(10) else ()
         optimizers = tuple(self.optimizers)
         made: list[Action] = []
         for _ in range(self.draw(st.integers(2, 9))):
@@ -290,15 +283,15 @@ class _Draw(Iterations):
         )
 
     def _make_optimizers(self, tunes: bool) -> None:
-        count = self.one((1, 1, 1, 2, 2, 3)) if Feature.SEVERAL in self.features else 1
+        count = self.one((1, 1, 1, 2, 2, 3))
         owned: list[list[str]] = [[] for _ in range(count)]
         for number in range(len(self.blocks)):
             mine = [name for name in self.names if name.startswith(f"{number}.")]
-            if self.maybe(8, Feature.UNWATCHED):
+            if self.maybe(8):
                 mine = mine[:-1]
             place = self.one(range(count))
             owned[place] += mine
-            if self.maybe(25, Feature.SHARED) and count > 1:
+            if self.maybe(25) and count > 1:
                 owned[(place + 1) % count] += mine
         shared = sum(map(len, owned)) > len({name for mine in owned for name in mine})
         options = self._options()
@@ -312,34 +305,33 @@ class _Draw(Iterations):
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {}
-        if self.maybe(20, Feature.ACCUMULATION):
+        if self.maybe(20):
             options["passes"] = self.one((2, 3))
-        if self.maybe(15, Feature.SUM):
+        if self.maybe(15):
             options["op"] = "sum"
         elif self.maybe(10):
             options["predivide"] = 2.0
-        if self.maybe(6, Feature.FP16):
+        if self.maybe(6):
             options["fp16"] = True
-        elif self._compresses and self.maybe(20, Feature.LOSSY):
+        elif self._compresses and self.maybe(20):
             options["lossy"] = self.one(tuple(LOSSY))
-        if self.sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
+        if self.sparse and self.maybe(25):
             options["sparse_as_dense"] = True
-        if self._has_sets and self.maybe(10, Feature.PROCESS_SETS):
+        if self._has_sets and self.maybe(10):
             options["process_set"] = self.one([(0, 1), (0, self.n_ranks - 1), (1, 2)])
         return options
 
     def _spec(self, names: list[str], options: dict[str, object], seed: int | None) -> OptimizerSpec:
         sparse = [name for name in names if name in self.sparse]
         if sparse and len(sparse) == len(names):
-            adam = {"sparse_adam"} if Feature.SPARSE_ADAM in self.features else set()
-            rule = self.one(("sgd", "adagrad", *adam))
+            rule = self.one(("sgd", "adagrad", "sparse_adam"))
         elif sparse:
             rule = self.one(("sgd", "adagrad"))
-        elif self.maybe(5, Feature.LBFGS, Feature.CLOSURES) and "op" not in options:
+        elif self.maybe(5) and "op" not in options:
             rule = self.one(("lbfgs", "lbfgs_search"))
         else:
-            rule = "across" if self.maybe(10, Feature.ACROSS) else self.one(DENSE_RULES)
-        groups = self.one((1, 2, 5)) if self.maybe(8, Feature.GROUPED) else 0
+            rule = "across" if self.maybe(10) else self.one(DENSE_RULES)
+        groups = self.one((1, 2, 5)) if self.maybe(8) else 0
         return OptimizerSpec(rule=rule, parameters=tuple(names), plan_seed=seed, groups=groups, **options)  # type: ignore[arg-type]
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,34 +344,31 @@ class _Draw(Iterations):
     def _between(self) -> list[Action]:
         """What is done between two iterations."""
         number = self.one(range(len(self.optimizers)))
-        choices: list[tuple[Feature | None, Callable[[], list[Action]]]] = [
-            (None, lambda: [actions.Nudge()]),
-            (Feature.FROZEN, lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=False)]),
-            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.names, wanted=True)]),
-            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=True)]),
-            (Feature.GROUPS_ADDED, lambda: [actions.AddGroup(optimizer=number, parameters=self.some(self.names))]),
-            (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, keep_state=self.maybe(40))]),
-            (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, spec=self._other(number))]),
-            (Feature.ACCUMULATION, lambda: [actions.Passes(optimizer=number, passes=self.one((1, 2, 3)))]),
-            (Feature.SAVED, lambda: [actions.Save(), *self.iteration(), actions.Load()]),
-            (Feature.SAVED, lambda: [actions.Load()]),
-            (Feature.DTYPES, lambda: [actions.Convert(to=self.one(("double", "float", "half", "bfloat16")))]),
-            (
-                Feature.FORMATS,
-                lambda: [actions.Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))],
-            ),
-            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))]),
-            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)), optimizer=number)]),
-            (Feature.FLAT, lambda: [actions.Convert(to="flat")]),
-            (Feature.EAGER, lambda: [self.eager()]),
-            (Feature.ASIDE, lambda: [self._aside()]),
-            (Feature.KEPT, lambda: [self._keep(number), *self.iteration(), actions.Recall()]),
-            (Feature.OUTSIDE, lambda: [self._outside()]),
-            (Feature.TOO_EARLY, lambda: [self._too_early(number)]),
-            (Feature.JOIN, lambda: [self._epoch()]),
-            (None, lambda: [actions.ZeroGrad(optimizer=number), actions.Step(optimizer=number)]),
+        choices: list[Callable[[], list[Action]]] = [
+            lambda: [actions.Nudge()],
+            lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=False)],
+            lambda: [actions.RequireGrad(parameters=self.names, wanted=True)],
+            lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=True)],
+            lambda: [actions.AddGroup(optimizer=number, parameters=self.some(self.names))],
+            lambda: [actions.Rewrap(optimizer=number, keep_state=self.maybe(40))],
+            lambda: [actions.Rewrap(optimizer=number, spec=self._other(number))],
+            lambda: [actions.Passes(optimizer=number, passes=self.one((1, 2, 3)))],
+            lambda: [actions.Save(), *self.iteration(), actions.Load()],
+            lambda: [actions.Load()],
+            lambda: [actions.Convert(to=self.one(("double", "float", "half", "bfloat16")))],
+            lambda: [actions.Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))],
+            lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))],
+            lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)), optimizer=number)],
+            lambda: [actions.Convert(to="flat")],
+            lambda: [self.eager()],
+            lambda: [self._aside()],
+            lambda: [self._keep(number), *self.iteration(), actions.Recall()],
+            lambda: [self._outside()],
+            lambda: [self._too_early(number)],
+            lambda: [self._epoch()],
+            lambda: [actions.ZeroGrad(optimizer=number), actions.Step(optimizer=number)],
         ]
-        return self.one([make for feature, make in choices if feature is None or feature in self.features])()
+        return self.one(choices)()
 
     def _too_early(self, number: int) -> Action:
         skipped, on = self.some(range(len(self.blocks))), self.ranks() if self.maybe(40) else ()
@@ -402,14 +391,7 @@ class _Draw(Iterations):
 
     def _epoch(self) -> actions.Epoch:
         batches = tuple(self.draw(st.integers(0, 5)) for _ in range(self.n_ranks))
-        sparse = Feature.JOIN_SPARSE in self.features
-        usable = [
-            number
-            for number, spec in enumerate(self.optimizers)
-            if sparse or not set(spec.parameters) & set(self.sparse)
-        ] or [0]
-        if Feature.JOIN_SEVERAL not in self.features:
-            usable = usable[:1]
+        usable = range(len(self.optimizers))
         pattern = self.draw(
             st.lists(st.sampled_from([self.some(usable)] + [(n,) for n in usable]), min_size=1, max_size=3)
         )

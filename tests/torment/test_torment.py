@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from rank_jobs import Launcher
 from torment.attached import AttachedReference, attached_programs
-from torment.program import ALL, QUICK, Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
+from torment.program import Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
 from torment.tormentor import BrokenError, Ranks, compare, torment
@@ -65,7 +65,7 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, setting: str, ranks: Ranks) -> None:
     environment = dict([setting.split("=")]) if setting else {}
-    draw_and_torment(ranks, programs(world, environment=environment, features=QUICK), count)
+    draw_and_torment(ranks, programs(world, environment=environment, compiles=False), count)
 
 
 @pytest.mark.timeout(600)
@@ -112,11 +112,11 @@ def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(tran
 @pytest.mark.lengthy
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(program=programs(3, features=ALL))
+@given(program=programs(3))
 def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
-    played = Reference(program, ALL).played
-    assert Reference(played, ALL).played == played
+    played = Reference(program).played
+    assert Reference(played).played == played
 
 
 @pytest.mark.lengthy
