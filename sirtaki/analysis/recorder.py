@@ -65,6 +65,9 @@ Reducer = tuple[int, int]
 PROBING_S, PROBED_STREAMS = 0.5, 8
 """For each route of which a warm-up has told nothing."""
 
+WITH_OPERATORS = 3
+"""Iterations in which torch.profiler is on, at most: it slows them, and the operators of one fit the next ones."""
+
 NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
 
 
@@ -335,7 +338,7 @@ class JobRecorder:
             self._draft.number, self._draft.end_s = self._finished - 1, now_s
             self._draft.beside_s += processor_time_beside_s()
             self._drafts.append(self._draft)
-            if self._count(slowed=self._draft.slowed) >= self._wanted.iterations:
+            if self._count(slowed=self._draft.slowed) >= self._enough(slowed=self._draft.slowed):
                 if not self._draft.slowed:
                     self.end()
                     return
@@ -346,6 +349,9 @@ class JobRecorder:
     def _count(self, *, slowed: bool) -> int:
         """How many have been recorded with torch.profiler, or without it."""
         return sum(draft.slowed is slowed for draft in self._drafts)
+
+    def _enough(self, *, slowed: bool) -> int:
+        return min(WITH_OPERATORS, self._wanted.iterations) if slowed else self._wanted.iterations
 
     def _next_draft(self) -> None:
         if self._watch is not None:
@@ -461,7 +467,7 @@ class JobRecorder:
             round_trip_s=self._clock.round_trip_s,
             clock_error_s=0.0 if seen is None else seen.clock.error_s,
             lanes=lanes,
-            complete=self._count(slowed=seen is not None) >= self._wanted.iterations,
+            complete=self._count(slowed=False) >= self._wanted.iterations,
             iterations=tuple(map(recorded, self._drafts, operators)),
             modules=() if seen is None or seen.calls is None else seen.calls.modules()[0],
             memory=memory,
@@ -513,7 +519,7 @@ def profile(
     Args:
         folder: where to; a recording that is there is overwritten.
         iterations: how many.
-        operators: record operators by torch.profiler, too, and behind these iterations as many that it does not slow.
+        operators: record operators by torch.profiler, too, in a few iterations before these, which it slows.
         edges: of operators also what they read, for `sirtaki trace --chakra`.
 
     Raises:

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=10,
         metavar="N",
-        help="how many are recorded, with operators and again without (%(default)s)",
+        help="how many are recorded, besides up to three with operators (%(default)s)",
     )
     parser.add_argument("--units-only", action="store_true", help="gradients and units, no operators: costs less")
     parser.add_argument(
