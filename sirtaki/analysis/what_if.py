@@ -901,7 +901,8 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        low_s = min(step_s, max(low_s, computation_s(played.graph) / max(1, times.iterations)))
+        if changed.link is not None:  # on one host fewer units leave processors to what is computed, which gets shorter
+            low_s = min(step_s, max(low_s, computation_s(played.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
             words=words, times=times, gain=gain, low_s=low_s, high_s=high_s, is_sure=not low_s <= before_s <= high_s

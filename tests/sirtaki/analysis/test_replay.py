@@ -685,11 +685,17 @@ def test_scatter_of_the_recording_and_a_replay_that_is_off_widen_every_interval(
     assert more.high_s < noisy.high_s
 
 
-def test_no_interval_reaches_below_what_the_job_computes() -> None:
-    job = on_one_host()
+def test_between_hosts_no_interval_reaches_below_what_the_job_computes() -> None:
+    job = over_a_link()
     answer = Baseline.of(job, times(job).scaled(0.2)).answer("", job)
     assert answer.low_s == pytest.approx(computation_s(global_graph(job)) / 2)
     assert math.log(answer.high_s / answer.times.iteration_s) > 1.6
+
+
+def test_on_one_host_an_interval_does_since_fewer_units_leave_more_of_the_processors() -> None:
+    job = on_one_host()
+    answer = Baseline.of(job, times(job).scaled(0.2)).answer("", job)
+    assert answer.low_s < 0.5 * computation_s(global_graph(job)) / 2
 
 
 def test_another_plan_is_compared_with_the_recorded_units_at_the_same_prices() -> None:
