@@ -161,8 +161,9 @@ class BayesianArm:
     the span. The bar to improve on is the fitted mean at the best setting and not the luckiest measurement.
     """
 
-    def __init__(self, space: KnobSpace, *, rng: np.random.Generator, name: str = "bayesian") -> None:
-        self.name = name
+    name = "bayesian"
+
+    def __init__(self, space: KnobSpace, *, rng: np.random.Generator) -> None:
         self._lattice = KnobLattice(space)
         self._design = _design(self._lattice, rng)
         self._seed = int(rng.integers(2**31))

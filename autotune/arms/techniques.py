@@ -73,8 +73,9 @@ def halton(lattice: KnobLattice) -> Iterator[Knobs]:
 class GridArm:
     """Walks a coarse grid once; leaves out what has been measured already, whoever asked for it."""
 
-    def __init__(self, space: KnobSpace, *, name: str = "grid") -> None:
-        self.name = name
+    name = "grid"
+
+    def __init__(self, space: KnobSpace) -> None:
         self._left = list(halton(KnobLattice(_coarse(space), steps_per_octave=1)))
         self._known: set[Knobs] = set()
 
@@ -121,8 +122,9 @@ class PBTArm:
         population: number of members.
     """
 
-    def __init__(self, space: KnobSpace, *, rng: np.random.Generator, population: int = 6, name: str = "pbt") -> None:
-        self.name = name
+    name = "pbt"
+
+    def __init__(self, space: KnobSpace, *, rng: np.random.Generator, population: int = 6) -> None:
         self._lattice = KnobLattice(space)
         self._rng = rng
         self._size = max(2, min(population, len(self._lattice)))
@@ -200,11 +202,10 @@ class HyperbandArm:
         TuningError: optuna is not installed.
     """
 
-    def __init__(
-        self, space: KnobSpace, *, rng: np.random.Generator, max_iterations: int = 4, name: str = "hyperband"
-    ) -> None:
-        require(name, "optuna", "optuna")
-        self.name = name
+    name = "hyperband"
+
+    def __init__(self, space: KnobSpace, *, rng: np.random.Generator, max_iterations: int = 4) -> None:
+        require(self.name, "optuna", "optuna")
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
@@ -219,7 +220,9 @@ class HyperbandArm:
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Settings that were promoted and wait for more iterations, then new ones."""
         if self._study is None:
-            self._open()
+            self._create_study()
+            told, self._told_early = self._told_early, []
+            self.tell(told)
         attempts = 0
         while len(self._pending) < n and attempts < 4 * n:
             attempts += 1
@@ -278,11 +281,6 @@ class HyperbandArm:
             )
         )
 
-    def _open(self) -> None:
-        self._create_study()
-        told, self._told_early = self._told_early, []
-        self.tell(told)
-
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
@@ -325,9 +323,10 @@ class ScikitOptimizeArm:
         TuningError: scikit-optimize is not installed.
     """
 
-    def __init__(self, space: KnobSpace, *, rng: np.random.Generator, name: str = "scikit_optimize") -> None:
-        require(name, "skopt", "scikit-optimize")
-        self.name = name
+    name = "scikit_optimize"
+
+    def __init__(self, space: KnobSpace, *, rng: np.random.Generator) -> None:
+        require(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
         self._optimizer: Any = None  # of a library that is loaded late
@@ -423,8 +422,10 @@ class CompressorArm:
         space: what may be chosen; it allows some compressor.
     """
 
-    def __init__(self, space: KnobSpace, *, name: str = "compressors") -> None:
-        self.name, self._space = name, space
+    name = "compressors"
+
+    def __init__(self, space: KnobSpace) -> None:
+        self._space = space
         self._route = next((route for route in space.routes if goes_through_sockets(route)), None)
         self._ran: dict[Knobs, float] = {}
 

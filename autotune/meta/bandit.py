@@ -101,6 +101,8 @@ class BanditArm:
         where: says where training is, for the log of an arm's fault.
     """
 
+    name = "bandit"
+
     def __init__(
         self,
         arms: Sequence[Arm],
@@ -109,12 +111,10 @@ class BanditArm:
         window: int,
         exploration: float = 0.2,
         as_given: bool = False,
-        name: str = "bandit",
         doubted: Callable[[], bool] | None = None,
         wider: Callable[[], Sequence[Arm]] | None = None,
         where: Callable[[], str] = str,
     ) -> None:
-        self.name = name
         self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
