@@ -1,4 +1,4 @@
-"""What translated scripts use, on several ranks: together they see what one process would. Started by test_data.py."""
+"""What translated scripts use, on several ranks: together they see what one process would. Started by test_ranks.py."""
 
 import itertools
 import random

@@ -78,6 +78,14 @@ def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, Gr
     return memory, layout_of(model)
 
 
+def keep_winner(path: Path, *, complete: bool = True) -> tuple[TuningCache, GradientLayout]:
+    """A job that has kept what it found."""
+    memory, layout = job(path)
+    memory.look_up([layout], SPACE)
+    assert memory.keep(WINNER, TRIALS, complete=complete, links={ROUTE: LINK})
+    return memory, layout
+
+
 def only_entry(path: Path) -> Entry:
     store = open_store(str(path))
     (entry,) = store.entries()
@@ -103,9 +111,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
 
 
 def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     first = only_entry(path)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
@@ -121,9 +127,7 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
 
 @pytest.mark.parametrize(("times", "condition"), [(4.0, "0.25×"), (0.5, "2×"), (1.1, None)])
 def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, condition: str | None) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     again, layout = job(path)
     again.look_up([layout], SPACE)
     again.disprove()
@@ -136,9 +140,7 @@ def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, 
 
 
 def test_an_entry_tells_the_gain_that_its_job_proved_and_more_is_forgiven_within_one_host(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
     assert found.exact == Remembered(
@@ -149,9 +151,7 @@ def test_an_entry_tells_the_gain_that_its_job_proved_and_more_is_forgiven_within
 
 
 def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     again, layout = job(path)
     narrow = replace(SPACE, streams=(2,))
     assert again.look_up([layout], narrow).exact is None
@@ -162,9 +162,7 @@ def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path
 
 
 def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     deeper, layout = job(path, layers=7, ranks=4)
     hit = deeper.look_up([layout], SPACE)
     assert (hit.exact, hit.history) == (None, ())
@@ -198,9 +196,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
 def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    keep_winner(path)
     deeper, layout = job(path, layers=7)
     deeper.look_up([layout], SPACE)
     monkeypatch.setattr("sirtaki.engine.tuning.cache.adapted_all", lambda *_: 1 / 0)
@@ -209,9 +205,7 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
 
 
 def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    assert memory.keep(WINNER, TRIALS, complete=False, links={ROUTE: LINK})
+    keep_winner(path, complete=False)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
     assert found.history == tuple(TRIALS)
@@ -230,9 +224,7 @@ def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path:
 
 
 def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: Path) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    memory, layout = keep_winner(path)
     slower = LinkModel(alpha_s=1e-3, throughput=(1e8, 1.1e8))
     other = replace(WINNER, knobs=replace(KNOBS, streams=1), default_span_s=4.0, best_span_s=3.9)
     assert memory.keep(other, TRIALS, complete=True, links={ROUTE: slower}, condition="4×")

@@ -1,4 +1,4 @@
-"""Every name of horovod.torch is there, with Horovod 0.28.1's arguments and defaults."""
+"""Every name of horovod.torch is there, with Horovod 0.28.1's arguments and defaults, also at its old places."""
 
 # ruff: noqa: E501  # the table has a line a function
 
@@ -9,6 +9,14 @@ from typing import Any, Union
 import pytest
 
 import sirtaki.torch as hvd
+from sirtaki.errors import CommError, MismatchError, NotInitializedError, PeerLostError, StallError
+from sirtaki.torch import mpi_ops
+from sirtaki.torch.exceptions import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    HostsUpdatedInterrupt,
+    get_version_mismatch_message,
+)
 
 CONSTANTS = {"Average": 0, "Sum": 1, "Adasum": 2, "Min": 3, "Max": 4, "Product": 5}
 
@@ -124,10 +132,48 @@ def test_batch_norm_has_horovods_arguments() -> None:
     assert found[:5] == [("num_features", inspect.Parameter.empty), *wanted]
 
 
-def test_the_error_is_a_runtime_error() -> None:
-    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+def test_failed_communication_is_horovods_internal_error() -> None:
+    assert hvd.HorovodInternalError is mpi_ops.HorovodInternalError is HorovodInternalError is CommError
+    assert issubclass(HorovodInternalError, RuntimeError)
+    for cls in (MismatchError, PeerLostError, StallError):
+        assert issubclass(cls, HorovodInternalError)
+
+
+def test_an_interrupt_says_whether_to_synchronise() -> None:
+    assert not HostsUpdatedInterrupt().skip_sync
+    assert HostsUpdatedInterrupt(skip_sync=True).skip_sync
+    assert not issubclass(HostsUpdatedInterrupt, HorovodInternalError)
+
+
+def test_a_version_that_does_not_fit_names_both() -> None:
+    error = HorovodVersionMismatchError("torch", "1.0", "2.0")
+    assert isinstance(error, ImportError)
+    assert (error.name, error.version, error.installed_version) == ("torch", "1.0", "2.0")
+    assert str(error) == get_version_mismatch_message("torch", "1.0", "2.0")
+    assert str(error) == "Framework torch installed with version 2.0 but found version 1.0."
 
 
 @pytest.mark.parametrize("module", ["mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "elastic"])
 def test_modules_that_scripts_import_are_there(module: str) -> None:
     __import__(f"sirtaki.torch.{module}")
+
+
+def test_every_name_of_horovods_old_place_of_all_operations_is_the_one_of_the_package() -> None:
+    for name, value in vars(mpi_ops).items():
+        if not name.startswith("_"):
+            assert value is getattr(hvd, name)
+    assert mpi_ops._basics.rank is hvd.rank
+
+
+def test_no_operation_on_tensors_is_left_out_there() -> None:
+    kinds = ("all", "grouped_", "broadcast", "reducescatter", "sparse_")
+    operations = {name for name, value in vars(hvd).items() if name.startswith(kinds) and callable(value)}
+    on_objects = {name for name in operations if "object" in name or name.startswith(("broadcast_p", "broadcast_opt"))}
+    on_tensors = operations - on_objects - {"sparse_gradients"}  # which tells how they travel
+    assert on_tensors <= set(vars(mpi_ops))
+    assert len(on_tensors) > 15
+
+
+def test_without_a_job_sparse_gradients_tell_nothing() -> None:
+    with pytest.raises(NotInitializedError):
+        hvd.sparse_gradients()

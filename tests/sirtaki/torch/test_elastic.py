@@ -8,15 +8,3 @@ from conftest import RunRanks
 def test_state_is_committed_shared_and_restored(run_ranks: RunRanks, ranks: int) -> None:
     output = run_ranks("elastic_training.py", ranks, env={"SIRTAKI_REGISTRY": "off"}).stdout
     assert output.count("a rank is lost") == ranks
-
-
-def test_horovods_elastic_modules_have_counterparts() -> None:
-    from sirtaki.torch.elastic.sampler import ElasticSampler
-    from sirtaki.torch.elastic.state import ObjectState, TorchState
-    from sirtaki.torch.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
-
-    assert issubclass(HorovodInternalError, RuntimeError)
-    assert issubclass(HorovodVersionMismatchError, ImportError)
-    assert HostsUpdatedInterrupt(True).skip_sync
-    assert issubclass(TorchState, ObjectState)
-    assert ElasticSampler.record_batch
