@@ -123,15 +123,13 @@ def test_totals_alone_are_enough_for_ways_without_hot_rows() -> None:
 # ── times that the model predicts, and which rows, blocks and paths follow ────────────────────────────────────────────
 
 
-def model(
-    chances: np.ndarray, *, width: int = 64, ranks: int = RANKS, pace: Pace = PACE, iterations: int = 8
-) -> VolumeModel:
+def model(chances: np.ndarray, *, width: int = 64, ranks: int = RANKS) -> VolumeModel:
     drawn, counts = np.random.default_rng(3), TouchCounts()
-    for _ in range(iterations):
+    for _ in range(8):
         by_rank = [np.flatnonzero(drawn.random(len(chances)) < chances) for _ in range(ranks)]
         counts.note(by_rank, len(np.unique(np.concatenate(by_rank))))
     shape = RowFormat(len(chances), width, torch.float32)
-    return VolumeModel(shape, ranks, counts, pace)
+    return VolumeModel(shape, ranks, counts, PACE)
 
 
 def zipf_chances(rows: int, looked_up: int, exponent: float) -> np.ndarray:
@@ -288,8 +286,8 @@ def hot_choice() -> SparseChoice:
     return choice
 
 
-def iterations_until_it_learns_again(choice: SparseChoice, now: Seen, most: int = 200) -> int | None:
-    for number in range(1, most):
+def iterations_until_it_learns_again(choice: SparseChoice, now: Seen) -> int | None:
+    for number in range(1, 200):
         choice.note(now)
         if choice.stage is Stage.LEARN:
             return number

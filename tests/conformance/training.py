@@ -50,9 +50,7 @@ def assert_same_training(
     steps: int = 6,
     make_optimizer: MakeOptimizer = sgd,
     step: Step = plain_step,
-    reference_step: Step | None = None,
     tolerance: float = 1e-12,
-    seed: int = 1,
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Collective: trains `model` on all ranks and a copy of it alone, and compares the parameters after each step.
@@ -66,10 +64,10 @@ def assert_same_training(
     optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=named, **options)
     op = options.get("op", hvd.Average)
     for iteration in range(steps):
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         step(optimizer, lambda now=iteration: loss(model, hvd.rank(), now))
-        torch.manual_seed(seed)
-        (reference_step or step)(reference, lambda now=iteration: joined(loss, alone, now, op=op))
+        torch.manual_seed(1)
+        step(reference, lambda now=iteration: joined(loss, alone, now, op=op))
         assert_same_parameters(model, alone, tolerance, f"after step {iteration}")
     return optimizer
 

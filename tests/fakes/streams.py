@@ -235,15 +235,13 @@ class FakeGroup:
 
 
 class FakeOpener:
-    """See `Opener`; each communicator takes `taken_bytes` of a memory of 1000."""
+    """See `Opener`; each communicator takes a byte of a memory of 1000."""
 
     threads = (512, 1024)
+    max_streams = 4
 
-    def __init__(
-        self, control: ControlPlane, device: FakeDevice, *, max_streams: int = 4, taken_bytes: int = 1
-    ) -> None:
-        self._control, self.device, self.max_streams = control, device, max_streams
-        self._taken_bytes = taken_bytes
+    def __init__(self, control: ControlPlane, device: FakeDevice) -> None:
+        self._control, self.device = control, device
         self.opened: list[CommunicatorKey] = []
         self.groups: dict[CommunicatorKey, FakeGroup] = {}
         self.issued: list[str] = []
@@ -262,4 +260,4 @@ class FakeOpener:
 
     def memory_bytes(self) -> tuple[int, int]:
         is_open = [group for group in self.groups.values() if not group.closed]
-        return 1000 - self._taken_bytes * len(is_open), 1000
+        return 1000 - len(is_open), 1000

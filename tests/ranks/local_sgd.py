@@ -46,7 +46,6 @@ class Simulation:
         delay: int = 0,
         blend: float = 0.0,
         outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
-        every: int = EVERY,
     ) -> None:
         self.models = [copy.deepcopy(model) for _ in range(hvd.size())]
         self.optimizers = [inner(there) for there in self.models]
@@ -55,7 +54,7 @@ class Simulation:
         self._buffers = [[names[id(b)] for b in part.buffers() if b.is_floating_point()] for part in parts]
         self._origin = {name: param.detach().clone() for name, param in model.named_parameters()}
         self._outer = None if outer is None else outer(list(self._origin.values()))
-        self._delay, self._blend, self._interval, self._every = delay, blend, every // len(parts), every
+        self._delay, self._blend, self._interval = delay, blend, EVERY // len(parts)
         self._sent: tuple[int, list[dict[str, torch.Tensor]]] | None = None
         self._steps = self._turn = 0
 

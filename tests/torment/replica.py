@@ -143,8 +143,6 @@ LOSSY: dict[str, Callable[[Any], Any]] = {
 }
 """Of `hvd.Compression`. What ranks then apply is their own affair, but it is the same on all of them."""
 
-SPARSE_RULES = ("sgd", "adagrad", "sparse_adam")
-
 
 class Failed(Exception):
     """What a backward pass raises that is told to fail."""

@@ -525,10 +525,9 @@ def backward_s(
     return total_s
 
 
-def stages_model_of(*, alpha_s=0.5, overlapped=(1.0, 2.0), alone=(2.0, 3.0), speed=(0.9, 0.7)):
-    return StageModel(
-        alpha_s=alpha_s, overlapped_J=np.array(overlapped), alone_J=np.array(alone), speed_J=np.array(speed)
-    )
+STAGES = StageModel(
+    alpha_s=0.5, overlapped_J=np.array([1.0, 2.0]), alone_J=np.array([2.0, 3.0]), speed_J=np.array([0.9, 0.7])
+)
 
 
 @st.composite
@@ -625,15 +624,15 @@ def test_coarsening_keeps_a_big_layer_alone_and_the_number_within_the_limit():
 
 
 def test_without_computation_everything_travels_in_one_message():
-    plan = fuse_and_allocate([0.0, 0.0], [10, 10], stages_model_of())
+    plan = fuse_and_allocate([0.0, 0.0], [10, 10], STAGES)
     assert (plan.ends, plan.choices) == ((2,), (1,))
     assert plan.discrete_s == pytest.approx(0.5 + 20 / 3)
 
 
 def test_one_layer_and_no_layer():
-    assert fuse_and_allocate([1.0], [4], stages_model_of()).ends == (1,)
+    assert fuse_and_allocate([1.0], [4], STAGES).ends == (1,)
     with pytest.raises(TuningError, match="at least one layer"):
-        fuse_and_allocate([], [], stages_model_of())
+        fuse_and_allocate([], [], STAGES)
 
 
 MB = 1_000_000

@@ -296,8 +296,8 @@ def test_what_others_have_found_immigrates_only_if_it_is_better_than_the_worst()
     assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 2.5}
 
 
-def hyperband_hyperband(seed: int = 0, max_iterations: int = 4) -> HyperbandArm:
-    return HyperbandArm(WIDE, rng=np.random.default_rng(seed), max_iterations=max_iterations)
+def hyperband(max_iterations: int = 4) -> HyperbandArm:
+    return HyperbandArm(WIDE, rng=np.random.default_rng(0), max_iterations=max_iterations)
 
 
 def course(arm: HyperbandArm, turns: int) -> dict[Knobs, list[int]]:
@@ -312,12 +312,12 @@ def course(arm: HyperbandArm, turns: int) -> dict[Knobs, list[int]]:
 
 
 def test_iterations_double_from_one_up_to_the_most() -> None:
-    for resources in course(hyperband_hyperband(max_iterations=5), 60).values():
+    for resources in course(hyperband(max_iterations=5), 60).values():
         assert resources == [1, 2, 4, 5][: len(resources)]
 
 
 def test_some_settings_end_early_and_the_promoted_are_the_better_ones() -> None:
-    asked = course(hyperband_hyperband(), 120)
+    asked = course(hyperband(), 120)
     finished = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] == 4]
     dropped = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] < 4]
     assert len(dropped) >= 10
@@ -325,7 +325,7 @@ def test_some_settings_end_early_and_the_promoted_are_the_better_ones() -> None:
 
 
 def test_a_setting_that_got_fewer_iterations_than_asked_still_waits() -> None:
-    arm = hyperband_hyperband()
+    arm = hyperband()
     while (proposal := arm.ask()[0]).iterations == 1:
         arm.tell([trial_of(proposal)])
     assert proposal.iterations == 2
@@ -337,7 +337,7 @@ def test_building_it_says_nothing_and_leaves_optunas_logging_as_it_was(capfd: py
     import optuna
 
     optuna.logging.set_verbosity(logging.INFO)  # its own; other users of this process may have changed it
-    course(hyperband_hyperband(), 5)
+    course(hyperband(), 5)
     assert optuna.logging.get_verbosity() == logging.INFO
     assert capfd.readouterr() == ("", "")
 
@@ -451,16 +451,11 @@ def bowl(x_ND: FloatArray, routes_N: IntArray) -> FloatArray:
     return values
 
 
-def fitted(
-    n: int, *, noise: float = 0.0, measured: int = 1, repetitions: float = 0.0
-) -> tuple[GaussianProcess, FloatArray, IntArray]:
+def fitted(n: int) -> tuple[GaussianProcess, FloatArray, IntArray]:
     """The process after `n` random points, and the points."""
     rng = np.random.default_rng(1)
     x_ND, routes_N = rng.random((n, 2)), rng.integers(ROUTES, size=n)
-    y_N = bowl(x_ND, routes_N) + noise / np.sqrt(measured) * rng.standard_normal(n)
-    process = GaussianProcess(
-        x_ND, routes_N, y_N, np.full(n, float(measured)), noise=noise or 1.0, repetitions=repetitions
-    )
+    process = GaussianProcess(x_ND, routes_N, bowl(x_ND, routes_N), np.ones(n), noise=1.0, repetitions=0.0)
     return process, x_ND, routes_N
 
 

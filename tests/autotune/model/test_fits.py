@@ -26,22 +26,13 @@ from sirtaki.measures import LinkModel
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
 
 
-def probes_of(link, *, noise=0.0, streams=(1, 2, 4), repeats=1, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        LinkProbe(
-            unit_bytes=size,
-            streams=n,
-            seconds=(link.alpha_s + n * size / link.total_bytes_per_s(n)) * math.exp(noise * rng.standard_normal()),
-        )
-        for n in streams
-        for size in (64 * KIB, 512 * KIB, 4 * MIB)
-        for _ in range(repeats)
-    ]
-
-
 def test_exact_probes_give_the_link_back():
-    fitted = fit_link(probes_of(LINK))
+    probes = [
+        LinkProbe(unit_bytes=size, streams=n, seconds=LINK.alpha_s + n * size / LINK.total_bytes_per_s(n))
+        for n in (1, 2, 4)
+        for size in (64 * KIB, 512 * KIB, 4 * MIB)
+    ]
+    fitted = fit_link(probes)
     assert fitted.alpha_s == pytest.approx(LINK.alpha_s)
     assert fitted.throughput[0] == pytest.approx(5e8)
     assert fitted.throughput[1] == pytest.approx(8e8)
@@ -52,23 +43,19 @@ def test_exact_probes_give_the_link_back():
 HOST_BOUND = LinkModel(alpha_s=2e-4, throughput=(8e6, 16e6, 24e6, 31e6, 31e6, 31e6, 31e6, 31e6), host_s=3e-3)
 
 
-def rounds_on(link, shapes, *, rounds=4, noise=0.0, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.03, 0.1)])
+def test_small_units_on_many_streams_show_the_processors_time(noise, tolerance):
+    rng = np.random.default_rng(0)
+    probes = [
         LinkProbe(
             unit_bytes=size,
             streams=n,
-            rounds=rounds,
-            seconds=rounds * link.together_s(size, streams=n) * math.exp(noise * rng.standard_normal()),
+            rounds=4,
+            seconds=4 * HOST_BOUND.together_s(size, streams=n) * math.exp(noise * rng.standard_normal()),
         )
-        for size, n in shapes
+        for size, n in [(64 * KIB, 1), (MIB, 1), (MIB, 4), (64 * KIB, 8), (MIB, 8), (256 * KIB, 1)]
     ]
-
-
-@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.03, 0.1)])
-def test_small_units_on_many_streams_show_the_processors_time(noise, tolerance):
-    shapes = [(64 * KIB, 1), (MIB, 1), (MIB, 4), (64 * KIB, 8), (MIB, 8), (256 * KIB, 1)]
-    fitted = fit_link(rounds_on(HOST_BOUND, shapes, noise=noise))
+    fitted = fit_link(probes)
     assert fitted.host_s == pytest.approx(HOST_BOUND.host_s, rel=tolerance)
     assert fitted.throughput[0] == pytest.approx(8e6, rel=tolerance)
     assert fitted.throughput[7] == pytest.approx(31e6, rel=tolerance)
@@ -109,8 +96,8 @@ CONTENTION = ContentionModel(
 THREADS = (128, 256, 512, 1024, 2048, 4096)
 
 
-def samples_of(model, *, noise=0.0, alpha_s=1e-4, seed=0):
-    rng = np.random.default_rng(seed)
+def samples_of(model, *, noise=0.0):
+    rng = np.random.default_rng(0)
 
     def noisy(seconds):
         return seconds * math.exp(noise * rng.standard_normal())
@@ -119,7 +106,7 @@ def samples_of(model, *, noise=0.0, alpha_s=1e-4, seed=0):
     transmissions = [
         TransmissionSample(
             unit_bytes=size,
-            seconds=noisy(alpha_s + curve.seconds(size, r)),
+            seconds=noisy(1e-4 + curve.seconds(size, r)),
             threads=r,
             overlapped=curve is model.overlapped,
         )

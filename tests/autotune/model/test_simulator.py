@@ -47,8 +47,8 @@ def plan_of(layout, stops_mb, streams=None, threads=None):
     return Knobs(unit_bytes=MB, streams=max(streams) + 1, transport=TransportKind.GLOO, cuts=cuts).to_plan(layout)
 
 
-def two_streams(*, alpha_s=1.0, single=1.0, double=1.5):
-    return LinkModel(alpha_s=alpha_s, throughput=(single * MB, double * MB))
+def two_streams(*, alpha_s=1.0):
+    return LinkModel(alpha_s=alpha_s, throughput=(1.0 * MB, 1.5 * MB))
 
 
 def test_the_processor_is_shared_by_all_streams_and_works_while_the_link_does():
@@ -439,8 +439,8 @@ TRIALS_LAYOUT = GradientLayout(sizes=(200_000,) * 40)
 PROFILE = Profile.from_durations([1e-3] * 40)
 
 
-def trials_on(link, *, noise=0.0, seed=0):
-    rng = np.random.default_rng(seed)
+def trials_on(link, *, noise=0.0):
+    rng = np.random.default_rng(0)
     simulator = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=link)
     trials = []
     for unit_bytes in (256 * KIB, MIB, 4 * MIB):
@@ -483,8 +483,8 @@ CONTENTION = ContentionModel(
 THREADS = (128, 512, 1024, 4096)
 
 
-def trials_with_threads(*, noise=0.0, threads=THREADS, seed=0):
-    rng = np.random.default_rng(seed)
+def trials_with_threads(*, noise=0.0, threads=THREADS):
+    rng = np.random.default_rng(0)
     simulator = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=TRIALS_LINK, contention=CONTENTION)
     trials = []
     for unit_bytes in (MIB, 2 * MIB, 8 * MIB):

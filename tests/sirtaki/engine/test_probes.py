@@ -123,16 +123,10 @@ TRUTH = ContentionModel(
 ALPHA_S, COMPUTE_S = 2e-5, 8e-3
 
 
-def probes(
-    noise: float,
-    *,
-    threads: tuple[int | None, ...] = (None, 512, 1024, 2048, 4096, 8192),
-    matter: bool = True,
-    nccls_own: int = 512,
-) -> list[ThreadProbe]:
+def probes(noise: float, *, matter: bool = True, nccls_own: int = 512) -> list[ThreadProbe]:
     rng = np.random.default_rng(3)
     found = []
-    for count in threads:
+    for count in (None, 512, 1024, 2048, 4096, 8192):
         seen = (count or nccls_own) if matter else 512
         for unit_bytes in UNIT_BYTES:
             exact = {

@@ -309,15 +309,6 @@ MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD
 NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes."""
 
 
-UNREACHED = """\
-A daemon failed to report back after being spawned. This could
-be due to several factors, including inability to find the
-
-  Local host:    vm
-  Remote host:   far
-  Daemon exit status: 255"""
-
-
 AFTER = 'prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".'
 
 
