@@ -16,8 +16,6 @@ control flags at a buffer's end, and iterations in which the order of gradients 
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ from sirtaki.measures import ring_bytes
 
 from .plan import FLAGS, CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
 from .router import Router
-from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work
+from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, ended
 
 FEWEST = 1024
 """Units of fewer elements travel as they are."""
@@ -428,8 +426,7 @@ class CompressedUnits:
             size: how many ranks there are.
         """
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
-        self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._workers: dict[int, Worker] = {}  # by stream
         self._owed: dict[int, torch.Tensor] = {}
         self._laid: dict[int, Laid] = {}
         self._plans: list[CommPlan] = []
@@ -525,7 +522,9 @@ class CompressedUnits:
             else:
                 work.finish()
 
-        self._queue(stream).put(task)
+        if stream not in self._workers:
+            self._workers[stream] = Worker(f"sirtaki-compress-{stream}")
+        self._workers[stream].put(task)
         return work
 
     def cost(self) -> Cost:
@@ -585,28 +584,9 @@ class CompressedUnits:
                 pieces.append(Piece(f"{name}[{(low - first) // columns}:]", low - start, high - start, columns))
         return pieces
 
-    def _queue(self, stream: int) -> queue.SimpleQueue[Callable[[], None] | None]:
-        tasks = self._tasks.get(stream)
-        if tasks is None:
-            tasks = self._tasks[stream] = queue.SimpleQueue()
-            thread = threading.Thread(target=_run, args=(tasks,), name=f"sirtaki-compress-{stream}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return tasks
-
     def close(self) -> bool:
         """Ends the threads; what is under way ends first, or fails. False if one waits for other ranks."""
-        for tasks in self._tasks.values():
-            tasks.put(None)
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-        return not any(thread.is_alive() for thread in self._threads)
-
-
-def _run(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # it holds buffers
+        return ended(list(self._workers.values()), within_s=1.0)
 
 
 def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import resource
 import threading
 import time
@@ -224,6 +225,42 @@ class Work:
 
 
 NOTHING_TO_DO = Work()
+
+
+class Worker:
+    """A thread that does one thing after the other; whoever gives it something to do sees to errors."""
+
+    def __init__(self, name: str) -> None:
+        """Starts the thread.
+
+        Raises:
+            RuntimeError: it cannot be started.
+        """
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Has it done after all that was put before."""
+        self._tasks.put(task)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # it holds buffers
+
+    def end(self) -> None:
+        """Ends the thread after what it has to do."""
+        self._tasks.put(None)
+
+
+def ended(workers: Sequence[Worker], *, within_s: float) -> bool:
+    """Ends threads after what they have to do; False if one has not ended, each of which is waited for so long."""
+    for worker in workers:
+        worker.end()
+    for worker in workers:
+        worker.thread.join(within_s)
+    return not any(worker.thread.is_alive() for worker in workers)
 
 
 class ThreadWork(Work):

@@ -6,8 +6,6 @@ what makes progress. Fast between the ranks of one host; over TCP Gloo is faster
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -31,6 +29,8 @@ from .contract import (
     StreamTransport,
     ThreadWork,
     Work,
+    Worker,
+    ended,
     open_together,
     scale_,
 )
@@ -65,23 +65,12 @@ def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tenso
     )
 
 
-class _Stream:
+class _Stream(Worker):
     """One stream: its communicator, and the thread that makes the calls."""
 
     def __init__(self, comm: MPI.Comm, number: int) -> None:
-        """Starts the thread.
-
-        Raises:
-            RuntimeError: it cannot be started.
-        """
+        super().__init__(f"sirtaki-mpi-{number}")
         self.comm = comm
-        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._serve, name=f"sirtaki-mpi-{number}", daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        while (task := self.tasks.get()) is not None:
-            task()
 
 
 class MpiTransport(StreamTransport[_Stream]):
@@ -143,13 +132,9 @@ class MpiTransport(StreamTransport[_Stream]):
             else:
                 work.finish()
 
-        chosen.tasks.put(task)
+        chosen.put(task)
         return work
 
     def _end(self, streams: list[_Stream]) -> bool:
         """Ends the threads after what they have to do; False if one hangs in MPI."""
-        for stream in streams:
-            stream.tasks.put(None)
-        for stream in streams:
-            stream.thread.join(timeout=1.0)
-        return not any(stream.thread.is_alive() for stream in streams)
+        return ended(streams, within_s=1.0)

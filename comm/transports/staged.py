@@ -7,8 +7,6 @@ some units run beside the reduction of others.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +26,8 @@ from .contract import (
     ThreadWork,
     Transport,
     Work,
+    Worker,
+    ended,
 )
 
 
@@ -47,24 +47,13 @@ class _StagedWork(ThreadWork):
         return True
 
 
-Task = tuple[_StagedWork, str, Callable[[], None]]
-"""A step of a unit's way: the unit's work, what it is in words, and what to do."""
-
-
 class _Stream:
     """One stream's copies and its two threads."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
         self._out, self._back = device.make_stream(), device.make_stream()
-        self._leaving: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._coming: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, args=[tasks], name=f"sirtaki-staged-{name}-{index}", daemon=True)
-            for tasks, name in ((self._leaving, "out"), (self._coming, "back"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._leaving, self._coming = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
         """Starts the copy out behind what is on the current stream."""
@@ -82,7 +71,7 @@ class _Stream:
             work.begun_s = time.perf_counter()
             stream = StreamSpec(self._index)
             reduced = self._inner.all_reduce(mirror, start, stop, stream=stream, op=op, scale=scale)
-            self._coming.put((work, what, partial(come_back, reduced)))
+            self._coming.put(partial(_go, work, what, partial(come_back, reduced)))
 
         def come_back(reduced: Work) -> None:
             while not reduced.wait(timeout_s=1.0):
@@ -92,24 +81,23 @@ class _Stream:
                 work.back = device.record_event()
             work.finish()
 
-        self._leaving.put((work, what, leave))
+        self._leaving.put(partial(_go, work, what, leave))
         return work
-
-    def _serve(self, tasks: queue.SimpleQueue[Task | None]) -> None:
-        while (task := tasks.get()) is not None:
-            work, what, step = task
-            try:
-                step()
-            except CommError as err:
-                work.finish(err)
-            except Exception as err:  # whatever it is, the waiting thread must hear of it
-                work.finish(CommError(f"staging {what} failed: {err!r}"))
 
     def close(self) -> None:
         """Ends the threads, each after what it has to do."""
-        for tasks, thread in zip((self._leaving, self._coming), self._threads, strict=True):
-            tasks.put(None)
-            thread.join(timeout=2.0)
+        for worker in (self._leaving, self._coming):
+            ended([worker], within_s=2.0)
+
+
+def _go(work: _StagedWork, what: str, step: Callable[[], None]) -> None:
+    """A step of a unit's way; `what` is the unit in words."""
+    try:
+        step()
+    except CommError as err:
+        work.finish(err)
+    except Exception as err:  # whatever it is, the waiting thread must hear of it
+        work.finish(CommError(f"staging {what} failed: {err!r}"))
 
 
 class StagedTransport(StreamTransport[_Stream]):
