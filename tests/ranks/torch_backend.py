@@ -334,8 +334,7 @@ def many_gathers_and_sums_may_be_under_way() -> None:
     for work in reversed(works):
         work.wait()
     assert all(future.done() for future in futures)
-    if KEEPS_WORKS:  # older ones wait for the future, not for what follows it
-        assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
+    assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
     for number, numel in enumerate(numels):
         for rank in ranks():
             assert torch.equal(whole[number].chunk(len(ranks()))[rank], data(rank, numel, seed=number))
@@ -488,7 +487,7 @@ def groups_do_not_wait_for_each_other() -> None:
 
 
 def waiting_may_be_limited() -> None:
-    if len(ranks()) == 1 or not KEEPS_WORKS:
+    if len(ranks()) == 1:
         return
     group = dist.new_group()
     dist.all_reduce(torch.ones(70_000), group=group)  # the lanes are open

@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import sirtaki.torch.distributed  # noqa: F401
@@ -98,6 +99,7 @@ def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
     acts: dict[str, Callable[[], object]] = {
         "sum": partial(dist.all_reduce, big),
         "gather": partial(dist.all_gather, gathered, big),
+        "compiled": lambda: functional.wait_tensor(functional.all_reduce(big, "sum", dist.group.WORLD)),
         "barrier": dist.barrier,
         "small": partial(dist.all_reduce, torch.ones(3)),
         "broadcast": partial(dist.broadcast, torch.ones(3), 1),

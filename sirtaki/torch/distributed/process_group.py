@@ -10,20 +10,21 @@ with the interpreter locked, which hangs if one of Gloo's threads wants the inte
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
 from torch.distributed import ReduceOp as TorchOp
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -39,7 +40,7 @@ from sirtaki.comm.units import TensorOperation, TensorReduction
 from sirtaki.console import start_logging
 from sirtaki.engine import job
 from sirtaki.engine.ranks import open_at_store, open_ranks
-from sirtaki.errors import ConfigError
+from sirtaki.errors import CommError, ConfigError
 from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
 
@@ -116,14 +117,6 @@ NO_TIMEOUT = timedelta(0)
 
 KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
 """Whether PyTorch's C++ keeps a work of Python's alive; 2.4 does not, and waits for ever."""
-
-
-def lasting(work: FillingWork) -> Work:
-    """What C++ may be given: in older versions of PyTorch a work of its own, which cannot wait for a limited time."""
-    if KEEPS_WORKS:
-        return work
-    native: Work = _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
-    return native
 
 
 class FillingWork(Work):
@@ -204,6 +197,89 @@ class LaneWork(FillingWork):
         return future
 
 
+class LastingWork(FillingWork):
+    """A work that C++ may wait for though PyTorch before 2.7 keeps none of Python's alive: it does so itself.
+
+    PyTorch's own way out, `_create_work_from_future`, gives works whose `wait` raises nothing where the future fails.
+    """
+
+    _under_way: ClassVar[set[LastingWork]] = set()  # of those that Python has let go of
+    _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # of those that have ended, some: C++ may want the future
+
+    def __init__(self, work: FillingWork) -> None:
+        super().__init__(None)
+        self._work: FillingWork | None = work
+        self._error: Exception | None = None
+        self._is_asked = self._is_kept = False
+
+    def __del__(self) -> None:
+        """Python has let go of it. C++ may have it, if nobody has waited or asked for the future."""
+        if self._is_asked or self._work is None or sys.is_finalizing():
+            return
+        self._is_kept = True
+        self._under_way.add(self)  # which undoes that it goes
+        try:
+            self._work.get_future().add_done_callback(self._end)
+        except RuntimeError:  # a reduce-scatter of Gloo's, which has none
+            self._under_way.discard(self)
+            self._ended.append(self)
+
+    def _end(self, ended: torch.futures.Future[Any]) -> None:
+        try:
+            if isinstance(error := ended.value(), Exception):
+                self._error = error
+        except Exception as err:
+            self._error = err
+        self._ended.append(self)
+        self._under_way.discard(self)
+        self._with_tensors.append(self)
+        if len(self._with_tensors) > 16:
+            with suppress(IndexError):  # another thread was faster
+                self._with_tensors.popleft()._work = None
+
+    def _drop(self) -> None:
+        """Its tensors, if C++ has it, which looks at no results."""
+        self._is_asked = True
+        if self._is_kept:
+            self._work = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits as the work does, and raises what that raises."""
+        self._is_asked = True
+        if (work := self._work) is not None:
+            work.wait(timeout)
+            self._drop()
+        if self._error is not None:
+            raise fresh(self._error) if isinstance(self._error, CommError) else self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._work is None or self._work.is_completed()
+
+    def exception(self) -> BaseException | None:
+        """What it has failed with, if it has."""
+        return self._error if self._work is None else self._work.exception()
+
+    def result(self) -> Any:
+        """What it fills."""
+        return None if self._work is None else self._work.result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """That of the work."""
+        if self._work is None:
+            raise RuntimeError("whoever wants the future of this work has to ask for it before others end")
+        future = self._work.get_future()
+        self._drop()
+        return future
+
+
+def lasting(work: FillingWork) -> FillingWork:
+    """What C++ may be given."""
+    return work if KEEPS_WORKS else LastingWork(work)
+
+
 FAULT_LOOK_S = 0.1
 """How often a wait for Gloo looks whether the group has failed."""
 
@@ -243,8 +319,13 @@ class GlooWork(FillingWork):
 
     def exception(self) -> BaseException | None:
         """What it has failed with, if it has."""
-        fault = self._lanes.fault
-        return self._work.exception() if fault is None or self._work.is_completed() else fault
+        if not self._work.is_completed():
+            return self._lanes.fault
+        try:  # PyTorch before 2.7 cannot say it to Python
+            self._work.wait()
+        except RuntimeError as err:
+            return err
+        return None
 
     def result(self) -> Any:
         """What it fills."""
@@ -297,7 +378,8 @@ class FollowedWork(FillingWork):
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                future.value()  # raises what has failed
+                if isinstance(error := future.value(), Exception):  # all that is left of a LaneWork's `set_exception`
+                    raise error
             self._follow()
             return self._outputs
 
@@ -350,6 +432,14 @@ def _left_to_inner(name: str) -> Callable[..., Work]:
         return self._ask(name, tensors, *args, **options)
 
     return method
+
+
+def _first(tensors: Any) -> torch.Tensor | None:
+    """Of arguments with tensors in them, or lists of them, or lists of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    found = map(_first, tensors) if isinstance(tensors, list | tuple) else ()
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
@@ -768,19 +858,18 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _ask(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
         """Calls that method of the inner group for the device of these tensors, or lists of them."""
-        first = tensors
-        while not isinstance(first, torch.Tensor) and first:
-            first = first[0]
-        on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
-        inferred = isinstance(first, torch.Tensor) and first.is_inference()
+        first = _first((tensors, *args))
+        on_cuda = first is not None and first.device.type == "cuda"
+        inferred = first is not None and first.is_inference()
         with torch.inference_mode() if inferred else nullcontext():  # its threads take that over
             work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
-        between_two = name in ("send", "recv")  # a wait for those that ends early breaks the connection
-        return work if between_two or (on_cuda and self._on_cuda is not self._inner) else self._watched(work)
+        # A wait for those that ends early breaks the connection; PyTorch 2.4's never tells that it has ended.
+        alone = name in ("send", "recv") or (name == "_reduce_scatter_base" and not KEEPS_WORKS)
+        return work if alone or (on_cuda and self._on_cuda is not self._inner) else self._watched(work)
 
     def _watched(self, work: Work) -> Work:
         """A collective of Gloo's that ends when the group fails."""
-        return GlooWork(self._lanes, work) if KEEPS_WORKS and self._lanes is not None else work
+        return lasting(GlooWork(self._lanes, work)) if self._lanes is not None else work
 
     def barrier(self, opts: Any = None) -> Work:
         """Collective: see `torch.distributed.barrier`."""
@@ -818,6 +907,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.gather`; contiguous or not: PyTorch 2.4's Gloo sends what lies between."""
+        return self._ask("gather", outputs, [tensor.contiguous() for tensor in inputs], *args, **options)
 
     def all_to_all_single(self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Work:  # Any: as above
         """Collective: see `torch.distributed.all_to_all_single`; contiguous or not, as for `broadcast`."""

@@ -1,14 +1,19 @@
 """What operations give back."""
 
+import gc
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from sirtaki.comm.units import TensorReduction
 from sirtaki.errors import CommError, PeerLostError
-from sirtaki.torch.distributed.process_group import FollowedWork, LaneWork
+from sirtaki.torch.distributed.process_group import FillingWork, FollowedWork, LaneWork, LastingWork
 
 
 class Lanes:
@@ -111,3 +116,77 @@ def test_nothing_follows_a_failure() -> None:
     with pytest.raises(RuntimeError, match="connection closed"):
         work.get_future().wait()
     assert not told
+
+
+def test_what_follows_a_tensor_that_has_failed_tells_its_future_so() -> None:
+    lane, reduction, _ = lane_work()
+    told: list[str] = []
+    work = FollowedWork([lane], lambda: told.append("then"), [torch.ones(1)])
+    future = work.get_future()
+    reduction.finish(PeerLostError("rank 1 has ended"))
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        future.wait()
+    assert not told
+
+
+# ── works that C++ has, and Python has not ───────────────────────────────────────────────────────────────────────────
+
+
+class Group(dist.ProcessGroup):
+    """Gives works away, and keeps none."""
+
+    works: ClassVar[list[LastingWork]] = []
+
+    def allreduce(self, *_: object) -> LastingWork:
+        return self.works.pop()
+
+
+def given_to_cpp(work: FillingWork) -> Callable[[], object]:
+    """What waits for it in C++, once Python has let go of it."""
+    group = Group(0, 1)
+    _register_process_group("gives works away", group)
+    group.works.append(LastingWork(work))
+    total = torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "gives works away")
+    _unregister_process_group("gives works away")
+    gc.collect()
+    return lambda: torch.ops._c10d_functional.wait_tensor(total)
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_work_that_only_cpp_has_is_waited_for_before_and_after_its_end(ends_first: bool) -> None:
+    lane, reduction, lanes = lane_work()
+    wait = given_to_cpp(lane)
+    if ends_first:
+        reduction.finish()
+    lanes.finish = lambda *_: reduction.finish() is None  # type: ignore[method-assign]
+    wait()
+    assert reduction.ended.done()
+
+
+def test_a_work_that_only_cpp_has_raises_what_it_has_failed_with() -> None:
+    for follows in (False, True):
+        lane, reduction, _ = lane_work()
+        wait = given_to_cpp(FollowedWork([lane], lambda: None, []) if follows else lane)
+        reduction.finish(PeerLostError("rank 1 has ended"))
+        with pytest.raises(Exception, match="rank 1 has ended"):
+            wait()
+
+
+def test_works_that_nobody_waits_for_keep_few_tensors_and_those_that_somebody_has_waited_for_none() -> None:
+    refs = []
+    for asks in (True, False):
+        for _ in range(40):
+            lane, reduction, _ = lane_work()
+            refs.append(weakref.ref(reduction))
+            work = LastingWork(lane)
+            if asks:
+                reduction.finish()
+                work.wait()
+            else:
+                del work
+                reduction.finish()
+        del lane, reduction
+    work = None  # type: ignore[assignment]
+    gc.collect()
+    assert sum(ref() is not None for ref in refs[:40]) == 0
+    assert sum(ref() is not None for ref in refs[40:]) <= 16
