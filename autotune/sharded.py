@@ -1,4 +1,9 @@
-"""Which setting suits a job that trains with sharded parameters: what can be set, and how the fastest is found.
+"""Which setting suits a job that trains with sharded parameters: what can be set, how long a step would take, and how
+the fastest is found.
+
+Between hosts one step is traced and the network is measured. A step with another setting is then played on three
+resources (computation, the gathers' way, the scatters' way) of which the last two share the network; what is fastest
+there is tried first, and the other settings in the order of what is expected of them.
 
 A setting is kept only if it has beaten the default side by side: the two run in turns, so that what happens to the
 network or the machine meanwhile happens to both, and what counts is how the steps of one turn compare.
@@ -6,12 +11,16 @@ network or the machine meanwhile happens to both, and what counts is how the ste
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from sirtaki.comm.compress import Codec, codec_of, packed_bytes
 from sirtaki.measures import Gain
+
+from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -27,7 +36,9 @@ class ShardKnobs:
         streams: connections to each other rank that a gather or scatter is cut over.
         ahead: so many modules ahead their parameters are gathered in the forward pass.
         behind: the same in the backward pass.
-        kept: so many modules, the last ones, keep their gathered parameters until the backward pass.
+        kept: modules that keep their gathered parameters until the backward pass: places in order of use, ascending.
+        near: modules that keep them spread over the ranks of each node, which gather them there for the backward pass
+            (ZeRO++'s hpZ: Wang et al., 2023); places, too.
         scattering: so many modules' gradients may be scattered at the same time.
         gathers: by which compressor shards are packed that are gathered; empty = they travel as they are.
         scatters: the same of gradients that are scattered.
@@ -36,14 +47,17 @@ class ShardKnobs:
     streams: int
     ahead: int = 1
     behind: int = 1
-    kept: int = 0
+    kept: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
     scattering: int = 1
     gathers: str = ""
     scatters: str = ""
 
     def describe(self) -> str:
         """In a few words, for logs."""
-        kept = f", {self.kept} kept" if self.kept else ""
+        kept = f", {len(self.kept)} kept" if self.kept else ""
+        if self.near:
+            kept += f", {len(self.near)} kept by each node"
         plural = "" if self.streams == 1 else "s"
         packed = ", ".join(
             f"{what} packed by {name}"
@@ -64,14 +78,19 @@ class ShardSpace:
         modules: how many are sharded.
         streams: that can be used, ascending.
         whole_bytes: of the gathered parameters of each module, in the order in which they are used.
+        dropped: modules whose parameters are gathered again for the backward pass unless they are kept; places in that
+            order, ascending.
         memory_bytes: that may be used above what the default takes.
+        node_ranks: ranks of each node, if they can keep parameters together; else 0.
         lossy: compressors that the user allows.
     """
 
     modules: int
     streams: tuple[int, ...]
     whole_bytes: tuple[int, ...]
+    dropped: tuple[int, ...]
     memory_bytes: int = 0
+    node_ranks: int = 0
     lossy: tuple[str, ...] = ()
 
     def __contains__(self, knobs: ShardKnobs) -> bool:
@@ -79,7 +98,8 @@ class ShardSpace:
             knobs.streams in self.streams
             and 0 <= knobs.ahead < max(2, self.modules)
             and 1 <= knobs.behind < max(2, self.modules)
-            and 0 <= knobs.kept <= self.modules
+            and set(knobs.kept) <= set(self.dropped)
+            and set(knobs.near) <= (set(self.dropped).difference(knobs.kept) if self.node_ranks else set())
             and 1 <= knobs.scattering <= MOST_SCATTERING
             and {knobs.gathers, knobs.scatters} <= {"", *self.lossy}
             and self.extra_bytes(knobs) <= self.memory_bytes
@@ -95,17 +115,32 @@ class ShardSpace:
         largest = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
         # The last module is used again at once: it would have been gathered for that.
-        kept = sum(self.whole_bytes[len(self.whole_bytes) - knobs.kept : len(self.whole_bytes) - 1])
-        return max(forward, backward) * largest + kept
+        kept = sum(self.whole_bytes[place] for place in knobs.kept if place < self.modules - 1)
+        near = sum(-(-self.whole_bytes[place] // self.node_ranks) for place in knobs.near)
+        if knobs.near:  # two are on the way to the others of the node
+            near += 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
+        return max(forward, backward) * largest + kept + near
+
+    def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
+        """With as many modules kept as memory allows, the last ones first, by each rank or (`near`) by nodes."""
+        for place in reversed(self.dropped):
+            kept, nodes_keep = {*knobs.kept, place}, {*knobs.near, place}
+            one = replace(knobs, near=_places(nodes_keep)) if near else replace(knobs, kept=_places(kept))
+            if one in self:
+                knobs = one
+        return knobs
 
     def around(self, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
         """Settings that differ in one thing, what usually matters most first."""
         place = self.streams.index(knobs.streams)
-        most = next((n for n in range(self.modules, 1, -1) if replace(knobs, kept=n) in self), 1)
+        bare = replace(knobs, kept=(), near=())
+        last = replace(bare, kept=self.dropped[-1:])
+        most, nearest = self.keeping(bare), self.keeping(last if last in self else bare, near=True)
         beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
         candidates = [
             *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
-            *(replace(knobs, kept=kept) for kept in (most, 1, 0)),
+            *sorted((most, nearest), key=lambda one: -len(one.kept) - len(one.near)),
+            *(last, bare),
             *(replace(knobs, scattering=number) for number in range(MOST_SCATTERING, 0, -1)),
             *(replace(knobs, scatters=name) for name in ("", *self.lossy)),
             *(replace(knobs, gathers=name) for name in ("", *self.lossy)),
@@ -114,6 +149,252 @@ class ShardSpace:
             *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),
         ]
         return (one for one in candidates if one != knobs and one in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLink:
+    """What gathers and scatters take, between the ranks of one group.
+
+    Attributes:
+        latency_s: of a gather of next to nothing.
+        gathered: bytes of whole parameters that are gathered in a second, by the number of connections to each rank.
+        scatter_times: how many times as long as a gather of as many bytes a scatter takes.
+        near_bytes_per_s: the same as `gathered`, of gathers within a node.
+    """
+
+    latency_s: float
+    gathered: Mapping[int, float]
+    scatter_times: float = 1.0
+    near_bytes_per_s: float = math.inf
+
+    def bytes_per_s(self, streams: int) -> float:
+        """With so many connections; between two measured numbers, and beyond them, on the line through zero or less."""
+        fewer = max((count for count in self.gathered if count <= streams), default=0)
+        more = min((count for count in self.gathered if count >= streams), default=0)
+        if not fewer:
+            return self.gathered[more] * streams / more
+        if not more:
+            return self.gathered[fewer]
+        part = (streams - fewer) / (more - fewer) if more > fewer else 0.0
+        return self.gathered[fewer] + part * (self.gathered[more] - self.gathered[fewer])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStep:
+    """One step of a job: how long it would take with another setting.
+
+    Attributes:
+        forward_s: computation of each module in the forward pass, `(modules,)`, in the order of use.
+        backward_s: the same in the backward pass, which takes the modules in the opposite order.
+        rest_s: what the step does otherwise, its optimizer's part above all.
+        gathered_bytes: whole parameters of each module, as they travel where the setting packs nothing.
+        scattered_bytes: whole gradients of each module, likewise; 0 = it has none.
+        link: between the ranks.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    rest_s: float
+    gathered_bytes: tuple[int, ...]
+    scattered_bytes: tuple[int, ...]
+    link: ShardLink
+
+    def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
+        """How long the step takes with that setting."""
+        return _Played(self, space, knobs).total_s
+
+    def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
+        """What no setting that differs in one thing is expected to beat, from the best kept modules on."""
+        candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default))
+        best, best_s = default, math.inf
+        while True:
+            spans_s = {one: self.expected_s(space, one) for one in candidates}
+            rival = min(spans_s, key=spans_s.__getitem__, default=best)
+            if rival == best or spans_s[rival] > (1.0 - LEAST_STEP) * best_s:
+                return best
+            best, best_s = rival, spans_s[rival]
+            candidates = space.around(best)
+
+    def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
+        """With the modules kept that shorten the backward pass most, as what else takes memory leaves room for them."""
+        for behind, scattering in itertools.product((1, 2), range(1, MOST_SCATTERING + 1)):
+            bare = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
+            if bare in space:
+                yield from (one for one in (self._kept(space, bare), space.keeping(bare)) if one in space)
+
+    def _kept(self, space: ShardSpace, knobs: ShardKnobs) -> ShardKnobs:
+        """With the modules kept, by each rank or by nodes, that a dynamic programme keeps, from the last to the first.
+
+        A state is what has been kept, the memory that takes, when the next module may begin, when its parameters are
+        there, and when the network has nothing more to do; what is worse in all of them than another one is left out.
+        The network does one thing after the other, and the next module's parameters are gathered before this one's
+        gradients are scattered.
+        """
+        rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
+        left = space.memory_bytes - space.extra_bytes(knobs)
+        handed_on = space.extra_bytes(replace(knobs, near=space.dropped[:1])) if node_ranks else 0
+        dropped = frozenset(space.dropped)
+        packed = [packed_share(codec_of(name) if name else None) for name in (knobs.gathers, knobs.scatters)]
+        gather_s = [packed[0] * size / rate for size in self.gathered_bytes]
+        scatter_s = [packed[1] * self.link.scatter_times * size / rate for size in self.scattered_bytes]
+
+        def choices(state: _Kept, place: int, begun_s: float) -> Iterator[_Kept]:
+            latency_s = self.link.latency_s
+            if place not in dropped:
+                yield replace(state, come_s=begun_s)
+                return
+            come_s = max(state.free_s, begun_s + latency_s) + gather_s[place]
+            yield replace(state, come_s=come_s, free_s=come_s)
+            size = space.whole_bytes[place]
+            if (kept_bytes := state.kept_bytes + (size if place < last else 0)) <= left:
+                yield replace(state, kept=(place, *state.kept), kept_bytes=kept_bytes, come_s=begun_s)
+            if node_ranks and (kept_bytes := state.kept_bytes + -(-size // node_ranks)) <= left - handed_on:
+                come_s = begun_s + size / self.link.near_bytes_per_s
+                yield replace(state, near=(place, *state.near), kept_bytes=kept_bytes, come_s=come_s)
+
+        states = _undominated(list(choices(_Kept(), last, 0.0)))
+        for place in range(last, -1, -1):
+            after = []
+            for state in states:
+                begun_s = max(state.begun_s, state.come_s)
+                for one in choices(state, place - 1, begun_s) if place else [state]:
+                    ended_s = begun_s + self.backward_s[place]
+                    if not scatter_s[place]:
+                        after.append(replace(one, begun_s=ended_s))
+                        continue
+                    if knobs.scattering == 1:
+                        ended_s = max(ended_s, state.scattered_s)
+                    sent_s = max(one.free_s, ended_s + self.link.latency_s) + scatter_s[place]
+                    after.append(replace(one, begun_s=ended_s, free_s=sent_s, scattered_s=sent_s))
+            states = _undominated(after)
+        best = min(states, key=lambda state: max(state.begun_s, state.free_s))
+        return replace(knobs, kept=best.kept, near=best.near)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What has been decided of the modules from some place on, and what follows from it."""
+
+    kept: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
+    kept_bytes: int = 0
+    begun_s: float = 0.0
+    come_s: float = 0.0
+    free_s: float = 0.0
+    scattered_s: float = 0.0
+
+
+def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
+    """Those that are better than each other one in something; some of them where there are many."""
+    found: list[tuple[float, _Kept]] = []
+    for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.come_s), one.free_s)):
+        begun_s = max(state.begun_s, state.come_s)
+        if not any(
+            other_s <= begun_s and other.free_s <= state.free_s and other.scattered_s <= state.scattered_s
+            for other_s, other in found
+        ):
+            found.append((begun_s, state))
+    return [state for _, state in found[:: -(-len(found) // MOST_STATES) or 1]]
+
+
+MOST_STATES = 128
+"""Of the dynamic programme, after each module."""
+
+LEAST_STEP = 0.002
+"""The share of a step that a change must be expected to gain."""
+
+COMPUTING, GATHERING, SCATTERING = range(3)
+NETWORK, NODE = range(2)
+
+
+class _Played:
+    """A step's graph, as it is made, and how long it takes.
+
+    FSDP has modules gathered when another one is about to be used, and waits for a scatter when it needs its memory.
+    """
+
+    def __init__(self, step: ShardedStep, space: ShardSpace, knobs: ShardKnobs) -> None:
+        self._step, self._knobs, self._link = step, knobs, step.link
+        self._dropped = frozenset(space.dropped).difference(knobs.kept)
+        self._nodes, self._edges = list[Node](), list[Edge]()
+        self._rate = step.link.bytes_per_s(knobs.streams)
+        self._packed = [packed_share(codec_of(name) if name else None) for name in (knobs.gathers, knobs.scatters)]
+        self._computed: int | None = None  # the last piece of computation
+        self._forward()
+        self._backward()
+        both = max(1.0, step.link.bytes_per_s(2 * knobs.streams) / self._rate)
+        servers = [Server(name="network", totals=(1.0, both), is_link=True), Server(name="node", totals=(1.0,))]
+        lanes = ["computation", "gathers", "scatters"]
+        self.total_s = (
+            step.rest_s + replay(Graph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=servers)).total_s
+        )
+
+    def _forward(self) -> None:
+        count, gathers = len(self._step.forward_s), list[int]()
+        for place, seconds in enumerate(self._step.forward_s):
+            if place == len(gathers):
+                gathers.append(self._gather(place))
+            begun = self._compute(Phase.FORWARD, 0.0, after=[gathers[place]])
+            while len(gathers) < min(count, place + 1 + self._knobs.ahead):
+                gathers.append(self._gather(len(gathers), after=begun))
+            self._compute(Phase.FORWARD, seconds)
+
+    def _backward(self) -> None:
+        step, knobs, count = self._step, self._knobs, len(self._step.backward_s)
+        gathers, scatters = dict[int, int](), list[int]()
+        for place in reversed(range(count)):
+            for other in range(place, max(-1, place - knobs.behind - 1), -1):
+                # One that is ahead leaves when this one has come.
+                if other == place - 1:
+                    self._compute(Phase.BACKWARD, 0.0, after=[gathers[place]] if place in gathers else [])
+                if other in self._dropped and other not in gathers:
+                    gathers[other] = self._gather(other, near=other in knobs.near)
+            self._compute(Phase.BACKWARD, step.backward_s[place], after=[gathers[place]] if place in gathers else [])
+            if step.scattered_bytes[place]:
+                waited = scatters[-knobs.scattering :][:1] if len(scatters) >= knobs.scattering else []
+                left = self._compute(Phase.BACKWARD, 0.0, after=waited)
+                seconds = self._packed[1] * step.scattered_bytes[place] * self._link.scatter_times / self._rate
+                scatters.append(self._send(SCATTERING, NETWORK, seconds, left))
+        self._compute(Phase.OTHER, 0.0, after=scatters)
+
+    def _gather(self, place: int, *, after: int | None = None, near: bool = False) -> int:
+        size = self._step.gathered_bytes[place]
+        cause = self._computed if after is None else after
+        if near:
+            return self._send(GATHERING, NODE, size / self._link.near_bytes_per_s, cause)
+        return self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate, cause)
+
+    def _send(self, lane: int, server: int, seconds: float, cause: int | None) -> int:
+        latency_s = self._link.latency_s if server == NETWORK else 0.0
+        works = (Work(server=server, seconds=seconds),)
+        if cause is not None:
+            self._edges.append((cause, len(self._nodes), latency_s))
+        return self._add(
+            lane, Activity.COLLECTIVE, Phase.OTHER, fixed_s=latency_s if cause is None else 0.0, works=works
+        )
+
+    def _compute(self, phase: Phase, seconds: float, *, after: Sequence[int] = ()) -> int:
+        place = len(self._nodes)
+        before = [] if self._computed is None else [self._computed]
+        self._edges += [(other, place, 0.0) for other in (*before, *after)]
+        self._computed = self._add(COMPUTING, Activity.COMPUTE, phase, fixed_s=seconds)
+        return place
+
+    def _add(self, lane: int, activity: Activity, phase: Phase, *, fixed_s: float, works: tuple[Work, ...] = ()) -> int:
+        self._nodes.append(
+            Node(lane=lane, activity=activity, phase=phase, rank=ALL_RANKS, iteration=0, fixed_s=fixed_s, works=works)
+        )
+        return len(self._nodes) - 1
+
+
+def packed_share(codec: Codec | None) -> float:
+    """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
+    numel = 1 << 20
+    return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
+
+
+def _places(places: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(places))
 
 
 LEAST_PAIRS, MOST_PAIRS = 3, 8
@@ -150,18 +431,28 @@ class ShardSession:
         tried: how many settings have run, the default among them.
     """
 
-    def __init__(self, space: ShardSpace, default: ShardKnobs, *, budget: int, first: ShardKnobs | None = None) -> None:
+    def __init__(
+        self,
+        space: ShardSpace,
+        default: ShardKnobs,
+        *,
+        budget: int,
+        first: ShardKnobs | None = None,
+        step: ShardedStep | None = None,
+    ) -> None:
         """Args:
         space: what may be set.
         default: what runs untuned, and stays if nothing beats it.
         budget: steps in all.
         first: what an earlier job has found: tried before all others, and nothing else if it wins, or is the default.
+        step: of this job, to say what may be expected; None = it is not known.
         """
-        self.space, self._default, self._left, self._first = space, default, budget, first
+        self.space, self._default, self._left, self._first, self._step = space, default, budget, first, step
         self.knobs, self.done, self.tried = default, budget < 1, 1
         self.proved: Gain | None = None
         self.seen, self.used, self.at_most = 1.0, 0, budget + 2 * LEAST_PAIRS * (MEASURED + 1)
         self.default_s, self.why, self._missed = math.nan, "", 0.0
+        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
         self._script = self._search()
         if not self.done:
             self.knobs = next(self._script)
@@ -197,12 +488,15 @@ class ShardSession:
             if self.proved is not None:
                 return self._first
         while self._left > 2 * LEAST_PAIRS * (MEASURED + 1):
-            rival = next((one for one in self.space.around(best) if one not in refused), None)
-            if rival is None:
+            if (rival := self._next_rival(best, refused)) is None:
                 break
             refused.add(rival)
             self.tried += 1
-            if (won := (yield from self._duel(rival, best))) is not None:
+            won = yield from self._duel(rival, best)
+            if won is None and self._step is not None:
+                if self._expected_s(rival) < (1.0 - WORTHWHILE) * self._expected_s(best):
+                    self._step = None  # it was wrong, and is asked no more
+            elif won is not None:
                 best = rival
                 self.seen *= won.times
         if best != self._default:
@@ -213,6 +507,19 @@ class ShardSession:
                 self.why += ": steps scatter, others seem to use the host or the network"
             return self._default
         return best
+
+    def _next_rival(self, best: ShardKnobs, refused: Collection[ShardKnobs]) -> ShardKnobs | None:
+        """What is expected to be fastest, then what differs from the best in one thing; None = all have been tried."""
+        beside = [one for one in self.space.around(best) if one not in refused]
+        if self._step is None:
+            return next(iter(beside), None)
+        if best not in self._fastest:
+            self._fastest[best] = self._step.fastest(self.space, best)
+        fastest = self._fastest[best]
+        return fastest if fastest not in refused else min(beside, key=self._expected_s, default=None)
+
+    def _expected_s(self, knobs: ShardKnobs) -> float:
+        return math.nan if self._step is None else self._step.expected_s(self.space, knobs)
 
     def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, Gain | None]:
         """By how much the rival is faster; None if that is not clear."""

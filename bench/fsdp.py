@@ -1,6 +1,6 @@
 """Sharded training: PyTorch's FSDP2 over Gloo as it comes and tuned by hand, and with `sirtaki.torch.fsdp.attach`.
 
-    python -m bench.fsdp [--quick] [--check] [--save] [--cases capped equal capped-asleep host]
+    python -m bench.fsdp [--quick] [--check] [--save] [--cases capped equal capped-asleep host] [--expected]
 
 A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
 (`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), on two nodes of two ranks ("nodes", 200,
@@ -8,6 +8,8 @@ where shards may also travel as if each rank were a node: "one level"), and on t
 150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the same processes and
 take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of
 their own, the interface listed four times; and parameters kept.
+
+`--expected`: how long steps take with a dozen settings, and how long they were expected to take after one traced step.
 
 The bound is `max(computation, gathers and scatters at the link's payload rate)`: three times (P-1)/P of all parameters.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -32,11 +34,13 @@ from bench.lib.cluster import NETWORKS, LabShape, need_cluster
 from bench.lib.contenders import environment
 from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
+from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
 LOSSY, ONE_LEVEL, KEEPING = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level", "tuned, SIRTAKI_FSDP_MEMORY=1GiB"
+NEAR = "tuned, SIRTAKI_FSDP_MEMORY=15MiB"
 CASES: dict[str, tuple[LabShape | None, float]] = {
     "capped": (NETWORKS["capped"], 0.0),
     "equal": (NETWORKS["equal"], 0.0),
@@ -50,11 +54,12 @@ SIRTAKIS = {
     ONE_LEVEL: {"SIRTAKI_TUNE": "0", "SIRTAKI_TRANSPORT": "gloo"},
     TUNED: {},
     KEEPING: {"SIRTAKI_FSDP_MEMORY": "1GiB"},
+    NEAR: {"SIRTAKI_FSDP_MEMORY": "15MiB"},
     LOSSY: {"SIRTAKI_LOSSY": "int8"},
 }
 """What is set."""
 
-SEARCHING = (TUNED, KEEPING, LOSSY)
+SEARCHING = (TUNED, KEEPING, NEAR, LOSSY)
 
 RANKS_PER_NODE = {"nodes": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
@@ -132,7 +137,8 @@ class Trained:
         self.words = torch.randint(TOKENS, (1, 48), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def _shard(self, *, prefetch: bool, keep: bool) -> None:
-        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        self.group = dist.new_group()
+        mesh = DeviceMesh.from_group(self.group, "cpu")
         blocks: list[Any] = list(self.model.blocks)
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
@@ -154,8 +160,67 @@ class Trained:
         return float(loss.detach())
 
 
+def expected(comm: Any, options: Mapping[str, Any]) -> Any:
+    """What each rank does to compare settings with what is expected of them."""
+    trained = Trained(UNTUNED, compute_s=options["compute_s"], connections=options["connections"])
+    for _ in range(3):
+        trained.step()
+    attached = fsdp.attached(trained.model)
+    assert attached is not None
+    lanes, default = attached.lanes(trained.group), attached.knobs
+    assert lanes is not None
+    attached.trace = fsdp.StepTrace()
+    trained.step()
+    sizes = attached.whole_bytes
+    all_kept = replace(default, kept=attached.dropped)
+    settings = [
+        default,
+        *(replace(default, streams=streams) for streams in (1, 2, 8)),
+        *(replace(default, ahead=ahead) for ahead in (0, 1, 4)),
+        replace(default, behind=2),
+        replace(default, scattering=2),
+        replace(default, kept=attached.dropped[-4:]),
+        all_kept,
+        replace(all_kept, scattering=2, ahead=4),
+    ]
+    step = attached.traced(lanes, sorted({each.streams for each in settings}))
+    assert step is not None
+    space = ShardSpace(modules=len(sizes), streams=(default.streams,), whole_bytes=sizes, dropped=attached.dropped)
+
+    def runs(knobs: ShardKnobs) -> Callable[[], float]:
+        def run() -> float:
+            attached.run(knobs, lanes)
+            return trained.step()
+
+        return run
+
+    samples = in_turns({each.describe(): runs(each) for each in settings}, comm, rounds=options["rounds"])
+    return {"samples": samples, "expected_s": {each.describe(): step.expected_s(space, each) for each in settings}}
+
+
+def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> None:
+    """Adds the rows of settings, and what their expectation is worth."""
+    measured_s = {name: Spread.of(times_s).median for name, times_s in result["samples"].items()}
+    names, expected_s = list(measured_s), result["expected_s"]
+    of_default = {name: [each[name] / each[names[0]] for each in (expected_s, measured_s)] for name in names}
+    columns = {"expected_s": expected_s, "expected_to_default": {name: each[0] for name, each in of_default.items()}}
+    report.compare(
+        result["samples"], names[0], ratio="ratio_to_default", who="setting", where={"case": case}, **columns
+    )
+    errors = [abs(each[0] / each[1] - 1.0) for each in of_default.values()]
+    report.bar(f"{case}: ratio to the default, mean error", sum(errors) / len(errors), 0.08)
+    report.bar(f"{case}: ratio to the default, worst error", max(errors), 0.15)
+    report.bar(f"{case}: a step of the default, error", abs(expected_s[names[0]] / measured_s[names[0]] - 1.0), 0.08)
+    best = min(expected_s, key=expected_s.__getitem__)
+    report.bar(
+        f"{case}: what was expected to be fastest / the fastest", measured_s[best] / min(measured_s.values()), 1.03
+    )
+
+
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: measures the link, builds the contenders, and lets them alternate."""
+    if options["expected"]:
+        return expected(comm, options)
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
     payload = payload_bytes_per_s(comm) if options["emulated"] else None
     contenders: dict[str, Trained] = {}
@@ -178,7 +243,8 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
     """Adds the rows and bars of one case."""
     shape, compute_s = CASES[case]
     connections = 4 if shape is not None and shape.caps_flows else 1
-    contenders = [name for name in options["contenders"] if name != ONE_LEVEL or case in RANKS_PER_NODE]
+    of_nodes = (ONE_LEVEL, NEAR)
+    contenders = [name for name in options["contenders"] if name not in of_nodes or case in RANKS_PER_NODE]
     given = {
         **options,
         "contenders": contenders,
@@ -188,6 +254,9 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
     }
     ranks_per_node = RANKS_PER_NODE.get(case, 1)
     result = run_ranks("bench.fsdp", shape or HOST_RANKS, given, ranks_per_node=ranks_per_node)
+    if options["expected"]:
+        measure_expected(report, case, result)
+        return
     samples, bound_s = result["samples"], None
     if shape is not None and ranks_per_node == 1:
         traffic = 3 * (shape.nodes - 1) / shape.nodes * result["parameter_bytes"]
@@ -212,6 +281,8 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
         report.bar(f"{case}: {KEEPING} / Gloo", ratio(samples, KEEPING, GLOO), 0.16)
     if {UNTUNED, ONE_LEVEL} <= samples.keys():
         report.bar(f"{case}: untuned / {ONE_LEVEL}", ratio(samples, UNTUNED, ONE_LEVEL), 0.70)
+    if {TUNED, NEAR} <= samples.keys():
+        report.bar(f"{case}: {NEAR} / tuned", ratio(samples, NEAR, TUNED), 0.90)
     if {TUNED, LOSSY} <= samples.keys():
         report.bar(f"{case}: {LOSSY} / tuned", ratio(samples, LOSSY, TUNED), 1.02)
 
@@ -221,16 +292,21 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, *SIRTAKIS])
+    flags.add_argument("--expected", action="store_true", help="settings beside what is expected of them")
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, help="steps a block")
     flags.add_argument("--warmup", type=int, default=60, help="steps of the search")
     args = flags.parse_args()
     if args.cases != ["host"]:
         need_cluster()
-    report = Report(name="fsdp" if args.cases == list(CASES) else f"fsdp_{'_'.join(args.cases)}".replace("-", "_"))
+    name = "_".join(
+        ["fsdp", *(["expected"] if args.expected else []), *(args.cases if args.cases != list(CASES) else [])]
+    )
+    report = Report(name=name.replace("-", "_"))
     for case in args.cases:
         options = {
             "contenders": args.contenders,
+            "expected": args.expected,
             "rounds": args.rounds or (2 if args.quick else 3),
             "steps": args.steps or (10 if case == "host" else 1),
             "warmup": args.warmup,

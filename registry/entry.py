@@ -580,6 +580,7 @@ class ShardsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 _Modules = Annotated[int, Meta(ge=0, le=2**20)]
+_Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -591,6 +592,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         modules: how many are sharded.
         streams: as the next three, and `scattering`, as `autotune.sharded.ShardKnobs` has them.
         gain: over the untuned setting, as a share of its step; 0 where that was kept.
+        near: modules whose parameters each node keeps, as there.
         gathers: as the next one as `autotune.sharded.ShardKnobs` has it: a compressor that the key names.
     """
 
@@ -603,8 +605,9 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     streams: Annotated[int, Meta(ge=1, le=1024)]
     ahead: _Modules
     behind: _Modules
-    kept: _Modules
+    kept: _Places
     gain: Annotated[float, Meta(ge=0, le=1)]
+    near: _Places = ()
     gathers: Text = ""
     scatters: Text = ""
     scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -616,7 +619,10 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         most, allowed = max(1, self.modules), self.key.fixed.get("lossy", "")
         if not {self.gathers, self.scatters} <= {"", *allowed.split(",")}:
             return f"packed by {self.gathers or 'none'} and {self.scatters or 'none'} of {allowed or 'no'} compressors"
-        wrong = (name for name in ("ahead", "behind", "kept") if getattr(self, name) > most)
+        kept = [*self.kept, *self.near]
+        if len(set(kept)) < len(kept) or any(place >= self.modules for place in kept):
+            return f"kept: modules {self.kept} and {self.near} of {self.modules}"
+        wrong = (name for name in ("ahead", "behind") if getattr(self, name) > most)
         return next((f"{name}: {getattr(self, name)} of {self.modules} modules" for name in wrong), "")
 
 

@@ -366,8 +366,10 @@ def _words(way: RowWay) -> str:
 
 
 def _setting(way: ShardWay) -> str:
-    packed = [name for name in ("gathers", "scatters") if getattr(way, name)]
-    return _pairs((name, getattr(way, name)) for name in ("streams", "ahead", "behind", "kept", "scattering", *packed))
+    numbers = {name: getattr(way, name) for name in ("streams", "ahead", "behind")}
+    numbers |= {"kept": len(way.kept), "scattering": way.scattering, "near": len(way.near)}
+    used = {"gathers": way.gathers, "scatters": way.scatters}
+    return _pairs((name, value) for name, value in (numbers | used).items() if value or name == "kept")
 
 
 def _link(link: LinkModel) -> str:

@@ -32,12 +32,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp as TorchOp
 
 import sirtaki
-from sirtaki.autotune.sharded import STREAMS, ShardKnobs, ShardSession, ShardSpace
+from sirtaki.autotune.sharded import STREAMS, ShardedStep, ShardKnobs, ShardLink, ShardSession, ShardSpace, packed_share
 from sirtaki.comm.compress import Codec, Quantised, Rounded, codec_of
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1, kept=0)
+UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1)
 """Two modules are gathered ahead in the forward pass, so that one is on its way while FSDP puts away another one; that
 takes no more memory than the backward pass, in which FSDP gathers one ahead."""
 
@@ -156,11 +157,15 @@ class Attached:
         self._pending: list[ShardWork] = []  # scatters that nobody has waited for
         self._used: list[int] = []  # modules in this forward pass, in order
         self._order: list[int] | None = None  # of the modules in each forward pass; empty = it changes
-        self._resharding: list[Any] = []  # in that order: FSDP's mesh after the forward pass, None = they are kept
+        # In that order, with the mesh that FSDP would spread parameters over after the forward pass; None = they stay.
+        self._resharding: list[tuple[_Group, Any]] = []
+        self.near: Any = None  # the same, so that each node keeps all of them; None = there is none
         self._in_forward = False  # of the whole model
         self._ahead: list[_Group] = []  # gathered in a forward pass, used or not
         self._scattered = False  # gradients, since the model was called
+        self.trace: StepTrace | None = None  # of this step, if it is to be known
         self.knobs = UNTUNED
+        numbers = {id(each.module): number for number, each in enumerate(self._sharded)}
         states = [each.module._get_fsdp_state() for each in self._sharded]
         self._own_prefetch = not any(
             state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
@@ -170,6 +175,12 @@ class Attached:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
                 if mesh is not None and hasattr(mesh, "shard_process_group"):
                     self._connections.open(mesh.shard_process_group, groups, packing)
+        self.node_ranks = self._node_ranks(groups)
+        if self.node_ranks:
+            (lanes,) = self._connections.lanes.values()
+            if lanes.control.broadcast(settings.tunes and settings.fsdp_memory > 0):
+                self.near = _mesh_within_nodes(groups, self.node_ranks)
+                self._connections.open(self.near.shard_process_group, groups, packing)
         # Models are garbage-collected at different times on different ranks, in the middle of anything.
         weakref.finalize(model, self._connections.leave).atexit = False
         atexit.register(self._connections.close)
@@ -177,14 +188,24 @@ class Attached:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
         self._tuning = _Tuning(self, len(groups), next(iter(self._connections.lanes.values()), None), settings)
-        for each in self._sharded:
+        for number, each in enumerate(self._sharded):
             each.module.set_custom_all_gather(_Gather(self, each.group))
-            each.module.set_custom_reduce_scatter(_Scatter(self, each.group))
-        numbers = {id(each.module): number for number, each in enumerate(self._sharded)}
+            each.module.set_custom_reduce_scatter(_Scatter(self, each.group, number))
         for module in modules:
             module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
+
+    def _node_ranks(self, groups: Sequence[_Group]) -> int:
+        """How many ranks of each node can keep parameters together; 0 = they cannot."""
+        (mesh, *others) = {each.mesh_info.mesh: each.mesh_info for each in groups}.values()
+        lanes = None if others or mesh.mesh.ndim > 1 else self.lanes(mesh.shard_process_group)
+        if lanes is None or lanes.peers == lanes.control.size - 1 or lanes.control.size < dist.get_world_size():
+            return 0
+        parameters = [each for group in groups for each in group.fsdp_params]
+        if any(each.is_dtensor or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters):
+            return 0
+        return lanes.control.local_size if len(self._connections.lanes) == 1 else 0
 
     def lanes(self, group: dist.ProcessGroup) -> ShardLanes | None:
         """What carries shards between the ranks of that group."""
@@ -204,9 +225,22 @@ class Attached:
         """The tuner has begun, or decided; who ends before that is told so."""
         self._connections.searching = now
 
-    def note_scatter(self) -> None:
-        """Gradients of this step leave."""
+    def note_scatter(self, number: int) -> None:
+        """Gradients of this step leave, of that module."""
         self._scattered = True
+        if self.trace is not None:
+            self.trace.note(number, scattered=True)
+
+    def wait_for(self, work: ShardWork) -> None:
+        """Until it is done.
+
+        Raises:
+            CommError: it failed.
+        """
+        if self.trace is None:
+            work.wait()
+        else:
+            self.trace.wait(work)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,32 +253,41 @@ class Attached:
             return
         self.wait()  # for what a backward pass that has failed has left
         self.drop_gathered_ahead()
+        self._drop_kept()
         self._in_forward = True
         used, self._used = self._used, []
         if used and self._order is None and len(set(used)) == len(used):
             self._order = used
-            self._resharding = [each.group.post_forward_mesh_info for each in self.sharded]
+            self._resharding = [(each.group, each.group.post_forward_mesh_info) for each in self.sharded]
             self._set_ahead()
         elif used and self._order and self._order != used:
             logger.debug("modules are used in another order than before: none is gathered ahead any more")
             self._order = []
             for each in self._sharded:
                 self._set_prefetch(each, [], [])
-        scattered, self._scattered = self._scattered, False
-        if scattered and torch.is_grad_enabled() and self._order:
-            self._tuning.end_step()
+        if self._scattered and torch.is_grad_enabled():  # an evaluation may come before the step ends
+            self._scattered = False
+            if self._order:
+                self._tuning.end_step()
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._in_forward = False
             self.drop_gathered_ahead()
+            if not torch.is_grad_enabled():
+                self._drop_kept()
+            elif self.trace is not None:
+                self.trace.note()
 
     def use(self, number: int | None) -> None:
         """A module is about to be used in a forward pass, of the model or of a part of it."""
         if not self._in_forward:
             self.drop_gathered_ahead()
+            self._drop_kept()
         if number is not None:
             self._used.append(number)
+            if self.trace is not None and torch.is_grad_enabled():
+                self.trace.note(number)
 
     def note_gather(self, group: _Group) -> None:
         """FSDP has its parameters gathered, perhaps ahead."""
@@ -260,25 +303,27 @@ class Attached:
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
 
+    def _drop_kept(self) -> None:
+        """What was kept for a backward pass that has not come would be old after the next step, and FSDP use it."""
+        for group, mesh in self._resharding:
+            ours = group.post_forward_mesh_info is not mesh
+            if ours and group.reshard_after_backward and group._training_state.name == "IDLE":
+                group._to_sharded()
+
     def set(self, knobs: ShardKnobs) -> None:
         """From the next forward pass on; streams are set by who opens them."""
-        kept, self.knobs = self.knobs.kept, knobs
+        before, self.knobs = self.knobs, knobs
         gathers, scatters = (codec_of(name) if name else None for name in (knobs.gathers, knobs.scatters))
         self.packing = self.given[0] or gathers, self.given[1] or scatters
         if self._order:
             self._set_ahead()
-        if knobs.kept != kept:
-            for place, (each, mesh) in enumerate(zip(self.sharded, self._resharding, strict=True)):
-                if mesh is not None:
-                    keeps = place >= len(self._resharding) - knobs.kept
-                    each.group.post_forward_mesh_info = None if keeps else mesh
-
-    def resharded_bytes(self, whole_bytes: Sequence[int]) -> int:
-        """Of those parameters, in the order of use, that are gathered again for the backward pass."""
-        kept = len(self._resharding) - self.knobs.kept
-        return sum(
-            size for mesh, size in zip(self._resharding[:kept], whole_bytes[:kept], strict=True) if mesh is not None
-        )
+        if (knobs.kept, knobs.near) != (before.kept, before.near):
+            for place, (group, mesh) in enumerate(self._resharding):
+                if mesh is not None and place in knobs.kept:
+                    mesh = None
+                elif mesh is group.mesh_info and place in knobs.near:
+                    mesh = self.near
+                group.post_forward_mesh_info = mesh
 
     def _set_ahead(self) -> None:
         order, knobs = self.sharded, self.knobs
@@ -290,6 +335,52 @@ class Attached:
         if self._own_prefetch:
             each.module.set_modules_to_forward_prefetch([other.module for other in ahead])
             each.module.set_modules_to_backward_prefetch([other.module for other in behind])
+
+    def run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
+        """Collective, between two steps: that setting from the next one on, but for streams that cannot be opened."""
+        if knobs.streams != self.knobs.streams:
+            try:
+                lanes.use(knobs.streams)
+            except TransportError as err:  # on all ranks; what was used before still is
+                logger.debug("%d streams cannot be used: %s", knobs.streams, err)
+        self.set(knobs)
+
+    def traced(self, lanes: ShardLanes, streams: Sequence[int]) -> ShardedStep | None:
+        """Collective, after a step with a `trace`: what it tells of other settings; None = nothing.
+
+        Args:
+            lanes: that carry the shards.
+            streams: numbers of connections that may be used.
+        """
+        trace, self.trace = self.trace, None
+        spans_s = None if trace is None else trace.end(self._order or ())
+        traced = lanes.control.minimum(np.array([float(spans_s is not None)]))[0] > 0.0
+        if not traced or trace is None or spans_s is None:
+            return None
+        spans_s, sizes = lanes.control.maximum(spans_s), [_bytes_of(each.group) for each in self.sharded]
+        link = measure_link(
+            lanes,
+            streams,
+            now=self.knobs.streams,
+            whole_bytes=max(gathered for gathered, _ in sizes),
+            seconds=PROBES_SHARE * (time.perf_counter() - trace.begun_s),
+            near=None if self.near is None else self.lanes(self.near.shard_process_group),
+        )
+        if link is None:
+            return None
+        forward_s, backward_s = (tuple(each) for each in spans_s[:-1].reshape(2, -1).tolist())
+        shares = [packed_share(codec) for codec in self.given]
+        return ShardedStep(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            rest_s=float(spans_s[-1]),
+            gathered_bytes=tuple(int(shares[0] * gathered) for gathered, _ in sizes),
+            scattered_bytes=tuple(
+                int(shares[1] * scattered) if span_s else 0
+                for (_, scattered), span_s in zip(sizes, backward_s, strict=True)
+            ),
+            link=link,
+        )
 
     # ── scatters that nobody waits for ───────────────────────────────────────────────────────────────────────────
 
@@ -307,7 +398,17 @@ class Attached:
         ended = max(0, len(self._pending) - but)
         pending, self._pending = self._pending[:ended], self._pending[ended:]
         for work in pending:
-            work.wait()
+            self.wait_for(work)
+
+    @property
+    def whole_bytes(self) -> tuple[int, ...]:
+        """Of each module's gathered parameters, in the order of use."""
+        return tuple(_bytes_of(each.group)[0] for each in self.sharded)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Places of the modules whose parameters FSDP itself has gathered again for the backward pass."""
+        return tuple(place for place, (_, mesh) in enumerate(self._resharding) if mesh is not None)
 
 
 def describe_progress(session: ShardSession) -> Progress:
@@ -341,6 +442,49 @@ def describe_result(session: ShardSession, setting: str) -> str:
     return f"tuned in {steps} with {settings}: {found}; {setting} ({session.why})"
 
 
+class StepTrace:
+    """When the training thread has used and scattered modules in one step, and how long it has waited meanwhile."""
+
+    def __init__(self) -> None:
+        self.begun_s, self._waited_s = time.perf_counter(), 0.0
+        self._computed_s = self.begun_s  # less what was waited for
+        self._forward: dict[int, float] = {}
+        self._backward: dict[int, float] = {}
+        self._now: int | None = None  # used in the forward pass
+        self._twice = False
+
+    def wait(self, work: ShardWork) -> None:
+        """Until it is done."""
+        begun_s = time.perf_counter()
+        work.wait()
+        self._waited_s += time.perf_counter() - begun_s
+
+    def note(self, number: int | None = None, *, scattered: bool = False) -> None:
+        """That module is used, or its gradients leave; None = the forward pass has ended."""
+        spent_s = self._spend()
+        spans, of = (self._backward, number) if scattered else (self._forward, self._now)
+        if of is not None:
+            self._twice |= of in spans
+            spans[of] = spent_s
+        if not scattered:
+            self._now = number
+
+    def end(self, order: Sequence[int]) -> NDArray[np.float64] | None:
+        """Seconds of computation, `(2 modules + 1,)`: forward, backward, the rest. None if some module ran twice."""
+        rest_s = self._spend()
+        if self._twice or len(self._forward) != len(order):
+            return None
+        return np.array(
+            [self._forward[number] for number in order]
+            + [self._backward.get(number, 0.0) for number in order]
+            + [rest_s]
+        )
+
+    def _spend(self) -> float:
+        before_s, self._computed_s = self._computed_s, time.perf_counter() - self._waited_s
+        return self._computed_s - before_s
+
+
 class _Tuning:
     """Finds the fastest setting in the first steps; rank 0 of the model's ranks decides, the others follow.
 
@@ -352,7 +496,8 @@ class _Tuning:
         self._active = lanes is not None and settings.tunes
         self._session: ShardSession | None = None  # on rank 0, as the next one
         self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
-        self._begun_s: float | None = None
+        self._begun_s = 0.0
+        self._topology: str | None = None  # known once the search has begun
         self._told_s = -math.inf
         self._to_measure = 0  # steps with packed shards, of which the loss is told
         if lanes is not None:
@@ -365,15 +510,20 @@ class _Tuning:
             self._measure(self._lanes, self._lanes.losses)
         if not self._active or self._lanes is None:
             return
-        begun_s, self._begun_s = self._begun_s, time.perf_counter()
-        control = self._lanes.control
-        if begun_s is None:
+        control, attached = self._lanes.control, self._attached
+        if self._topology is None:
+            if self._lanes.kind is not TransportKind.SHARED_MEMORY and attached.trace is None:
+                attached.trace = StepTrace()  # of the next step; on one host that tells nothing of others
+                return
             remembers = self._settings.registry != REGISTRY_OFF
-            topology = cluster_fingerprint(control, self._settings) if remembers else ""
+            self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
+            step = attached.traced(self._lanes, self._streams(self._lanes))
             if control.rank == 0:
-                self._session = self._begin(self._lanes, topology)
-                self._attached.searching(True)
+                self._session = self._begin(self._lanes, self._topology, step)
+                attached.searching(True)
+            self._begun_s = time.perf_counter()
             return
+        begun_s, self._begun_s = self._begun_s, time.perf_counter()
         span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
         told: tuple[ShardKnobs, bool] | None = None
         if self._session is not None:
@@ -383,7 +533,7 @@ class _Tuning:
                 self._told_s = time.monotonic()
                 tell_progress(logger, describe_progress(self._session))
         knobs, done = control.broadcast(told)
-        self._run(knobs, self._lanes)
+        attached.run(knobs, self._lanes)
         if done:
             self._active = False
             self._end()
@@ -406,21 +556,26 @@ class _Tuning:
         if lanes.control.rank == 0:
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(told), MEASURED_STEPS)
 
-    def _begin(self, lanes: ShardLanes, topology: str) -> ShardSession:
+    def _streams(self, lanes: ShardLanes) -> tuple[int, ...]:
+        streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if self._settings.streams is None else ()
+        return tuple(sorted({self._attached.knobs.streams, *streams}))
+
+    def _begin(self, lanes: ShardLanes, topology: str, step: ShardedStep | None) -> ShardSession:
         attached, settings = self._attached, self._settings
-        wholes = tuple(_bytes_of(each.group, 1)[0] * lanes.control.size for each in attached.sharded)
-        streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if settings.streams is None else ()
+        wholes = attached.whole_bytes
         default = attached.knobs
         lossy = self._allowed(lanes)
         space = ShardSpace(
             modules=len(wholes),
-            streams=tuple(sorted({default.streams, *streams})),
+            streams=self._streams(lanes),
             whole_bytes=wholes,
+            dropped=attached.dropped,
             memory_bytes=settings.fsdp_memory,
+            node_ranks=0 if attached.near is None else attached.node_ranks,
             lossy=lossy,
         )
         if topology:
-            sizes = [[_description(each.group), _bytes_of(each.group, 1)] for each in attached.sharded]
+            sizes = [[_description(each.group), _bytes_of(each.group)] for each in attached.sharded]
             self._key = ShardsKey(
                 topology=topology,
                 ranks=lanes.control.size,
@@ -432,7 +587,9 @@ class _Tuning:
                 },
             )
         first = None if self._key is None else self._recall(self._key, space, default)
-        return ShardSession(space, default, budget=settings.warmup_iterations, first=first)
+        if step is not None:
+            logger.debug("traced %s", step)
+        return ShardSession(space, default, budget=settings.warmup_iterations, first=first, step=step)
 
     def _allowed(self, lanes: ShardLanes) -> tuple[str, ...]:
         """Those compressors that the user allows which can pack shards here."""
@@ -444,14 +601,6 @@ class _Tuning:
         if why and self._settings.lossy:
             logger.info("SIRTAKI_LOSSY is left aside: %s", why)
         return tuple(name for name in names if codec_of(name) is not None)
-
-    def _run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
-        if knobs.streams != self._attached.knobs.streams:
-            try:
-                lanes.use(knobs.streams)
-            except TransportError as err:  # on all ranks; what was used before still is
-                logger.debug("%d streams cannot be used: %s", knobs.streams, err)
-        self._attached.set(knobs)
 
     def _end(self) -> None:
         if (session := self._session) is not None:
@@ -476,16 +625,24 @@ class _Tuning:
     def _memory_advice(self, space: ShardSpace) -> str:
         """What a step need not send if parameters were kept for which more memory must be allowed; empty if nothing."""
         attached, lanes = self._attached, self._lanes
-        needed = space.extra_bytes(replace(attached.knobs, kept=space.modules))
+        left = tuple(place for place in space.dropped if place not in (*attached.knobs.kept, *attached.knobs.near))
+        who, knobs = "modules kept their", replace(attached.knobs, kept=space.dropped, near=())
+        if attached.node_ranks:
+            space = replace(space, node_ranks=attached.node_ranks)
+            who, knobs = (
+                "each node kept all",
+                replace(attached.knobs, near=tuple(sorted((*attached.knobs.near, *left)))),
+            )
+        needed = space.extra_bytes(knobs)
         if lanes is None or lanes.kind is TransportKind.SHARED_MEMORY or needed <= space.memory_bytes:
             return ""
-        dropped = attached.resharded_bytes(space.whole_bytes)
-        scattered = sum(_bytes_of(each.group, lanes.control.size)[1] for each in attached.sharded)
+        dropped = sum(space.whole_bytes[place] for place in left)
+        scattered = sum(_bytes_of(each.group)[1] for each in attached.sharded)
         less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
         if less < WORTH_MEMORY:
             return ""
         return (
-            f"if modules kept their parameters until the backward pass, a step would send {100 * less:.0f} % less; "
+            f"if {who} parameters until the backward pass, a step would send {100 * less:.0f} % less; "
             f"for as much memory as that takes it is tried (SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB)"
         )
 
@@ -553,9 +710,10 @@ class _Connections:
         lanes.control.require_equal(str([_description(group) for group in groups]), "the sharded model")
         lanes.control.require_equal(str(packing), "how shards are packed")
         self.lanes[ranks] = lanes
-        sizes = [_bytes_of(group, len(ranks)) for group in groups]
-        lanes.reserve(shard_bytes=max(size[0] for size in sizes), whole_bytes=max(size[1] for size in sizes))
-        if lanes.control.rank == 0:
+        gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
+        spread_again = all(_ranks_of(group.mesh_info.shard_process_group) != ranks for group in groups)
+        lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if spread_again else scattered)
+        if lanes.control.rank == 0 and not spread_again:
             how, streams = "shared memory", untuned_streams(lanes, settings)
             if lanes.peers < len(ranks) - 1:
                 how = f"shared memory within nodes, {streams} connections from each rank to every other node"
@@ -602,13 +760,13 @@ class _Use:
 class GatherWork(dist.Work):
     """What FSDP waits for before it uses a module."""
 
-    def __init__(self, work: ShardWork) -> None:
+    def __init__(self, attached: Attached, work: ShardWork) -> None:
         super().__init__()
-        self._work = work
+        self._attached, self._work = attached, work
 
     def wait(self, timeout: object = None) -> bool:
         """Blocks until all shards have come; however long that takes, as FSDP names no limit."""
-        self._work.wait()
+        self._attached.wait_for(self._work)
         return True
 
     def is_completed(self) -> bool:
@@ -640,14 +798,14 @@ class _Gather:
             return work
         self.attached.note_gather(self._group)
         codec, _ = self.attached.packing
-        return GatherWork(lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
+        return GatherWork(self.attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
 
 
 class _Scatter:
     """FSDP's `ReduceScatter` for one module."""
 
-    def __init__(self, attached: Attached, group: _Group) -> None:
-        self._attached, self._group = attached, group
+    def __init__(self, attached: Attached, group: _Group, number: int) -> None:
+        self._attached, self._group, self._number = attached, group, number
         self._whole: torch.Tensor | None = None  # the next result belongs to it
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -677,13 +835,13 @@ class _Scatter:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
             return
         kind, scale = recipe
-        self._attached.note_scatter()
+        self._attached.note_scatter(self._number)
         _, codec = self._attached.packing
         work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale, codec=codec)
         if scale != 1.0 and self._nobody_looks(output_tensor.dtype):  # FSDP divides the sum itself where there is none
             self._attached.put_off(work)
         else:
-            work.wait()
+            self._attached.wait_for(work)
 
     def _nobody_looks(self, dtype: torch.dtype) -> bool:
         """FSDP only hands the result on, as the gradient of parameters."""
@@ -697,6 +855,66 @@ class _Scatter:
                 for each in group.fsdp_params
             )
         )
+
+
+PROBES_SHARE = 2.0
+"""As many steps' time may be spent on measuring the network, more or less."""
+
+LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
+"""Of a whole tensor that is gathered to measure what carries it: at least and at most; and next to nothing."""
+
+
+def measure_link(
+    lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
+) -> ShardLink | None:
+    """Collective, with nothing under way: how long gathers and scatters take; None = too short to be seen.
+
+    Args:
+        lanes: to measure.
+        streams: numbers of connections that may be used.
+        now: that is used, before and afterwards.
+        whole_bytes: of the largest tensor that is gathered.
+        seconds: that may be spent, more or less.
+        near: lanes within a node, if there are any.
+    """
+    begun_s, control, whole_bytes = (
+        time.perf_counter(),
+        lanes.control,
+        min(max(whole_bytes, LEAST_PROBE_BYTES), PROBE_BYTES),
+    )
+
+    def took_s(lanes: ShardLanes, n_bytes: int, *, scatters: bool = False) -> float:
+        whole = torch.zeros(lanes.control.size, -(-n_bytes // (4 * lanes.control.size)))
+        part, spans_s = whole[0].clone(), []
+        for _ in range(2):
+            lanes.control.barrier()
+            start_s = time.perf_counter()
+            (
+                lanes.scatter(whole, part, op=ReduceOp.SUM, scale=1.0) if scatters else lanes.gather(list(whole), part)
+            ).wait()
+            spans_s.append(time.perf_counter() - start_s)
+        return float(lanes.control.maximum(np.array([min(spans_s)]))[0])
+
+    latency_s, rates = took_s(lanes, SMALL_BYTES), dict[int, float]()
+    gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) - latency_s for scatters in (False, True))
+    near_s = 0.0 if near is None else took_s(near, whole_bytes)
+    if not min(gather_s, scatter_s) > 0.0 or (near is not None and not near_s > 0.0):
+        return None
+    rates[now] = whole_bytes / gather_s
+    for count in sorted(streams, key=lambda count: abs(math.log(count / now))):
+        if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
+            break
+        if count != now:
+            with suppress(TransportError):  # on all ranks; what was used before still is
+                lanes.use(count)
+                rates[count] = whole_bytes / max(took_s(lanes, whole_bytes) - latency_s, 0.1 * gather_s)
+    lanes.use(now)
+    return ShardLink(
+        latency_s=latency_s,
+        gathered=rates,
+        scatter_times=scatter_s / gather_s,
+        near_bytes_per_s=whole_bytes / near_s if near_s else math.inf,
+    )
 
 
 def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:
@@ -744,21 +962,43 @@ def _description(group: _Group) -> list[tuple[Any, ...]]:
     ]
 
 
-def _bytes_of(group: _Group, ranks: int) -> tuple[int, int]:
-    """The shard that a rank gathers, and the whole gradient that it scatters."""
-    policy, shard, whole = group.mp_policy, 0, 0
+def _bytes_of(group: _Group) -> tuple[int, int]:
+    """The whole parameters that ranks gather, and the whole gradient that they scatter."""
+    policy, gathered, scattered = group.mp_policy, 0, 0
     for each in group.fsdp_params:
-        numel, dtype = each.padded_sharded_param_size.numel(), each.sharded_param.dtype
-        shard += numel * (policy.param_dtype or dtype).itemsize
-        whole += numel * ranks * (policy.reduce_dtype or policy.param_dtype or dtype).itemsize
-    return shard, whole
+        numel, dtype = (
+            each.padded_sharded_param_size.numel() * group.mesh_info.shard_mesh_size,
+            each.sharded_param.dtype,
+        )
+        gathered += numel * (policy.param_dtype or dtype).itemsize
+        scattered += numel * (policy.reduce_dtype or policy.param_dtype or dtype).itemsize
+    return gathered, scattered
 
 
-def describe(model: nn.Module) -> str:
-    """How the shards of an attached model travel, in words; empty if it is not attached."""
+def _mesh_within_nodes(groups: Sequence[_Group], node_ranks: int) -> Any:
+    """Collective over all ranks: FSDP's mesh over the ranks of each node, which these groups may be spread over."""
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+
+    mesh = _get_post_forward_mesh_info(node_ranks, groups[0].mesh_info)
+    for group in groups:
+        if group.post_forward_mesh_info is group.mesh_info:
+            for each in group.fsdp_params:
+                each.post_forward_mesh_info = mesh
+                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+    return mesh
+
+
+def attached(model: nn.Module) -> Attached | None:
+    """What carries the shards of that model; None if it is not attached."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         for group in getattr(state, "_fsdp_param_groups", ()):
             if isinstance(group._all_gather_comm, _Gather):
-                return group._all_gather_comm.attached.describe()
-    return ""
+                return group._all_gather_comm.attached
+    return None
+
+
+def describe(model: nn.Module) -> str:
+    """How the shards of an attached model travel, in words; empty if it is not attached."""
+    found = attached(model)
+    return "" if found is None else found.describe()

@@ -236,7 +236,16 @@ def make_shard_way(*, ranks: int = 4, created_s: float = 1.7e9) -> ShardWay:
         fixed={"streams": "2"},
     )
     return ShardWay(
-        key=key, memory_bytes=2**20, modules=9, streams=2, ahead=3, behind=1, kept=9, gain=0.25, created_s=created_s
+        key=key,
+        memory_bytes=2**20,
+        modules=9,
+        streams=2,
+        ahead=3,
+        behind=1,
+        kept=(0, 1, 2, 3, 4),
+        near=(5, 7),
+        gain=0.25,
+        created_s=created_s,
     )
 
 
@@ -248,11 +257,12 @@ def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None
     assert store.ways(ShardWay, ways[0].key) == [ways[0], more]
     assert store.ways(ShardWay) == [ways[1], ways[0], more]
     assert store.ways(RowWay) == [way]
-    assert store.save_way(newer := structs.replace(ways[0], kept=0, created_s=1.72e9))
+    assert store.save_way(newer := structs.replace(ways[0], kept=(), created_s=1.72e9))
     assert not store.save_way(ways[0])
     assert store.find(ways[0].id[:12]) == newer
-    with pytest.raises(RegistryError, match="kept: 10 of 9 modules"):
-        store.save_way(structs.replace(ways[0], kept=10, created_s=1.73e9))
+    for wrong in ((9,), (3, 3), (7,)):
+        with pytest.raises(RegistryError, match="kept: modules "):
+            store.save_way(structs.replace(ways[0], kept=wrong, created_s=1.73e9))
     assert store.forget(more.id) == more.id
     assert store.prune(keep=1) == 1
     assert (store.ways(ShardWay), store.ways(RowWay)) == ([newer], [way])

@@ -92,6 +92,7 @@ def trains_alike(
     steps: int = STEPS,
     tolerance: float = 1e-11,
     of_rank: Callable[[int], int] = lambda rank: rank,
+    before_update: Callable[[], None] = lambda: None,
     between: Callable[[], None] = lambda: None,
     to_none: bool = True,
 ) -> None:
@@ -115,6 +116,7 @@ def trains_alike(
             assert (found.grad is None) == (wanted.grad is None), name
             if found.grad is not None:
                 same(whole(found.grad), wanted.grad, msg=lambda text, n=name: f"gradient of {n}: {text}")
+        before_update()
         ours.step()
         theirs.step()
         for (name, found), wanted in zip(wrapped.named_parameters(), alone.parameters(), strict=True):

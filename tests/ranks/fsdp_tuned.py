@@ -1,7 +1,8 @@
 """A search over real steps of a sharded model, against one process. Started by test_fsdp.py.
 
 The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
-long ("slow" "WORD"): which setting wins is known. Rank 0 prints every setting that ran, in order.
+long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word the model is
+evaluated between backward pass and update. Rank 0 prints every setting that ran, in order.
 """
 
 import os
@@ -9,14 +10,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
-from ranks.fsdp_attached import Tower, sharded, trains_alike
+from ranks.fsdp_attached import Tower, loss, sharded, trains_alike
 from torch import nn
 
 from sirtaki.torch import fsdp
 
 
-def main(which: str, word: str) -> None:
+def main(which: str, word: str, evaluated: str = "") -> None:
     model = sharded(Tower(blocks=2))
     seen: list[str] = []
     now_s = 0.0
@@ -29,9 +31,21 @@ def main(which: str, word: str) -> None:
         now_s += 1.0 if (word in setting) == (which == "fast") else 2.0
 
     model.register_forward_pre_hook(passes)
-    fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+    if which != "real":
+        fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+
+    def evaluate() -> None:
+        nonlocal now_s
+        if not evaluated:
+            return
+        begun_s = now_s
+        with torch.no_grad():
+            loss(model, 0, 99)
+        model.reshard()  # the root keeps its parameters, whoever carries them
+        now_s = begun_s
+
     steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # a proof that has begun is ended
-    trains_alike(model, Tower(blocks=2), steps=steps, tolerance=1e-11)
+    trains_alike(model, Tower(blocks=2), steps=steps, tolerance=1e-11, before_update=evaluate)
     every: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(every, seen)
     assert all(each == seen for each in every), "ranks ran different settings"
