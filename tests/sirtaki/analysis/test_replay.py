@@ -717,6 +717,9 @@ def test_answers_are_told_with_their_interval_and_doubt() -> None:
     unsure = replace(sure, gain=-0.02, high_s=0.5, is_sure=False)
     assert unsure.describe() == "320 ms a step (298 to 500), 2 % more, which is within the error"
     assert sure.overlaps(unsure)
+    wide = replace(sure, low_s=0.2, high_s=0.5)
+    assert wide.describe() == "200 to 500 ms a step, so nothing that a replay can tell: only a trial does"
+    assert (sure.is_worth_saying, wide.is_worth_saying) == (True, False)
     assert not sure.overlaps(replace(sure, low_s=0.4, high_s=0.5))
 
 
