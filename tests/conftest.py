@@ -3,16 +3,14 @@
 import json
 import logging
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from rank_jobs import Launcher, Play, RankJobs, end, environment, following
+from rank_jobs import Launcher, Play, RankJobs, end, environment, following, found_mpiexec
 
 # Continuous integration tests changes, not luck; everywhere else each run looks elsewhere.
 settings.register_profile("ci", derandomize=True)
@@ -47,14 +45,10 @@ def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def mpiexec() -> list[str]:
     """The launcher with the options that let root start more ranks than there are cores."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    found = found_mpiexec()
     if found is None:
         pytest.skip("there is no mpiexec beside this Python nor on PATH")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
-    if "Open MPI" not in version and "OpenRTE" not in version:
-        return [found]
-    return [found, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    return found
 
 
 @pytest.fixture(scope="session")

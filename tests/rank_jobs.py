@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def environment(cache: Path, more: Mapping[str, str]) -> dict[str, str]:
         "XDG_CACHE_HOME": str(cache),
         **more,
     }
+
+
+def found_mpiexec() -> list[str] | None:
+    """The launcher with the options that let root start more ranks than there are cores; None where there is none."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        return None
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    if "Open MPI" not in version and "OpenRTE" not in version:
+        return [found]
+    return [found, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
 class Launcher:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
+from rank_jobs import environment, found_mpiexec
 
 from .attached import AttachedReference
 from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
@@ -24,7 +25,6 @@ from .reference import Entry, Played, Reference
 
 # ── Ranks that live as long as they work: MPI is started once for hundreds of programs, and again after ──────────────
 
-TESTS = Path(__file__).resolve().parent.parent
 START_S = 90.0
 GRACE_S = 3.0
 """How long the other ranks have to answer when one has raised an exception."""
@@ -77,22 +77,12 @@ class Ranks:
         Raises:
             BrokenError: a rank raised, died, or did not answer in time; the next program gets new ranks.
         """
-        self.begin(program)
-        return self.result(program)
-
-    def begin(self, program: Program) -> None:
-        """Gives the ranks a program; `result` must be called next."""
         if self._job is None:
             self._start()
         text = program.to_json()
-        try:
+        with contextlib.suppress(OSError):  # who is gone does not answer
             for connection in self._connections:
                 connection.send(text)
-        except OSError:
-            pass  # result() says who is gone
-
-    def result(self, program: Program) -> list[list[Entry]]:
-        """As `play`."""
         answers: dict[int, tuple[str, object]] = {}
         deadline = time.monotonic() + self._limit_s + (START_S if self._new else 0.0)
         dead: list[int] = []
@@ -139,20 +129,16 @@ class Ranks:
     # ── the job ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
+        mpiexec = found_mpiexec()
+        if mpiexec is None:
+            raise RuntimeError("there is no mpiexec beside this Python nor on PATH")
         self.starts += 1
         address = self._folder / f"socket.{self.starts}"
         output = (self._folder / "output").open("wb")
-        environ = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-            "XDG_CACHE_HOME": str(self._folder / "cache"),
-        }
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
-                [*_launcher(), "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
-                env=environ,
+                [*mpiexec, "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
+                env=environment(self._folder / "cache", {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -189,17 +175,6 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         self._connections, self._pids = [], []
-
-
-def _launcher() -> list[str]:
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise RuntimeError("there is no mpiexec beside this Python nor on PATH")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
-    if "Open MPI" not in version and "OpenRTE" not in version:
-        return [found]
-    return [found, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
 # ── Comparing ────────────────────────────────────────────────────────────────────────────────────────────────────────
