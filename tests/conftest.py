@@ -21,8 +21,6 @@ if os.environ.get("CI"):
 # PyTorch's store asks for the name of each address that connects: an answer that is lost would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-TESTS = Path(__file__).parent
-
 STARTS_RANKS = {"mpiexec", "launch", "start"}
 """Fixtures of tests that start ranks, by mpiexec or by `sirtakirun`."""
 

@@ -490,8 +490,8 @@ class Drawn:
             before = ["steps = 0", *before]
         return before, [*each, *extra], after
 
-    def _evaluation(self, *, returns: bool) -> tuple[list[str], str]:
-        """What computes `val` and `hits`; how they are obtained elsewhere."""
+    def _evaluation(self) -> list[str]:
+        """What computes `val` and `hits`."""
         loop = [
             f"{self.model}.eval()", "val, hits = 0.0, 0", "with torch.no_grad():",
             f"    for x, y in {self.mine}val_loader:", f"        out = {self.model}(x)",
@@ -503,7 +503,7 @@ class Drawn:
                 f"{self.model}.eval()", "with torch.no_grad():", f"    out = {self.model}(val_X)",
                 "    val = F.cross_entropy(out, val_Y).item()", "    hits = (out.argmax(1) == val_Y).sum().item()",
             ]  # fmt: skip
-        return [*loop, *(["return val, hits"] if returns else [])], ""
+        return loop
 
     def _epoch_end(self, evaluate: list[str]) -> list[str]:
         """Evaluation, scheduler and checkpoints, behind an epoch's steps."""
@@ -559,7 +559,7 @@ class Drawn:
         ]
 
     def _flat(self) -> list[str]:
-        evaluate = self._evaluation(returns=False)[0] if self.evaluation else []
+        evaluate = self._evaluation() if self.evaluation else []
         return [*self._build(), *self._loop(self._epoch(), evaluate), *self._end()]
 
     def _main(self) -> list[str]:
@@ -580,7 +580,7 @@ class Drawn:
         if self.evaluation:
             given = self.model + ", val_loader" * (self.evaluation != "set")
             evaluate = ["@torch.no_grad()"] * (self.rng.random() < 0.5)
-            evaluate += [f"def evaluate({given}):", *indented(self._evaluation(returns=True)[0])]
+            evaluate += [f"def evaluate({given}):", *indented([*self._evaluation(), "return val, hits"])]
             call = [f"val, hits = evaluate({given})"]
         rest = [*build, *self._loop([f"train_epoch({names})"], call), *self._end()]
         if self.rng.random() < 0.5:
@@ -590,7 +590,7 @@ class Drawn:
     def _class(self) -> list[str]:
         evaluate, call = [], []
         if self.evaluation:
-            evaluate = ["def evaluate(self):", *indented(self._evaluation(returns=True)[0])]
+            evaluate = ["def evaluate(self):", *indented([*self._evaluation(), "return val, hits"])]
             call = ["val, hits = self.evaluate()"]
         fit = [*self._loop(["self.train_epoch(epoch)"], call), *self._end()]
         methods = ["def __init__(self):", *indented(self._build()), "def train_epoch(self, epoch):",
