@@ -5,6 +5,7 @@ import json
 import logging
 import sqlite3
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Purpose, SessionResult
-from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import checked_plans
@@ -49,22 +50,23 @@ CUTS = st.lists(st.integers(1, NUMEL), min_size=1, max_size=4, unique=True).map(
 )
 
 
-def a_job(registry: Path) -> tuple[TuningCache, GradientLayout, Settings]:
+def a_job(registry: Path, warmup_iterations: int = 12) -> tuple[TuningCache, GradientLayout, Settings]:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
-    given = Settings.from_environ({"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "12"})
+    environ = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations)}
+    given = Settings.from_environ(environ)
     cache = TuningCache(given, list(model.parameters()), ["host"] * 2)
     model(torch.randn(2, 8))
     sizes = tuple(parameter.numel() for parameter in reversed(list(model.parameters())))
     return cache, GradientLayout(sizes=sizes), given
 
 
-def tuned(registry: Path) -> TuningCoordinator:
-    """A whole warm-up on made-up times; everything that it runs fits."""
-    cache, layout, given = a_job(registry)
-    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
+def tuned(registry: Path, arms: Sequence[Arm] | None = None) -> list[Knobs]:
+    """What a whole warm-up on made-up times runs, all of which fits; the last is what it keeps."""
+    cache, layout, given = a_job(registry, 12 if arms is None else 40)  # in 12 no arm is asked
+    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=arms, discarded_iterations=1)
     if not coordinator.recall([layout], SPACE):
         coordinator.search(SPACE, SPACE, lambda: None)
-    rng = np.random.default_rng(0)
+    rng, ran = np.random.default_rng(0), []
     for iteration in range(200):
         now = coordinator.assignment
         assert checked_plans(now.knobs, [layout])
@@ -72,9 +74,10 @@ def tuned(registry: Path) -> TuningCoordinator:
         if now.purpose is Purpose.SEARCH:
             coordinator.search(SPACE, SPACE, lambda: None)
             continue
+        ran.append(now.knobs)
         if now.purpose is Purpose.KEPT:
             coordinator.end(iteration=iteration)
-            return coordinator
+            return ran
         coordinator.record((1 + rng.random(now.measured_iterations)).tolist(), iteration=iteration)
     raise AssertionError("the warm-up does not end")
 
@@ -213,26 +216,12 @@ def model_that_fails() -> None:
 
 
 def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> None:
-    cache, layout, given = a_job(tmp_path / "registry.db")
-    coordinator = TuningCoordinator(
-        given, cache, default=DEFAULT, arms=[Broken("a"), Broken("b")], discarded_iterations=1
-    )
-    coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, SPACE, lambda: None)
-    while coordinator.assignment.purpose is not Purpose.KEPT:
-        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
-    assert coordinator.assignment.knobs == DEFAULT
+    *_, kept = tuned(tmp_path / "registry.db", [Broken("a"), Broken("b")])
+    assert kept == DEFAULT
 
 
 def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
-    cache, layout, given = a_job(tmp_path / "registry.db")
-    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=[OneUnit()], discarded_iterations=1)
-    coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, SPACE, lambda: None)
-    ran = []
-    while coordinator.assignment.purpose is not Purpose.KEPT:
-        ran.append(coordinator.assignment.knobs)
-        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
+    *ran, _ = tuned(tmp_path / "registry.db", [OneUnit()])
     assert set(ran) == {DEFAULT}
 
 
