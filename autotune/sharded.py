@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sirtaki.comm.compress import Codec, codec_of, packed_bytes
@@ -448,14 +448,16 @@ class ShardSession:
         step: of this job, to say what may be expected; None = it is not known.
         """
         self.space, self._default, self._left, self._first, self._step = space, default, budget, first, step
-        self.knobs, self.done, self.tried = default, budget < 1, 1
+        self.knobs, self.done, self.tried = default, False, 1
         self.proved: Gain | None = None
         self.seen, self.used, self.at_most = 1.0, 0, budget + 2 * LEAST_PAIRS * (MEASURED + 1)
         self.default_s, self.why, self._missed = math.nan, "", 0.0
         self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
         self._script = self._search()
-        if not self.done:
-            self.knobs = next(self._script)
+        if budget > 0:
+            self._take(lambda: next(self._script))
+        else:
+            self.done = True
 
     def record(self, span_s: float) -> None:
         """Takes how long a step with `knobs` took on the slowest rank, and sets what is to run next.
@@ -463,11 +465,15 @@ class ShardSession:
         Args:
             span_s: seconds; infinite if it could not be run.
         """
-        self._left -= 1
-        self.used += 1
+        if not self.done:
+            self._left -= 1
+            self.used += 1
+            self._take(lambda: self._script.send(span_s))
+
+    def _take(self, going_on: Callable[[], ShardKnobs]) -> None:
         try:
-            self.knobs = self._script.send(span_s)
-        except StopIteration as end:
+            self.knobs = going_on()
+        except StopIteration as end:  # at once where the budget is too small to prove anything
             self.knobs, self.done = end.value, True
 
     @property

@@ -857,6 +857,9 @@ class _Scatter:
         )
 
 
+MOST_LATENCY = 0.5
+"""The share of a measured gather that may be its latency: more is a disturbance."""
+
 PROBES_SHARE = 2.0
 """As many steps' time may be spent on measuring the network, more or less."""
 
@@ -895,19 +898,20 @@ def measure_link(
             spans_s.append(time.perf_counter() - start_s)
         return float(lanes.control.maximum(np.array([min(spans_s)]))[0])
 
-    latency_s, rates = took_s(lanes, SMALL_BYTES), dict[int, float]()
-    gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) - latency_s for scatters in (False, True))
+    gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) for scatters in (False, True))
     near_s = 0.0 if near is None else took_s(near, whole_bytes)
     if not min(gather_s, scatter_s) > 0.0 or (near is not None and not near_s > 0.0):
         return None
-    rates[now] = whole_bytes / gather_s
+    latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
+    rates = {now: whole_bytes / (gather_s - latency_s)}
     for count in sorted(streams, key=lambda count: abs(math.log(count / now))):
         if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
             break
         if count != now:
             with suppress(TransportError):  # on all ranks; what was used before still is
                 lanes.use(count)
-                rates[count] = whole_bytes / max(took_s(lanes, whole_bytes) - latency_s, 0.1 * gather_s)
+                span_s = took_s(lanes, whole_bytes)
+                rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
     lanes.use(now)
     return ShardLink(
         latency_s=latency_s,

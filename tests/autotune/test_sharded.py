@@ -119,8 +119,10 @@ def test_a_setting_that_cannot_be_run_is_not_kept() -> None:
     assert session.knobs == DEFAULT
 
 
-def test_without_a_budget_nothing_is_tried() -> None:
-    session = ShardSession(SPACE, DEFAULT, budget=0)
+@pytest.mark.parametrize("budget", [0, 1, 17])
+def test_with_too_small_a_budget_nothing_is_tried(budget: int) -> None:
+    session = ShardSession(SPACE, DEFAULT, budget=budget)
+    session.record(1.0)
     assert (session.done, session.knobs) == (True, DEFAULT)
 
 
