@@ -18,9 +18,13 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass, replace
 
 from sirtaki.comm.compress import Codec, codec_of, packed_bytes
+from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
+
+SHARDED_FILE = "sharded.json"
+"""In the folder of a recording: a `RecordedStep`."""
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -165,7 +169,7 @@ class ShardLink:
     latency_s: float
     gathered: Mapping[int, float]
     scatter_times: float = 1.0
-    near_bytes_per_s: float = math.inf
+    near_bytes_per_s: float = 1e12
 
     def bytes_per_s(self, streams: int) -> float:
         """With so many connections; between two measured numbers, and beyond them, on the line through zero or less."""
@@ -190,6 +194,9 @@ class ShardedStep:
         gathered_bytes: whole parameters of each module, as they travel where the setting packs nothing.
         scattered_bytes: whole gradients of each module, likewise; 0 = it has none.
         link: between the ranks.
+
+    Raises:
+        TuningError: there is not one of each for every module, or a time is negative.
     """
 
     forward_s: tuple[float, ...]
@@ -198,6 +205,11 @@ class ShardedStep:
     gathered_bytes: tuple[int, ...]
     scattered_bytes: tuple[int, ...]
     link: ShardLink
+
+    def __post_init__(self) -> None:
+        of_modules = (self.forward_s, self.backward_s, self.gathered_bytes, self.scattered_bytes)
+        if len(set(map(len, of_modules))) > 1 or min(0.0, self.rest_s, *self.forward_s, *self.backward_s) < 0.0:
+            raise TuningError(f"a step needs as many times, none of them negative, as there are modules: {of_modules}")
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """How long the step takes with that setting."""
@@ -299,6 +311,30 @@ def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
 
 MOST_STATES = 128
 """Of the dynamic programme, after each module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """A step of a job, and what may be set in it, for questions afterwards.
+
+    Attributes:
+        step: that was traced.
+        space: of the job.
+        setting: that ran.
+    """
+
+    step: ShardedStep
+    space: ShardSpace
+    setting: ShardKnobs
+
+    def by_memory(self, parts: int = 4) -> Iterator[tuple[ShardSpace, ShardKnobs]]:
+        """What is expected to be fastest with no memory, some, and as much as lets every rank keep all parameters."""
+        bare = replace(self.setting, kept=(), near=())
+        most = self.space.extra_bytes(replace(bare, kept=self.space.dropped))
+        for part in range(parts + 1):
+            space = replace(self.space, memory_bytes=most * part // parts)
+            yield space, self.step.fastest(space, bare if bare in space else self.setting)
+
 
 LEAST_STEP = 0.002
 """The share of a step that a change must be expected to gain."""

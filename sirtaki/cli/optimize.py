@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory import Fitting, TimedRemedy, fit
 from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, Outcome, Proposal, optimize
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
+from sirtaki.autotune.sharded import SHARDED_FILE, RecordedStep
 from sirtaki.engine.tuning.plans import PLAN_FILE
-from sirtaki.errors import ReplayError
+from sirtaki.errors import RecordingError, ReplayError, SirtakiError
+from sirtaki.measures import in_ms
 
 from .output import add_formats, add_recording, memory_bytes, positive, print_table, printed, read_recording, write_file
 
@@ -55,6 +59,8 @@ def main(options: Namespace) -> int:
         ReplayError: what is there cannot be replayed, or the budget cannot be met.
         ConfigError: a pass does not exist, or the plan cannot be written.
     """
+    if (options.folder / SHARDED_FILE).exists():
+        return _sharded(options)
     recording = read_recording(options)
     found = histories(recording)
     job, was = job_model(found), recorded(found)
@@ -92,6 +98,43 @@ def main(options: Namespace) -> int:
     ]
     for note in [*job.notes, *refused, *(doubts if abs(off) > DOUBTFUL else ())]:
         print(f"\nNote: {note}.")
+    return 0
+
+
+def _sharded(options: Namespace) -> int:
+    """What a traced step of sharded training says of memory: how long steps would take with more or less of it.
+
+    Raises:
+        RecordingError: the file cannot be read.
+    """
+    path = options.folder / SHARDED_FILE
+    try:
+        recorded = msgspec.json.decode(path.read_bytes(), type=RecordedStep)
+        before_s = recorded.step.expected_s(recorded.space, recorded.setting)
+        found = [(space, one, recorded.step.expected_s(space, one)) for space, one in recorded.by_memory()]
+    except (OSError, msgspec.MsgspecError, SirtakiError, LookupError, ValueError, ZeroDivisionError) as err:
+        raise RecordingError(f"{path} is no step that `fsdp.attach` has traced: {err}") from err
+    rows = [
+        {
+            "memory_bytes": space.memory_bytes,
+            "setting": one.describe(),
+            "step_s": span_s,
+            "of_untuned": span_s / before_s,
+        }
+        for space, one, span_s in found
+    ]
+    if printed(options, {"setting": recorded.setting.describe(), "step_s": before_s, "by_memory": rows}, rows):
+        return 0
+    print(f"With the untuned setting a step is expected to take {in_ms(before_s)}: {recorded.setting.describe()}.\n")
+    titles = ["SIRTAKI_FSDP_MEMORY", "a step", "of untuned", "with"]
+    print_table(
+        titles,
+        (
+            (f"{space.memory_bytes / 2**20:.0f} MiB", in_ms(span_s), f"{span_s / before_s:.2f}", one.describe())
+            for space, one, span_s in found
+        ),
+    )
+    print("\nThese are calculated. The warm-up tries the fastest first, and keeps what is proved to be faster.")
     return 0
 
 

@@ -27,8 +27,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -38,7 +40,17 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp as TorchOp
 
 import sirtaki
-from sirtaki.autotune.sharded import STREAMS, ShardedStep, ShardKnobs, ShardLink, ShardSession, ShardSpace, packed_share
+from sirtaki.autotune.sharded import (
+    SHARDED_FILE,
+    STREAMS,
+    RecordedStep,
+    ShardedStep,
+    ShardKnobs,
+    ShardLink,
+    ShardSession,
+    ShardSpace,
+    packed_share,
+)
 from sirtaki.comm.compress import Codec, Quantised, Rounded, codec_of
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
@@ -474,11 +486,9 @@ class StepTrace:
         rest_s = self._spend()
         if self._twice or len(self._forward) != len(order):
             return None
-        return np.array(
-            [self._forward[number] for number in order]
-            + [self._backward.get(number, 0.0) for number in order]
-            + [rest_s]
-        )
+        forward_s = [self._forward[number] for number in order]
+        backward_s = [self._backward.get(number, 0.0) for number in order]
+        return np.maximum([*forward_s, *backward_s, rest_s], 0.0)
 
     def _spend(self) -> float:
         before_s, self._computed_s = self._computed_s, time.perf_counter() - self._waited_s
@@ -589,6 +599,8 @@ class _Tuning:
         first = None if self._key is None else self._recall(self._key, space, default)
         if step is not None:
             logger.debug("traced %s", step)
+            if settings.profile is not None:
+                _write_step(RecordedStep(step=step, space=space, setting=default), Path(settings.profile.folder))
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first, step=step)
 
     def _allowed(self, lanes: ShardLanes) -> tuple[str, ...]:
@@ -917,8 +929,17 @@ def measure_link(
         latency_s=latency_s,
         gathered=rates,
         scatter_times=scatter_s / gather_s,
-        near_bytes_per_s=whole_bytes / near_s if near_s else math.inf,
+        **({"near_bytes_per_s": whole_bytes / near_s} if near_s else {}),
     )
+
+
+def _write_step(recorded: RecordedStep, folder: Path) -> None:
+    """For `sirtaki optimize`; training goes on where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
+    except OSError as err:
+        logger.warning("the traced step cannot be written: %s", err)
 
 
 def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from fakes import memories, recordings
 from fakes.compiled_jobs import compiled_job
@@ -24,6 +25,7 @@ from fakes.replays import SIZES, on_one_host, over_a_link
 
 from sirtaki.analysis import recording as folders
 from sirtaki.analysis.recording import TRACE_FILE, rank_path
+from sirtaki.autotune.sharded import SHARDED_FILE, RecordedStep, ShardedStep, ShardKnobs, ShardLink, ShardSpace
 from sirtaki.cli import optimize as optimize_command
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.output import memory_bytes
@@ -349,6 +351,39 @@ def test_a_compiled_model_gets_its_line_of_code_in_text_plan_and_json(
     fast = written(tmp_path / "fast", record(compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))))
     assert "The compiled model stays whole" in optimized(fast, capsys)[1]
     assert GivenPlan.read(fast).part_bytes == 0
+
+
+def test_a_traced_step_of_sharded_training_is_asked_for_the_worth_of_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (8_000_000,) * 5
+    step = ShardedStep(
+        forward_s=(0.01,) * 5,
+        backward_s=(0.02,) * 5,
+        rest_s=0.01,
+        gathered_bytes=sizes,
+        scattered_bytes=sizes,
+        link=ShardLink(latency_s=0.001, gathered={1: 2e7, 4: 5e7}),
+    )
+    space = ShardSpace(modules=5, streams=(1, 4), whole_bytes=sizes, dropped=(1, 2, 3, 4))
+    recorded = RecordedStep(step=step, space=space, setting=ShardKnobs(streams=4, ahead=2))
+    path = tmp_path / SHARDED_FILE
+    path.write_bytes(msgspec.json.encode(recorded))
+    status, out, _ = optimized(tmp_path, capsys)
+    assert status == 0
+    lines = [re.split(" {2,}", line.strip()) for line in out.splitlines() if "MiB" in line]
+    assert [line[0] for line in lines] == ["0 MiB", "6 MiB", "11 MiB", "17 MiB", "23 MiB"]
+    spans_ms = [float(line[1].split()[0]) for line in lines]
+    assert spans_ms == sorted(spans_ms, reverse=True)
+    assert spans_ms[-1] < 0.85 * spans_ms[0]
+    assert lines[-1][3] == "4 streams, gathers 2 ahead and 1 behind, 4 kept"
+    told = json.loads(optimized(tmp_path, capsys, "--json")[1])
+    assert told["by_memory"][0]["step_s"] < told["step_s"], "the last module keeps its parameters for nothing"
+    for damaged in (b"{", b"[]", path.read_bytes().replace(b'"forward_s":[0.01,', b'"forward_s":[')):
+        path.write_bytes(damaged)
+        status, _, err = optimized(tmp_path, capsys)
+        assert status == 1
+        assert f"{path} is no step that" in err
 
 
 def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

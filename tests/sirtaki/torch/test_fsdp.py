@@ -1,5 +1,6 @@
 """Models under `fully_shard`, whose shards Sirtaki carries, give what one process would give."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.autotune.sharded import ShardKnobs, ShardSession, ShardSpace
+from sirtaki.cli.__main__ import main
 from sirtaki.errors import ConfigError
 from sirtaki.registry.entry import ShardWay
 from sirtaki.registry.safe_store import open_store
@@ -101,10 +103,11 @@ def test_between_nodes_parameters_may_be_kept_by_each_node_where_memory_allows(r
 @pytest.mark.integration
 @pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_between_hosts_a_step_is_traced_and_the_search_trains_as_one_process_does(
-    run_ranks: RunRanks, nodes: bool
+    run_ranks: RunRanks, nodes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = {**SHARED, "SIRTAKI_LOCAL_SIZE": "2"} if nodes else SOCKETS
     env = {**where, "SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "debug"}
+    env["SIRTAKI_PROFILE"] = str(tmp_path / "profile")
     log = run_ranks("fsdp_tuned.py", 4 if nodes else 2, "real", "", env=env, timeout_s=90).stderr
     traced = re.search(r"traced ShardedStep\(forward_s=\(([^)]*)\), backward_s=\(([^)]*)\)", log)
     assert traced
@@ -112,6 +115,8 @@ def test_between_hosts_a_step_is_traced_and_the_search_trains_as_one_process_doe
         assert all(0.0 < float(span) < 10.0 for span in spans.split(", ")), spans
     assert len(traced[1].split(", ")) == 3
     assert "tuned in " in log
+    assert main(["optimize", str(tmp_path / "profile"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["by_memory"]) == 5
 
 
 @pytest.mark.integration
