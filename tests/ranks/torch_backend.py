@@ -238,6 +238,10 @@ def futures_hold_the_tensors() -> None:
         doubled = future.then(lambda ended: 2 * ended.value()[0])
         assert torch.equal(doubled.wait().double(), 2 * summed(numel))
         assert future.wait()[0].data_ptr() == tensor.data_ptr()
+        whole = torch.zeros(len(ranks()) * numel)
+        told = all_gather_single(whole, data(me(), numel), async_op=True).get_future().wait()
+        parts = [(part.data_ptr(), part.shape) for part in whole.chunk(len(ranks()))]
+        assert [(part.data_ptr(), part.shape) for part in told] == parts  # as with Gloo
 
 
 def several_tensors_travel_as_one() -> None:

@@ -337,7 +337,7 @@ def by_gloo(case: Case, group: dist.ProcessGroup, me: int, given: Tensors, got: 
     try:
         started = start(case, group, me, given, got)
         started.wait("wait")
-        if case.kind not in BETWEEN_TWO and (case.kind != "all_gather_single" or KEEPS_WORKS):  # 2.4 tells parts
+        if case.kind not in BETWEEN_TWO:
             with suppress(NotImplementedError, RuntimeError):  # reduce_scatter's work has no future
                 started.told = [work.get_future().wait() for work in started.works if work is not None]
     except (RuntimeError, ValueError, TypeError) as err:
@@ -400,11 +400,8 @@ class Course:
             assert same(found, right), (self._case, how, found, right)
         for told in started.told if wanted else ():
             right = flat(self._wanted.told) or flat(wanted)
-            parts = flat(told)
-            if self._case.kind == "all_gather_single" and len(parts) > 1:  # PyTorch 2.4's Gloo tells them
-                parts = [torch.cat(parts).view(right[0].shape)]
-            assert len(parts) == len(right), (self._case, how, told, right)
-            assert all(map(same, parts, right)), (self._case, how, told, right)
+            assert len(flat(told)) == len(right), (self._case, how, told, right)
+            assert all(map(same, flat(told), right)), (self._case, how, told, right)
         filled = {id(tensor) for tensor in started.results}
         for view, memory, base, values in zip(self._views, self._memory, self._bases, self._values, strict=True):
             is_scratch = self._case.kind == "reduce" and not wanted  # other ranks' tensors are Gloo's to use

@@ -814,7 +814,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         plain = _plain(output)
         whole = plain if plain.is_contiguous() else torch.empty(plain.shape, dtype=plain.dtype)
         return self._gather(
-            whole.view(-1).chunk(self.size()), tensor, [] if whole is plain else [(plain, whole)], [output]
+            whole.view(-1).chunk(self.size()),
+            tensor,
+            [] if whole is plain else [(plain, whole)],
+            list(plain.chunk(self.size())),  # Gloo tells parts
         )
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
