@@ -215,7 +215,10 @@ class Attached:
         if lanes is None or lanes.peers == lanes.control.size - 1 or lanes.control.size < dist.get_world_size():
             return 0
         parameters = [each for group in groups for each in group.fsdp_params]
-        if any(each.is_dtensor or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters):
+        if any(
+            each.is_dtensor or each.fsdp_placement.dim or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            for each in parameters
+        ):
             return 0
         return lanes.control.local_size if len(self._connections.lanes) == 1 else 0
 
@@ -305,21 +308,23 @@ class Attached:
         """FSDP has its parameters gathered, perhaps ahead."""
         if group._training_state.name == "FORWARD":
             self._ahead.append(group)
+        elif group.is_sharded_post_forward and torch._C._current_graph_task_id() != -1:
+            # If it is not used in this backward pass, FSDP would take it for one that all ranks have had part in.
+            Variable._execution_engine.queue_callback(self._drop_kept)
 
     def drop_gathered_ahead(self) -> None:
         """What was gathered in a forward pass and not used in it would be old after the next step, and FSDP use it."""
         ahead, self._ahead = self._ahead, []
         for group in ahead:
-            if (result := group._all_gather_result) is not None:
-                group._all_gather_result = None
-                if result.all_gather_work is not None:
-                    result.all_gather_work.wait()
+            _drop_gather(group)
 
     def _drop_kept(self) -> None:
         """What was kept for a backward pass that has not come would be old after the next step, and FSDP use it."""
         for group, mesh in self._resharding:
             ours = group.post_forward_mesh_info is not mesh
-            if ours and group.reshard_after_backward and group._training_state.name == "IDLE":
+            stays = not group.reshard_after_backward and not group.is_sharded_post_forward
+            if ours and not stays and group._training_state.name == "IDLE":
+                _drop_gather(group)
                 group._to_sharded()
 
     def set(self, knobs: ShardKnobs) -> None:
@@ -973,6 +978,14 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
             if group.device.type != "cpu":
                 raise ConfigError(f"attach() takes parameters on the CPU, not on {group.device}")
             yield _Sharded(module, group)
+
+
+def _drop_gather(group: _Group) -> None:
+    """If one is under way."""
+    if (result := group._all_gather_result) is not None:
+        group._all_gather_result = None
+        if result.all_gather_work is not None:
+            result.all_gather_work.wait()
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:

@@ -19,10 +19,11 @@ from conformance.training import main, raises
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from sirtaki.autotune.sharded import ShardKnobs
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.torch import fsdp
 from sirtaki.torch.compression import Compression
@@ -257,6 +258,47 @@ def modules_may_be_evaluated_between_steps_and_used_in_another_order() -> None:
     trains_alike(model, alone, steps=3, tolerance=1e-5)
 
 
+def keeping(model: nn.Module) -> nn.Module:
+    """From its second forward pass on its modules keep their parameters, within nodes where that can be."""
+    found = fsdp.attached(model)
+    assert found is not None
+
+    def choose(module: nn.Module, args: object) -> None:
+        lanes = found.lanes(dist.group.WORLD)
+        assert lanes is not None
+        places = {"kept" if found.near is None else "near": found.dropped}
+        found.run(ShardKnobs(streams=1, ahead=2, scattering=2, **places), lanes)
+
+    model.register_forward_pre_hook(choose)
+    return model
+
+
+def sharded_with_memory(model: nn.Module, **options: Any) -> nn.Module:
+    """Collective."""
+    os.environ["SIRTAKI_FSDP_MEMORY"] = "1GiB"
+    try:
+        return sharded(model, **options)
+    finally:
+        del os.environ["SIRTAKI_FSDP_MEMORY"]
+
+
+def parameters_that_are_kept_may_be_frozen_while_gradients_accumulate() -> None:
+    def frozen() -> nn.Module:
+        model = Tower()
+        model.first.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)  # FSDP gathers it for a backward pass that it has no part in
+        return model
+
+    trains_alike(keeping(sharded_with_memory(frozen())), frozen(), passes=2)
+
+
+def parameters_may_be_sharded_in_another_dimension() -> None:
+    def columns(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % len(ranks()) == 0 else None
+
+    trains_alike(keeping(sharded_with_memory(Tower(), shard_placement_fn=columns)), Tower())
+
+
 def forward_in(model: nn.Module, order: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
     hidden = model.first(inputs)
     for block in order:
@@ -362,6 +404,8 @@ CASES = (
     replicas_of_shards_are_averaged,
     tensors_may_be_parallel_beside_shards,
     modules_may_be_evaluated_between_steps_and_used_in_another_order,
+    parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
+    parameters_may_be_sharded_in_another_dimension,
     knobs_of_the_user_stay,
     hooks_see_gradients_as_soon_as_they_are_told,
     compiled_models_train_as_in_one_process,
