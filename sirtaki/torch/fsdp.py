@@ -284,14 +284,13 @@ class Attached:
             self._scattered = False
             if self._order:
                 self._tuning.end_step()
+        self._keep(torch.is_grad_enabled())
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._in_forward = False
             self.drop_gathered_ahead()
-            if not torch.is_grad_enabled():
-                self._drop_kept()
-            elif self.trace is not None:
+            if self.trace is not None and torch.is_grad_enabled():
                 self.trace.note()
 
     def use(self, number: int | None) -> None:
@@ -299,6 +298,7 @@ class Attached:
         if not self._in_forward:
             self.drop_gathered_ahead()
             self._drop_kept()
+            self._keep(False)
         if number is not None:
             self._used.append(number)
             if self.trace is not None and torch.is_grad_enabled():
@@ -327,20 +327,22 @@ class Attached:
                 _drop_gather(group)
                 group._to_sharded()
 
+    def _keep(self, keeps: bool) -> None:
+        """Whether modules keep parameters as the setting says: in passes of the whole model with a backward pass."""
+        for place, (group, mesh) in enumerate(self._resharding):
+            if keeps and mesh is not None and place in self.knobs.kept:
+                mesh = None
+            elif keeps and mesh is group.mesh_info and place in self.knobs.near:
+                mesh = self.near
+            group.post_forward_mesh_info = mesh
+
     def set(self, knobs: ShardKnobs) -> None:
         """From the next forward pass on; streams are set by who opens them."""
-        before, self.knobs = self.knobs, knobs
+        self.knobs = knobs
         gathers, scatters = (codec_of(name) if name else None for name in (knobs.gathers, knobs.scatters))
         self.packing = self.given[0] or gathers, self.given[1] or scatters
         if self._order:
             self._set_ahead()
-        if (knobs.kept, knobs.near) != (before.kept, before.near):
-            for place, (group, mesh) in enumerate(self._resharding):
-                if mesh is not None and place in knobs.kept:
-                    mesh = None
-                elif mesh is group.mesh_info and place in knobs.near:
-                    mesh = self.near
-                group.post_forward_mesh_info = mesh
 
     def _set_ahead(self) -> None:
         order, knobs = self.sharded, self.knobs

@@ -292,6 +292,17 @@ def parameters_that_are_kept_may_be_frozen_while_gradients_accumulate() -> None:
     trains_alike(keeping(sharded_with_memory(frozen())), frozen(), passes=2)
 
 
+def parts_that_are_called_alone_keep_nothing() -> None:
+    model, alone = keeping(sharded_with_memory(Tower())), Tower()
+
+    def evaluate_a_part() -> None:
+        with torch.no_grad():
+            model.blocks[0](torch.ones(2, 33, dtype=torch.float64))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    trains_alike(model, alone, before_update=evaluate_a_part, clip=0.05)
+
+
 def parameters_may_be_sharded_in_another_dimension() -> None:
     def columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % len(ranks()) == 0 else None
@@ -405,6 +416,7 @@ CASES = (
     tensors_may_be_parallel_beside_shards,
     modules_may_be_evaluated_between_steps_and_used_in_another_order,
     parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
+    parts_that_are_called_alone_keep_nothing,
     parameters_may_be_sharded_in_another_dimension,
     knobs_of_the_user_stay,
     hooks_see_gradients_as_soon_as_they_are_told,
