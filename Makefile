@@ -21,7 +21,8 @@ TORCH ?= newest
 TORCH_VENV = .venv-torch-$(TORCH)
 CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirtaki/torch/test_collectives.py \
 	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py \
-	tests/sirtaki/torch/test_optimizer.py tests/sirtaki/torch/distributed
+	tests/sirtaki/torch/test_optimizer.py
+CORE += $(if $(filter newest,$(TORCH)),,tests/sirtaki/torch/distributed)  # which goes by PyTorch's version
 
 .PHONY: install demo quick test test-slow test-jobs test-integrations install-torch test-torch check docs package bench gpu clean
 
