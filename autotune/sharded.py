@@ -57,6 +57,12 @@ class ShardKnobs:
     gathers: str = ""
     scatters: str = ""
 
+    @property
+    def codecs(self) -> tuple[Codec | None, Codec | None]:
+        """What packs gathers, and what packs scatters; None = they travel as they are."""
+        gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
+        return gathers, scatters
+
     def describe(self) -> str:
         """In a few words, for logs."""
         kept = f", {len(self.kept)} kept" if self.kept else ""
@@ -128,8 +134,8 @@ class ShardSpace:
     def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
         """With as many modules kept as memory allows, the last ones first, by each rank or (`near`) by nodes."""
         for place in reversed(self.dropped):
-            kept, nodes_keep = {*knobs.kept, place}, {*knobs.near, place}
-            one = replace(knobs, near=_places(nodes_keep)) if near else replace(knobs, kept=_places(kept))
+            kept = tuple(sorted({*(knobs.near if near else knobs.kept), place}))
+            one = replace(knobs, near=kept) if near else replace(knobs, kept=kept)
             if one in self:
                 knobs = one
         return knobs
@@ -246,7 +252,7 @@ class ShardedStep:
         left = space.memory_bytes - space.extra_bytes(knobs)
         handed_on = space.extra_bytes(replace(knobs, near=space.dropped[:1])) if node_ranks else 0
         dropped = frozenset(space.dropped)
-        packed = [packed_share(codec_of(name) if name else None) for name in (knobs.gathers, knobs.scatters)]
+        packed = [packed_share(codec) for codec in knobs.codecs]
         gather_s = [packed[0] * size / rate for size in self.gathered_bytes]
         scatter_s = [packed[1] * self.link.scatter_times * size / rate for size in self.scattered_bytes]
 
@@ -354,8 +360,8 @@ class _Played:
         self._dropped = frozenset(space.dropped).difference(knobs.kept)
         self._nodes, self._edges = list[Node](), list[Edge]()
         self._rate = step.link.bytes_per_s(knobs.streams)
-        self._packed = [packed_share(codec_of(name) if name else None) for name in (knobs.gathers, knobs.scatters)]
-        self._computed: int | None = None  # the last piece of computation
+        self._packed = [packed_share(codec) for codec in knobs.codecs]
+        self._computed = self._add(COMPUTING, Activity.COMPUTE, Phase.OTHER)  # the last piece of computation
         self._forward()
         self._backward()
         both = max(1.0, step.link.bytes_per_s(2 * knobs.streams) / self._rate)
@@ -370,9 +376,9 @@ class _Played:
         for place, seconds in enumerate(self._step.forward_s):
             if place == len(gathers):
                 gathers.append(self._gather(place))
-            begun = self._compute(Phase.FORWARD, 0.0, after=[gathers[place]])
+            self._compute(Phase.FORWARD, 0.0, after=[gathers[place]])
             while len(gathers) < min(count, place + 1 + self._knobs.ahead):
-                gathers.append(self._gather(len(gathers), after=begun))
+                gathers.append(self._gather(len(gathers)))
             self._compute(Phase.FORWARD, seconds)
 
     def _backward(self) -> None:
@@ -388,35 +394,30 @@ class _Played:
             self._compute(Phase.BACKWARD, step.backward_s[place], after=[gathers[place]] if place in gathers else [])
             if step.scattered_bytes[place]:
                 waited = scatters[-knobs.scattering :][:1] if len(scatters) >= knobs.scattering else []
-                left = self._compute(Phase.BACKWARD, 0.0, after=waited)
+                self._compute(Phase.BACKWARD, 0.0, after=waited)
                 seconds = self._packed[1] * step.scattered_bytes[place] * self._link.scatter_times / self._rate
-                scatters.append(self._send(SCATTERING, NETWORK, seconds, left))
+                scatters.append(self._send(SCATTERING, NETWORK, seconds))
         self._compute(Phase.OTHER, 0.0, after=scatters)
 
-    def _gather(self, place: int, *, after: int | None = None, near: bool = False) -> int:
+    def _gather(self, place: int, *, near: bool = False) -> int:
         size = self._step.gathered_bytes[place]
-        cause = self._computed if after is None else after
         if near:
-            return self._send(GATHERING, NODE, size / self._link.near_bytes_per_s, cause)
-        return self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate, cause)
+            return self._send(GATHERING, NODE, size / self._link.near_bytes_per_s)
+        return self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate)
 
-    def _send(self, lane: int, server: int, seconds: float, cause: int | None) -> int:
+    def _send(self, lane: int, server: int, seconds: float) -> int:
+        """Leaves when what has been computed until now is done."""
         latency_s = self._link.latency_s if server == NETWORK else 0.0
-        works = (Work(server=server, seconds=seconds),)
-        if cause is not None:
-            self._edges.append((cause, len(self._nodes), latency_s))
-        return self._add(
-            lane, Activity.COLLECTIVE, Phase.OTHER, fixed_s=latency_s if cause is None else 0.0, works=works
-        )
+        self._edges.append((self._computed, len(self._nodes), latency_s))
+        return self._add(lane, Activity.COLLECTIVE, Phase.OTHER, works=(Work(server=server, seconds=seconds),))
 
-    def _compute(self, phase: Phase, seconds: float, *, after: Sequence[int] = ()) -> int:
-        place = len(self._nodes)
-        before = [] if self._computed is None else [self._computed]
-        self._edges += [(other, place, 0.0) for other in (*before, *after)]
+    def _compute(self, phase: Phase, seconds: float, *, after: Sequence[int] = ()) -> None:
+        self._edges += [(other, len(self._nodes), 0.0) for other in (self._computed, *after)]
         self._computed = self._add(COMPUTING, Activity.COMPUTE, phase, fixed_s=seconds)
-        return place
 
-    def _add(self, lane: int, activity: Activity, phase: Phase, *, fixed_s: float, works: tuple[Work, ...] = ()) -> int:
+    def _add(
+        self, lane: int, activity: Activity, phase: Phase, *, fixed_s: float = 0.0, works: tuple[Work, ...] = ()
+    ) -> int:
         self._nodes.append(
             Node(lane=lane, activity=activity, phase=phase, rank=ALL_RANKS, iteration=0, fixed_s=fixed_s, works=works)
         )
@@ -427,10 +428,6 @@ def packed_share(codec: Codec | None) -> float:
     """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
     numel = 1 << 20
     return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
-
-
-def _places(places: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(places))
 
 
 LEAST_PAIRS, MOST_PAIRS = 3, 8
@@ -534,13 +531,11 @@ class ShardSession:
                 break
             refused.add(rival)
             self.tried += 1
-            won = yield from self._duel(rival, best)
-            if won is None and self._step is not None:
-                if self._expected_s(rival) < (1.0 - WORTHWHILE) * self._expected_s(best):
-                    self._step = None  # it was wrong, and is asked no more
-            elif won is not None:
+            if (won := (yield from self._duel(rival, best))) is not None:
                 best = rival
                 self.seen *= won.times
+            elif self._is_expected_to_win(rival, best):
+                self._step = None  # it was wrong, and is asked no more
         if best != self._default:
             self.proved = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
         if self.proved is None:
@@ -553,15 +548,20 @@ class ShardSession:
     def _next_rival(self, best: ShardKnobs, refused: Collection[ShardKnobs]) -> ShardKnobs | None:
         """What is expected to be fastest, then what differs from the best in one thing; None = all have been tried."""
         beside = [one for one in self.space.around(best) if one not in refused]
-        if self._step is None:
+        if (step := self._step) is None:
             return next(iter(beside), None)
         if best not in self._fastest:
-            self._fastest[best] = self._step.fastest(self.space, best)
+            self._fastest[best] = step.fastest(self.space, best)
         fastest = self._fastest[best]
-        return fastest if fastest not in refused else min(beside, key=self._expected_s, default=None)
+        if fastest not in refused:
+            return fastest
+        return min(beside, key=lambda one: step.expected_s(self.space, one), default=None)
 
-    def _expected_s(self, knobs: ShardKnobs) -> float:
-        return math.nan if self._step is None else self._step.expected_s(self.space, knobs)
+    def _is_expected_to_win(self, rival: ShardKnobs, best: ShardKnobs) -> bool:
+        if self._step is None:
+            return False
+        rival_s, best_s = (self._step.expected_s(self.space, one) for one in (rival, best))
+        return rival_s < (1.0 - WORTHWHILE) * best_s
 
     def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, Gain | None]:
         """By how much the rival is faster; None if that is not clear."""

@@ -114,10 +114,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     base = outcome.before
     asked = {name: with_knobs(base.job, one) for name, one in knobs.items()}
     said = {name: base.answer(name, job, replanned=True) for name, job in asked.items()}
-    refused = {
-        name: plan_refusal(base.job, {buffer.number: buffer.plan for buffer in job.buffers}) is not None
-        for name, job in asked.items()
-    }
+    refused = {name: plan_refusal(base.job, job.plans) is not None for name, job in asked.items()}
     said_s = {name: one.times.iteration_s for name, one in said.items()}
     grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
     order = spearmanr([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid]).statistic

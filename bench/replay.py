@@ -285,7 +285,7 @@ def _what_if(
 ) -> None:
     told, answers = job.replayed(change), job.answers(change)
     low_s, high_s = (statistics.fmean(getattr(one, name) for one in answers) for name in ("low_s", "high_s"))
-    asked = {buffer.number: buffer.plan for buffer in change(job.models[0]).buffers}
+    asked = change(job.models[0]).plans
     refused = change is with_other_units and plan_refusal(job.models[0], asked) is not None
     report.rows.append(
         {

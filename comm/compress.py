@@ -19,14 +19,14 @@ import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from sirtaki.errors import CommError, ConfigError
+from sirtaki.errors import ConfigError
 from sirtaki.measures import ring_bytes
 
 from .plan import FLAGS, CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
@@ -504,27 +504,21 @@ class CompressedUnits:
             )
         work = ThreadWork()
 
-        def task() -> None:
-            try:
-                scheme = self._schemes.get(key)
-                end = start if scheme is None else self._end(self._laid[id(buffer)], stop)
-                rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
-                if scheme is not None:
-                    self._reduce(scheme, buffer, start, end, route, stream, scale)
-                self._router.wait_for([rest])
-                if self.measures:
-                    sent_bytes = ring_bytes((stop - end) * buffer.tensor.itemsize, self._size)
-                    self._add(stream, Cost(sent_bytes=sent_bytes, whole_bytes=sent_bytes))
-            except CommError as err:
-                work.finish(err)
-            except Exception as err:  # whatever it is, the waiting thread must hear of it
-                work.finish(CommError(f"elements [{start}, {stop}) of a gradient could not be compressed: {err!r}"))
-            else:
-                work.finish()
+        def travel() -> None:
+            scheme = self._schemes.get(key)
+            end = start if scheme is None else self._end(self._laid[id(buffer)], stop)
+            rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
+            if scheme is not None:
+                self._reduce(scheme, buffer, start, end, route, stream, scale)
+            self._router.wait_for([rest])
+            if self.measures:
+                sent_bytes = ring_bytes((stop - end) * buffer.tensor.itemsize, self._size)
+                self._add(stream, Cost(sent_bytes=sent_bytes, whole_bytes=sent_bytes))
 
         if stream not in self._workers:
             self._workers[stream] = Worker(f"sirtaki-compress-{stream}")
-        self._workers[stream].put(task)
+        what = f"elements [{start}, {stop}) of a gradient could not be compressed"
+        self._workers[stream].put(partial(work.run, travel, what))
         return work
 
     def cost(self) -> Cost:

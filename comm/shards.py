@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,7 +39,7 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
 from sirtaki.comm.units import HEARD_S, LATE_S
@@ -219,36 +218,14 @@ def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: Transport
     return _OverSockets(control, router, timeout_s=timeout_s)
 
 
-class _Finisher:
+class _Finisher(Worker):
     """A thread that does what follows when pieces have come, in the order in which they were submitted."""
 
-    def __init__(self, name: str) -> None:
-        self._steps: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, step: Callable[[], None]) -> Work:
+    def follow(self, step: Callable[[], None]) -> Work:
         """`step` blocks until the pieces are there, and puts them away."""
         work = ThreadWork()
-        self._steps.put((step, work))
+        self.put(partial(work.run, step, "shards could not be put away"))
         return work
-
-    def close(self) -> None:
-        """Ends when what was put is done."""
-        self._steps.put(None)
-
-    def _run(self) -> None:
-        while (taken := self._steps.get()) is not None:
-            step, work = taken
-            try:
-                step()
-            except CommError as err:
-                work.finish(err)
-            except Exception as err:  # whatever it is, those who wait must hear of it
-                work.finish(CommError(f"shards could not be put away: {err!r}"))
-            else:
-                work.finish()
-            del taken, step, work  # what they hold may be large
 
 
 class _OverSockets(ShardLanes):
@@ -281,7 +258,7 @@ class _OverSockets(ShardLanes):
         came = self._trade([mine] * self.control.size, rows)
         if (own := rows[self.control.rank]).data_ptr() != mine.data_ptr():
             own.copy_(mine)
-        return self._under_way(self._gathers.put(came), "gather", len(rows) * mine.numel())
+        return self._under_way(self._gathers.follow(came), "gather", len(rows) * mine.numel())
 
     def _gather_packed(self, rows: list[torch.Tensor], mine: torch.Tensor, codec: Codec) -> ShardWork:
         values, me = mine.float(), self.control.rank
@@ -297,7 +274,7 @@ class _OverSockets(ShardLanes):
             for row, parcel in zip(rows, parcels, strict=True):
                 row.copy_(codec.unpack(parcel, row.numel()))
 
-        return self._under_way(self._gathers.put(unpack), "gather", len(rows) * mine.numel())
+        return self._under_way(self._gathers.follow(unpack), "gather", len(rows) * mine.numel())
 
     def scatter(
         self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
@@ -317,7 +294,7 @@ class _OverSockets(ShardLanes):
             reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
             self._scratch.append(memory)
 
-        return self._under_way(self._scatters.put(add_up), "reduce-scatter", whole.numel())
+        return self._under_way(self._scatters.follow(add_up), "reduce-scatter", whole.numel())
 
     def _scatter_packed(self, rows: list[torch.Tensor], target: torch.Tensor, scale: float, codec: Codec) -> ShardWork:
         me, count = self.control.rank, target.numel()
@@ -338,7 +315,7 @@ class _OverSockets(ShardLanes):
                 total += rows[me] if other == me else codec.unpack(parcel, count)
             target.copy_(total.mul_(scale))
 
-        return self._under_way(self._scatters.put(add_up), "reduce-scatter", len(rows) * count)
+        return self._under_way(self._scatters.follow(add_up), "reduce-scatter", len(rows) * count)
 
     def _take_scratch(self, size_bytes: int) -> torch.Tensor:
         """What an earlier scatter has used, if it is large enough: fresh memory costs more than what comes into it."""
@@ -366,8 +343,8 @@ class _OverSockets(ShardLanes):
         return wait
 
     def close(self) -> None:
-        self._gathers.close()
-        self._scatters.close()
+        self._gathers.end()
+        self._scatters.end()
         super().close()
 
 
@@ -611,7 +588,7 @@ class _OverNodes(ShardLanes):
             for work in [within.gather(node, node[place]) for node in nodes]:
                 work.wait()
 
-        return self._under_way(self._finishers[0].put(share), "gather", len(rows) * shard.numel())
+        return self._under_way(self._finishers[0].follow(share), "gather", len(rows) * shard.numel())
 
     def scatter(
         self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
@@ -627,11 +604,11 @@ class _OverNodes(ShardLanes):
                 work.wait()
             across.scatter(sums, part, op=op, scale=scale, codec=codec).wait()
 
-        return self._under_way(self._finishers[1].put(pass_on), "reduce-scatter", whole.numel())
+        return self._under_way(self._finishers[1].follow(pass_on), "reduce-scatter", whole.numel())
 
     def close(self) -> None:
         for finisher in self._finishers:
-            finisher.close()
+            finisher.end()
         for lanes in (*self._within, *self._across):
             lanes.close()
         super().close()

@@ -282,6 +282,22 @@ class ThreadWork(Work):
         self.done_s = time.perf_counter()
         self._under_way.release()
 
+    def run(self, act: Callable[[], None], failed: str) -> None:
+        """Called by the working thread, once: acts, and is finished; what was not foreseen becomes a `CommError`.
+
+        Args:
+            act: what to do.
+            failed: what could not be done, in words.
+        """
+        try:
+            act()
+        except CommError as err:
+            self.finish(err)
+        except Exception as err:  # whatever it is, those who wait must hear of it
+            self.finish(CommError(f"{failed}: {err!r}"))
+        else:
+            self.finish()
+
     def wait(self, timeout_s: float) -> bool:
         """Blocks until the thread is done with it, for at most so long; raises what it has failed with."""
         if not self._under_way.acquire(timeout=timeout_s):

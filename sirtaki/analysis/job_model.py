@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sirtaki.autotune.model.replayer import Activity, Phase, Server
-from sirtaki.comm.plan import GradientLayout, Route
+from sirtaki.comm.plan import CommPlan, GradientLayout, Route
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
 
@@ -151,6 +151,11 @@ class JobModel:
     begin_s: Mapping[int, float] = field(default_factory=dict)
     alike: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def plans(self) -> dict[int, CommPlan]:
+        """How each buffer is reduced, by its number."""
+        return {buffer.number: buffer.plan for buffer in self.buffers}
 
     @property
     def units(self) -> list[Operation]:

@@ -184,7 +184,7 @@ class Search:
                 self.step_s[knobs] = math.inf
                 with suppress(PlanError, ReplayError):  # they do not fit
                     planned = self.planned(knobs)
-                    why = plan_refusal(self._job, {buffer.number: buffer.plan for buffer in planned.buffers})
+                    why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
                         self.step_s[knobs] = replayed(play(planned)).iteration_s
                     else:

@@ -610,7 +610,7 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
     buffers = tuple(replace(buffer, layout=layouts[buffer.number]) for buffer in job.buffers)
     changed = replace(job.changed(program=cut), buffers=buffers)
-    return with_plans(changed, {buffer.number: buffer.plan for buffer in buffers})
+    return with_plans(changed, changed.plans)
 
 
 @dataclass(slots=True)
@@ -885,7 +885,7 @@ class Baseline:
         priced_s = None
         if job.buffers and not unanswered(job):
             with suppress(ReplayError):
-                same = with_plans(job, {buffer.number: buffer.plan for buffer in job.buffers})
+                same = with_plans(job, job.plans)
                 priced_s = replayed(play(same)).iteration_s
         if recorded is not None and recorded.iteration_s > 0:
             count = recorded.iterations
@@ -999,7 +999,7 @@ def best_knobs(
             knobs = replace(now, unit_bytes=size, streams=count, cuts=None)
             try:
                 changed = with_knobs(mean, knobs)
-                if plan_refusal(job, {buffer.number: buffer.plan for buffer in changed.buffers}) is None:
+                if plan_refusal(job, changed.plans) is None:
                     found[knobs] = replayed(play(changed)).iteration_s
             except (PlanError, ReplayError):
                 return None

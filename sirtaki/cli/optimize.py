@@ -19,7 +19,6 @@ from sirtaki.autotune.knobs import format_bytes
 from sirtaki.autotune.sharded import SHARDED_FILE, RecordedStep
 from sirtaki.engine.tuning.plans import PLAN_FILE
 from sirtaki.errors import RecordingError, ReplayError, SirtakiError
-from sirtaki.measures import in_ms
 
 from .output import add_formats, add_recording, memory_bytes, positive, print_table, printed, read_recording, write_file
 
@@ -125,12 +124,12 @@ def _sharded(options: Namespace) -> int:
     ]
     if printed(options, {"setting": recorded.setting.describe(), "step_s": before_s, "by_memory": rows}, rows):
         return 0
-    print(f"With the untuned setting a step is expected to take {in_ms(before_s)}: {recorded.setting.describe()}.\n")
+    print(f"With the untuned setting a step is expected to take {ms(before_s)}: {recorded.setting.describe()}.\n")
     titles = ["SIRTAKI_FSDP_MEMORY", "a step", "of untuned", "with"]
     print_table(
         titles,
         (
-            (f"{space.memory_bytes / 2**20:.0f} MiB", in_ms(span_s), f"{span_s / before_s:.2f}", one.describe())
+            (f"{space.memory_bytes / 2**20:.0f} MiB", ms(span_s), f"{span_s / before_s:.2f}", one.describe())
             for space, one, span_s in found
         ),
     )

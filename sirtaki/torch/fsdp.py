@@ -329,17 +329,18 @@ class Attached:
 
     def _keep(self, keeps: bool) -> None:
         """Whether modules keep parameters as the setting says: in passes of the whole model with a backward pass."""
+        kept, near = (frozenset(places if keeps else ()) for places in (self.knobs.kept, self.knobs.near))
         for place, (group, mesh) in enumerate(self._resharding):
-            if keeps and mesh is not None and place in self.knobs.kept:
+            if mesh is not None and place in kept:
                 mesh = None
-            elif keeps and mesh is group.mesh_info and place in self.knobs.near:
+            elif mesh is group.mesh_info and place in near:
                 mesh = self.near
             group.post_forward_mesh_info = mesh
 
     def set(self, knobs: ShardKnobs) -> None:
         """From the next forward pass on; streams are set by who opens them."""
         self.knobs = knobs
-        gathers, scatters = (codec_of(name) if name else None for name in (knobs.gathers, knobs.scatters))
+        gathers, scatters = knobs.codecs
         self.packing = self.given[0] or gathers, self.given[1] or scatters
         if self._order:
             self._set_ahead()
