@@ -4,10 +4,10 @@
 
 A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
 (`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), on two nodes of two ranks ("nodes", 200,
-where shards may also travel as if each rank were a node: "one level"), and on this host with four ranks. "asleep":
-150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the same processes and
-take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of
-their own, the interface listed four times; and parameters kept.
+and "nodes-slow", 100, where shards may also travel as if each rank were a node: "one level"), and on this host with
+four ranks. "asleep": 150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the
+same processes and take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead,
+scatters in a group of their own, the interface listed four times; and parameters kept.
 
 `--expected`: how long steps take with a dozen settings, and how long they were expected to take after one traced step.
 
@@ -47,6 +47,7 @@ CASES: dict[str, tuple[LabShape | None, float]] = {
     "capped-asleep": (NETWORKS["capped"], 0.15),
     "equal-asleep": (NETWORKS["equal"], 0.15),
     "nodes": (replace(NETWORKS["equal"], nodes=2), 0.0),
+    "nodes-slow": (LabShape(nodes=2, link_bits_per_s=10**8, flow_bits_per_s=10**8), 0.0),
     "host": (None, 0.0),
 }
 SIRTAKIS = {
@@ -61,7 +62,7 @@ SIRTAKIS = {
 
 SEARCHING = (TUNED, KEEPING, NEAR, LOSSY)
 
-RANKS_PER_NODE = {"nodes": 2}
+RANKS_PER_NODE = {"nodes": 2, "nodes-slow": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
 """Tuned to Gloo."""
 

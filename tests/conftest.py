@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ STARTS_RANKS = {"mpiexec", "launch", "start"}
 """Fixtures of tests that start ranks, by mpiexec or by `sirtakirun`."""
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+
+WHOLE_JOBS_UNTIL = "SIRTAKI_TEST_JOBS_UNTIL"
+"""Environment variable: seconds since 1970; tests marked integration that would start later are skipped."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Keeps whole jobs from taking the time of the tests that come after them, on a slow machine."""
+    until_s = float(os.environ.get(WHOLE_JOBS_UNTIL, "inf"))
+    if item.get_closest_marker("integration") is not None and time.time() > until_s:
+        pytest.skip(f"{WHOLE_JOBS_UNTIL} is over: this machine is too slow for all whole jobs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
