@@ -37,7 +37,8 @@ class ShardKnobs:
     """One setting.
 
     Attributes:
-        streams: connections to each other rank that a gather or scatter is cut over.
+        streams: connections to each other rank that a gather or scatter is cut over. Where PyTorch's own collectives
+            carry shards: 1 = gathers and scatters share a communicator, 2 = scatters have one of their own.
         ahead: so many modules ahead their parameters are gathered in the forward pass.
         behind: the same in the backward pass.
         kept: modules that keep their gathered parameters until the backward pass: places in order of use, ascending.
@@ -93,6 +94,7 @@ class ShardSpace:
         memory_bytes: that may be used above what the default takes.
         node_ranks: ranks of each node, if they can keep parameters together; else 0.
         lossy: compressors that the user allows.
+        scattering: so many modules' gradients can be scattered at the same time.
     """
 
     modules: int
@@ -102,6 +104,7 @@ class ShardSpace:
     memory_bytes: int = 0
     node_ranks: int = 0
     lossy: tuple[str, ...] = ()
+    scattering: int = MOST_SCATTERING
 
     def __contains__(self, knobs: ShardKnobs) -> bool:
         return (
@@ -110,7 +113,7 @@ class ShardSpace:
             and 1 <= knobs.behind < max(2, self.modules)
             and set(knobs.kept) <= set(self.dropped)
             and set(knobs.near) <= (set(self.dropped).difference(knobs.kept) if self.node_ranks else set())
-            and 1 <= knobs.scattering <= MOST_SCATTERING
+            and 1 <= knobs.scattering <= self.scattering
             and {knobs.gathers, knobs.scatters} <= {"", *self.lossy}
             and self.extra_bytes(knobs) <= self.memory_bytes
         )
@@ -151,7 +154,7 @@ class ShardSpace:
             *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
             *sorted((most, nearest), key=lambda one: -len(one.kept) - len(one.near)),
             *(last, bare),
-            *(replace(knobs, scattering=number) for number in range(MOST_SCATTERING, 0, -1)),
+            *(replace(knobs, scattering=number) for number in range(self.scattering, 0, -1)),
             *(replace(knobs, scatters=name) for name in ("", *self.lossy)),
             *(replace(knobs, gathers=name) for name in ("", *self.lossy)),
             *(replace(knobs, streams=streams) for streams in beside),
@@ -235,7 +238,7 @@ class ShardedStep:
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
         """With the modules kept that shorten the backward pass most, as what else takes memory leaves room for them."""
-        for behind, scattering in itertools.product((1, 2), range(1, MOST_SCATTERING + 1)):
+        for behind, scattering in itertools.product((1, 2), range(1, space.scattering + 1)):
             bare = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
             if bare in space:
                 yield from (one for one in (self._kept(space, bare), space.keeping(bare)) if one in space)

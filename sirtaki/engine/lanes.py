@@ -39,7 +39,7 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
         TransportError: on all ranks, streams could not be opened.
         CommError: the job has failed.
     """
-    control = _control_of(ranks, settings)
+    control = control_of(ranks, settings)
     router = Router(control, timeout_s=timeout_s)
     slots = router.allocate(SLOTS * SLOT_BYTES, torch.uint8)
     knobs = default_knobs(
@@ -71,11 +71,11 @@ def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
     return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
-def open_shards(ranks: Communicator, *, settings: Settings, timeout_s: float) -> ShardLanes:
+def open_shards(control: ControlPlane, *, settings: Settings, timeout_s: float) -> ShardLanes:
     """Collective, from one thread of each rank: lanes of gathers and scatters, untuned.
 
     Args:
-        ranks: two or more; nothing else may use this communicator until the lanes are closed.
+        control: two ranks or more; nothing else may use it until the lanes are closed.
         settings: of this process.
         timeout_s: how long gathers and scatters wait for other ranks.
 
@@ -83,12 +83,13 @@ def open_shards(ranks: Communicator, *, settings: Settings, timeout_s: float) ->
         TransportError: on all ranks, connections could not be opened.
         CommError: the job has failed.
     """
-    lanes = open_shard_lanes(_control_of(ranks, settings), timeout_s=timeout_s, kind=settings.transport)
+    lanes = open_shard_lanes(control, timeout_s=timeout_s, kind=settings.transport)
     lanes.use(untuned_streams(lanes, settings))
     return lanes
 
 
-def _control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
+def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
+    """Collective: what these ranks agree by, with the nodes that the settings pretend."""
     raise_descriptor_limit()
     # Nodes that are pretended, to try hierarchies, may not fit these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None

@@ -14,6 +14,10 @@ FSDP goes on while they are under way:
 
 Where something looks at a gradient earlier than that, the scatter is waited for at once, as FSDP does: gradients that
 accumulate, are divided or cast by FSDP, are all-reduced over replicas, or have hooks of their own.
+
+On GPUs PyTorch's own collectives go on carrying the shards, in streams that nobody waits for. What is tuned is when:
+how far ahead gathers begin, what is kept for the backward pass, how many scatters may be under way, and whether they
+have a communicator of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -41,6 +45,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 import sirtaki
 from sirtaki.autotune.sharded import (
+    MOST_SCATTERING,
     SHARDED_FILE,
     STREAMS,
     RecordedStep,
@@ -54,6 +59,7 @@ from sirtaki.autotune.sharded import (
 from sirtaki.comm.compress import Codec, Quantised, Rounded, codec_of
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
@@ -68,7 +74,7 @@ from sirtaki.console import (
     tuning_off,
 )
 from sirtaki.engine.job import is_initialized
-from sirtaki.engine.lanes import open_shards, untuned_streams
+from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
@@ -90,27 +96,42 @@ UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1)
 """Two modules are gathered ahead in the forward pass, so that one is on its way while FSDP puts away another one; that
 takes no more memory than the backward pass, in which FSDP gathers one ahead."""
 
+AS_PYTORCH = ShardKnobs(streams=1, ahead=0, behind=1)
+"""What FSDP does by itself."""
+
+COMMUNICATOR_BYTES = 256 << 20
+"""What a further communicator of NCCL's may take on a GPU: an assumption, above its usual buffers."""
+
 Ranks = tuple[int, ...]
 _T = TypeVar("_T")
 _Group = Any  # FSDP's parameter group: of a private module of PyTorch, like its state
 
 
-def attach(model: nn.Module, *, gathers: Choice = NoneCompressor, scatters: Choice = NoneCompressor) -> None:
-    """Collective, before the first forward pass: from now on Sirtaki gathers and scatters the shards of `model`.
+def attach(
+    model: nn.Module,
+    *,
+    gathers: Choice = NoneCompressor,
+    scatters: Choice = NoneCompressor,
+    carries: bool | None = None,
+) -> None:
+    """Collective, before the first forward pass: from now on Sirtaki gathers and scatters the shards of `model`, tuned.
 
     Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more. The rest
     of FSDP stays as it is: its meshes, policies, hooks, checkpoints. Groups of one rank are left alone.
 
     Args:
-        model: `fully_shard` has been called on it, and on its blocks before; its parameters are on the CPU.
+        model: `fully_shard` has been called on it, and on its blocks before.
         gathers: how shards are packed that are gathered: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a codec of
             the user's own. Modules compute with what was unpacked; the optimizer and checkpoints have exact shards.
             Ranks that share memory hand over what they have.
         scatters: the same for gradients, whose sum is made of what was unpacked.
+        carries: whether Sirtaki carries the shards. False = PyTorch's own collectives do, or those that the user has
+            given to FSDP, and Sirtaki tunes when. None = it does for parameters on the CPU, and for no others.
 
     Raises:
-        ConfigError: PyTorch is too old, nothing is sharded, it is attached already, or the parameters are not on the
-            CPU; or modules have parameters on several meshes; or a compressor cannot pack a tensor by itself.
+        ConfigError: PyTorch is too old, nothing is sharded, it is attached already, or shards are to be carried or
+            packed that are not on the CPU; or modules have parameters on several meshes; or a compressor cannot pack a
+            tensor by itself.
         MismatchError: on all ranks, if their models or compressors differ.
     """
     packing = _codec(gathers), _codec(scatters)
@@ -127,10 +148,16 @@ def attach(model: nn.Module, *, gathers: Choice = NoneCompressor, scatters: Choi
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ConfigError("attach() takes a model that fully_shard() has been called on, and this one is not sharded")
+    sharded = list(_sharded(modules))
+    devices = {str(each.group.device) for each in sharded if each.group.device.type != "cpu"}
+    if devices and (carries or any(packing)):
+        raise ConfigError(f"Sirtaki carries and packs parameters on the CPU, and these are on {', '.join(devices)}")
+    if carries is False and any(packing):
+        raise ConfigError("gathers and scatters are packed where Sirtaki carries them, and not with carries=False")
     settings = Settings.from_environ()
     if not is_initialized():  # else `hvd.init()` has
         start_logging(settings, dist.get_rank())
-    Attached(model, modules, settings, packing)
+    Attached(model, modules, sharded, settings, packing, carries=not devices if carries is None else carries)
 
 
 Packing = tuple[Codec | None, Codec | None]
@@ -160,12 +187,22 @@ class _Sharded:
 class Attached:
     """The sharded modules of one model, and what carries their shards."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[Any], settings: Settings, packing: Packing) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[Any],
+        sharded: Sequence[_Sharded],
+        settings: Settings,
+        packing: Packing,
+        *,
+        carries: bool,
+    ) -> None:
         """Collective."""
         self._settings = settings
         self.given = self.packing = packing  # as the user wants it, and as it is now
-        self._sharded = list(_sharded(modules))
-        self._connections = _Connections(settings)
+        self._sharded, self._carries = sharded, carries
+        self._scatter_groups: dict[Ranks, dist.ProcessGroup] | None = None  # of scatters alone, carried by PyTorch
+        self._connections = _Connections(settings, carries=carries)
         self._pending: list[ShardWork] = []  # scatters that nobody has waited for
         self._used: list[int] = []  # modules in this forward pass, in order
         self._order: list[int] | None = None  # of the modules in each forward pass; empty = it changes
@@ -196,13 +233,18 @@ class Attached:
         # Models are garbage-collected at different times on different ranks, in the middle of anything.
         weakref.finalize(model, self._connections.leave).atexit = False
         atexit.register(self._connections.close)
-        if not self._connections.lanes and dist.get_rank() == 0:
+        if not self._connections.controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
-        self._tuning = _Tuning(self, len(groups), next(iter(self._connections.lanes.values()), None), settings)
+        control = next(iter(self._connections.controls.values()), None)
+        self._tuning = _Tuning(self, len(groups), control, next(iter(self._connections.lanes.values()), None), settings)
         for number, each in enumerate(self._sharded):
-            each.module.set_custom_all_gather(_Gather(self, each.group))
-            each.module.set_custom_reduce_scatter(_Scatter(self, each.group, number))
+            setattr(each.group, _MARK, self)
+            if carries:
+                each.module.set_custom_all_gather(_Gather(self, each.group))
+                each.module.set_custom_reduce_scatter(_Scatter(self, each.group, number))
+            else:
+                each.module.set_custom_reduce_scatter(_NotedScatter(self, each.group._reduce_scatter_comm, number))
         for module in modules:
             module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -231,10 +273,26 @@ class Attached:
         """The modules in the order in which they are used, once that is known."""
         return [self._sharded[number] for number in self._order or ()]
 
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether parameters are somewhere else than on the CPU."""
+        return any(each.group.device.type != "cpu" for each in self._sharded)
+
+    def synchronize(self) -> None:
+        """Waits until the devices of the parameters have done what was asked of them."""
+        for device in {each.group.device for each in self._sharded} if self.on_accelerator else ():
+            torch.get_device_module(device).synchronize(device)
+
     def describe(self) -> str:
         """How the shards travel, in words."""
-        kinds = {lanes.kind.value for lanes in self._connections.lanes.values()}
-        return f"{' and '.join(sorted(kinds))}, {self.knobs.describe()}"
+        return f"{self.carriers}, {self.knobs.describe()}"
+
+    @property
+    def carriers(self) -> str:
+        """What carries the shards."""
+        if self._carries:
+            return " and ".join(sorted({lanes.kind.value for lanes in self._connections.lanes.values()}))
+        return _of_pytorch([each.group for each in self._sharded])
 
     def searching(self, now: bool) -> None:
         """The tuner has begun, or decided; who ends before that is told so."""
@@ -301,11 +359,15 @@ class Attached:
             self._keep(False)
         if number is not None:
             self._used.append(number)
+            if not self._carries and self._own_prefetch and number in (self._order or ()):  # else gathers say it
+                assert self._order is not None
+                place = self._order.index(number)
+                self._ahead += [each.group for each in self.sharded[place + 1 : place + 1 + self.knobs.ahead]]
             if self.trace is not None and torch.is_grad_enabled():
                 self.trace.note(number)
 
     def note_gather(self, group: _Group) -> None:
-        """FSDP has its parameters gathered, perhaps ahead."""
+        """FSDP has its parameters gathered by Sirtaki, perhaps ahead."""
         if group._training_state.name == "FORWARD":
             self._ahead.append(group)
         elif group.is_sharded_post_forward and torch._C._current_graph_task_id() != -1:
@@ -356,14 +418,50 @@ class Attached:
             each.module.set_modules_to_forward_prefetch([other.module for other in ahead])
             each.module.set_modules_to_backward_prefetch([other.module for other in behind])
 
-    def run(self, knobs: ShardKnobs, lanes: ShardLanes) -> None:
-        """Collective, between two steps: that setting from the next one on, but for streams that cannot be opened."""
-        if knobs.streams != self.knobs.streams:
+    def run(self, knobs: ShardKnobs, lanes: ShardLanes | None) -> None:
+        """Collective, between two steps: that setting from the next one on, but for streams that cannot be opened.
+
+        Args:
+            knobs: the setting.
+            lanes: that carry the shards; None = PyTorch does.
+        """
+        if lanes is None:
+            self._have_pytorch(knobs)
+        elif knobs.streams != self.knobs.streams:
             try:
                 lanes.use(knobs.streams)
             except TransportError as err:  # on all ranks; what was used before still is
                 logger.debug("%d streams cannot be used: %s", knobs.streams, err)
         self.set(knobs)
+
+    def _have_pytorch(self, knobs: ShardKnobs) -> None:
+        """Collective: so many scatters under way, over a communicator of their own or over that of gathers."""
+        if knobs.scattering != self.knobs.scattering:
+            for each in self._sharded:
+                each.group.comm_ctx.reduce_scatter_max_input_buffers = knobs.scattering
+        if knobs.streams == self.knobs.streams:
+            return
+        if self._scatter_groups is None:
+            self._scatter_groups = {}
+            for each in self._sharded:
+                each.group._set_separate_reduce_scatter_group(True, self._scatter_groups)
+        for each in self._sharded:
+            mesh = each.group.mesh_info
+            own = self._scatter_groups[_ranks_of(mesh.shard_process_group)]
+            mesh.reduce_scatter_process_group = own if knobs.streams > 1 else None
+
+    def pytorch_can(self) -> tuple[tuple[int, ...], int]:
+        """Numbers of communicators, and most scatters under way, that may be tried where PyTorch carries the shards.
+
+        What the user has set stays.
+        """
+        groups = [each.group for each in self._sharded]
+        carriers = [each._reduce_scatter_comm.carrier for each in groups]
+        if any(type(each).__name__ != "DefaultReduceScatter" for each in carriers):
+            return (1,), 1
+        apart = any(getattr(each.mesh_info, "reduce_scatter_process_group", "unknown") for each in groups)
+        buffers = {getattr(each.comm_ctx, "reduce_scatter_max_input_buffers", 0) for each in groups}
+        return (1,) if apart else (1, 2), MOST_SCATTERING if buffers == {1} else 1
 
     def traced(self, lanes: ShardLanes, streams: Sequence[int]) -> ShardedStep | None:
         """Collective, after a step with a `trace`: what it tells of other settings; None = nothing.
@@ -509,35 +607,48 @@ class _Tuning:
     What it finds is remembered, and tried first by the next job.
     """
 
-    def __init__(self, attached: Attached, modules: int, lanes: ShardLanes | None, settings: Settings) -> None:
-        self._attached, self._lanes, self._settings = attached, lanes, settings
-        self._active = lanes is not None and settings.tunes
+    def __init__(
+        self,
+        attached: Attached,
+        modules: int,
+        control: ControlPlane | None,
+        lanes: ShardLanes | None,
+        settings: Settings,
+    ) -> None:
+        """Of the ranks that `control` has; None = one alone. Without lanes PyTorch carries the shards."""
+        self._attached, self._control, self._lanes, self._settings = attached, control, lanes, settings
+        self._shares_memory = lanes is not None and lanes.kind is TransportKind.SHARED_MEMORY
+        self._active = control is not None and settings.tunes
         self._session: ShardSession | None = None  # on rank 0, as the next one
         self._key: ShardsKey | None = None  # of what is remembered; None = nothing is
         self._begun_s = 0.0
         self._topology: str | None = None  # known once the search has begun
         self._told_s = -math.inf
         self._to_measure = 0  # steps with packed shards, of which the loss is told
-        if lanes is not None:
+        if lanes is None:
+            attached.knobs = AS_PYTORCH
+        else:
             ahead = min(UNTUNED.ahead, max(1, modules - 1))
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings), ahead=ahead)
 
     def end_step(self) -> None:
         """Collective: a step has ended, with nothing under way."""
-        if self._lanes is not None and self._lanes.losses is not None:
-            self._measure(self._lanes, self._lanes.losses)
-        if not self._active or self._lanes is None:
+        control, attached, lanes = self._control, self._attached, self._lanes
+        if lanes is not None and lanes.losses is not None:
+            self._measure(lanes, lanes.losses)
+        if not self._active or control is None:
             return
-        control, attached = self._lanes.control, self._attached
+        attached.synchronize()
         if self._topology is None:
-            if self._lanes.kind is not TransportKind.SHARED_MEMORY and attached.trace is None:
+            traced = lanes if not self._shares_memory else None
+            if traced is not None and attached.trace is None:
                 attached.trace = StepTrace()  # of the next step; on one host that tells nothing of others
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
-            step = attached.traced(self._lanes, self._streams(self._lanes))
+            step = None if traced is None else attached.traced(traced, self._may_try()[0])
             if control.rank == 0:
-                self._session = self._begin(self._lanes, self._topology, step)
+                self._session = self._begin(control, self._topology, step)
                 attached.searching(True)
             self._begun_s = time.perf_counter()
             return
@@ -551,12 +662,12 @@ class _Tuning:
                 self._told_s = time.monotonic()
                 tell_progress(logger, describe_progress(self._session))
         knobs, done = control.broadcast(told)
-        attached.run(knobs, self._lanes)
+        attached.run(knobs, lanes)
         if done:
             self._active = False
             self._end()
-            if knobs.gathers or knobs.scatters:
-                self._to_measure, self._lanes.losses = MEASURED_STEPS, (Loss(), Loss())
+            if lanes is not None and (knobs.gathers or knobs.scatters):
+                self._to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
         self._begun_s = time.perf_counter()
 
     def _measure(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
@@ -574,31 +685,45 @@ class _Tuning:
         if lanes.control.rank == 0:
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(told), MEASURED_STEPS)
 
-    def _streams(self, lanes: ShardLanes) -> tuple[int, ...]:
-        streams = tuple(n for n in STREAMS if n <= lanes.most_streams) if self._settings.streams is None else ()
-        return tuple(sorted({self._attached.knobs.streams, *streams}))
+    def _may_try(self) -> tuple[tuple[int, ...], int, int]:
+        """Numbers of streams, most scatters under way, and memory that is left for the rest."""
+        attached, lanes, memory_bytes = self._attached, self._lanes, self._settings.fsdp_memory
+        streams: tuple[int, ...] = ()
+        scattering = MOST_SCATTERING
+        if lanes is not None:
+            streams = tuple(n for n in STREAMS if n <= lanes.most_streams)
+        else:
+            streams, scattering = attached.pytorch_can()
+            if attached.on_accelerator and len(streams) > 1:
+                streams = streams if memory_bytes >= COMMUNICATOR_BYTES else ()
+                memory_bytes -= COMMUNICATOR_BYTES if streams else 0
+        if self._settings.streams is not None:
+            streams = ()
+        return tuple(sorted({attached.knobs.streams, *streams})), scattering, memory_bytes
 
-    def _begin(self, lanes: ShardLanes, topology: str, step: ShardedStep | None) -> ShardSession:
+    def _begin(self, control: ControlPlane, topology: str, step: ShardedStep | None) -> ShardSession:
         attached, settings = self._attached, self._settings
         wholes = attached.whole_bytes
         default = attached.knobs
-        lossy = self._allowed(lanes)
+        lossy = self._allowed()
+        streams, scattering, memory_bytes = self._may_try()
         space = ShardSpace(
             modules=len(wholes),
-            streams=self._streams(lanes),
+            streams=streams,
             whole_bytes=wholes,
             dropped=attached.dropped,
-            memory_bytes=settings.fsdp_memory,
+            memory_bytes=memory_bytes,
             node_ranks=0 if attached.near is None else attached.node_ranks,
             lossy=lossy,
+            scattering=scattering,
         )
         if topology:
             sizes = [[_description(each.group), _bytes_of(each.group)] for each in attached.sharded]
             self._key = ShardsKey(
                 topology=topology,
-                ranks=lanes.control.size,
+                ranks=control.size,
                 model=digest("sharded model", canonical_json(sizes))[:32],
-                transport=lanes.kind.value,
+                transport=attached.carriers if self._lanes is None else self._lanes.kind.value,
                 versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
                 fixed={
                     name: value for name, value in fixed_knobs(settings, lossy).items() if name in ("streams", "lossy")
@@ -611,12 +736,14 @@ class _Tuning:
                 _write_step(RecordedStep(step=step, space=space, setting=default), Path(settings.profile.folder))
         return ShardSession(space, default, budget=settings.warmup_iterations, first=first, step=step)
 
-    def _allowed(self, lanes: ShardLanes) -> tuple[str, ...]:
+    def _allowed(self) -> tuple[str, ...]:
         """Those compressors that the user allows which can pack shards here."""
         names, why = self._settings.lossy, ""
         if any(self._attached.given):
             names, why = (), "attach() was told how shards are packed"
-        elif lanes.kind is TransportKind.SHARED_MEMORY:
+        elif self._lanes is None:
+            names, why = (), "PyTorch carries the shards"
+        elif self._shares_memory:
             names, why = (), "ranks that share memory send each other nothing"
         if why and self._settings.lossy:
             logger.info("SIRTAKI_LOSSY is left aside: %s", why)
@@ -644,7 +771,7 @@ class _Tuning:
 
     def _memory_advice(self, space: ShardSpace) -> str:
         """What a step need not send if parameters were kept for which more memory must be allowed; empty if nothing."""
-        attached, lanes = self._attached, self._lanes
+        attached = self._attached
         left = tuple(place for place in space.dropped if place not in (*attached.knobs.kept, *attached.knobs.near))
         who, knobs = "modules kept their", replace(attached.knobs, kept=space.dropped, near=())
         if attached.node_ranks:
@@ -654,7 +781,7 @@ class _Tuning:
                 replace(attached.knobs, near=tuple(sorted((*attached.knobs.near, *left)))),
             )
         needed = space.extra_bytes(knobs)
-        if lanes is None or lanes.kind is TransportKind.SHARED_MEMORY or needed <= space.memory_bytes:
+        if self._shares_memory or needed <= space.memory_bytes:
             return ""
         dropped = sum(space.whole_bytes[place] for place in left)
         scattered = sum(_bytes_of(each.group)[1] for each in attached.sharded)
@@ -703,14 +830,16 @@ class _Connections:
     """What carries shards between the ranks of each group of a model; refers to no module of it.
 
     Attributes:
-        lanes: by the ranks of the group; not of those of one rank.
+        controls: what the ranks of a group agree by, by these; not of those of one rank.
+        lanes: the same of what carries their shards; empty where PyTorch does.
         searching: the tuner has not decided yet; on the rank that decides.
     """
 
     searching = False
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, *, carries: bool) -> None:
+        self._settings, self._carries = settings, carries
+        self.controls: dict[Ranks, ControlPlane] = {}
         self.lanes: dict[Ranks, ShardLanes] = {}
         self._meshes: list[Communicator] = []
 
@@ -722,47 +851,51 @@ class _Connections:
             TransportError: on all ranks, no connections can be opened.
         """
         ranks, settings = _ranks_of(process_group), self._settings
-        if len(ranks) == 1 or ranks in self.lanes:
+        spread_again = all(_ranks_of(group.mesh_info.shard_process_group) != ranks for group in groups)
+        if len(ranks) == 1 or ranks in self.controls or (spread_again and not self._carries):
             return
         mesh = open_beside(settings, process_group)
         self._meshes.append(mesh)
-        lanes = open_shards(mesh, settings=settings, timeout_s=settings.transport_timeout_s)
-        lanes.control.require_equal(str([_description(group) for group in groups]), "the sharded model")
-        lanes.control.require_equal(str(packing), "how shards are packed")
-        self.lanes[ranks] = lanes
-        gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
-        spread_again = all(_ranks_of(group.mesh_info.shard_process_group) != ranks for group in groups)
-        lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if spread_again else scattered)
-        if lanes.control.rank == 0 and not spread_again:
+        control = control_of(mesh, settings)
+        control.require_equal(str([_description(group) for group in groups]), "the sharded model")
+        control.require_equal(str((packing, self._carries)), "how shards are packed, and what carries them")
+        self.controls[ranks] = control
+        how = _of_pytorch(groups)
+        if self._carries:
+            lanes = self.lanes[ranks] = open_shards(control, settings=settings, timeout_s=settings.transport_timeout_s)
+            gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
+            lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if spread_again else scattered)
             how, streams = "shared memory", untuned_streams(lanes, settings)
             if lanes.peers < len(ranks) - 1:
                 how = f"shared memory within nodes, {streams} connections from each rank to every other node"
             elif lanes.kind is not TransportKind.SHARED_MEMORY:
                 how = f"{streams} connections to each other rank"
+        if control.rank == 0 and not spread_again:
             then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
         """The model is gone: closes them when it is gone on the other ranks, too, and does not wait for that."""
         atexit.unregister(self.close)
-        if self.lanes:  # else this process is ending, and has closed them
+        if self.controls:  # else this process is ending, and has closed them
             threading.Thread(target=self.close, name="sirtaki-leave").start()
 
     def close(self) -> None:
         """Collective in so far as ranks take leave of each other, for some seconds at most."""
-        lanes, self.lanes = self.lanes, {}
+        lanes, self.lanes, controls, self.controls = self.lanes, {}, self.controls, {}
         if self.searching:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
-        for mesh, each in zip(self._meshes, lanes.values(), strict=False):
+        for mesh, (ranks, control) in zip(self._meshes, controls.items(), strict=False):
             deadline_s = time.monotonic() + LEAVE_S
             with suppress(CommError):  # then all know already
-                test = each.control.comm.barrier()
+                test = control.comm.barrier()
                 poll_until(lambda: test() or time.monotonic() > deadline_s, failures=mesh.failures)  # noqa: B023 - called here
                 if not test():
                     mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
             mesh.free()
-            each.close()
+            if ranks in lanes:
+                lanes[ranks].close()
 
 
 class _Use:
@@ -798,27 +931,27 @@ class _Gather:
     """FSDP's `AllGather` for one module."""
 
     def __init__(self, attached: Attached, group: _Group) -> None:
-        self.attached, self._group = attached, group
+        self._attached, self._group = attached, group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP asks for the memory of each whole module's parameters."""
         (numel,) = size
-        lanes = self.attached.lanes(self._group._all_gather_process_group)
+        lanes = self._attached.lanes(self._group._all_gather_process_group)
         return torch.empty(numel, dtype=dtype, device=device) if lanes is None else lanes.gather_memory(numel, dtype)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Never waits, whatever FSDP asks for: it waits for what it gets when it uses the parameters."""
-        lanes = self.attached.lanes(group)
+        lanes = self._attached.lanes(group)
         if lanes is None:  # a group that the mesh did not have when it was attached
             work: dist.Work | None = dist.all_gather_into_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
             return work
-        self.attached.note_gather(self._group)
-        codec, _ = self.attached.packing
-        return GatherWork(self.attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
+        self._attached.note_gather(self._group)
+        codec, _ = self._attached.packing
+        return GatherWork(self._attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
 
 
 class _Scatter:
@@ -875,6 +1008,20 @@ class _Scatter:
                 for each in group.fsdp_params
             )
         )
+
+
+class _NotedScatter:
+    """FSDP's `ReduceScatter` for one module whose shards Sirtaki does not carry: says that gradients leave."""
+
+    def __init__(self, attached: Attached, carrier: Any, number: int) -> None:
+        """Of whatever FSDP would have asked."""
+        self._attached, self.carrier, self._number = attached, carrier, number
+        self.allocate = carrier.allocate
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Does what the carrier does."""
+        self._attached.note_scatter(self._number)
+        return self.carrier(*args, **options)
 
 
 MOST_LATENCY = 0.5
@@ -961,6 +1108,10 @@ def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:
     return (ReduceOp.SUM, 1.0) if kind == TorchOp.SUM else None
 
 
+_MARK = "_sirtaki_attached"
+"""Attribute of FSDP's groups: who has attached them."""
+
+
 def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
     """Those that have parameters to shard, each group of parameters once.
 
@@ -976,10 +1127,8 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
             if id(group) in seen:  # fully_shard([one, other])
                 continue
             seen.add(id(group))
-            if isinstance(group._all_gather_comm, _Gather):
+            if hasattr(group, _MARK):
                 raise ConfigError("this model has been attached already")
-            if group.device.type != "cpu":
-                raise ConfigError(f"attach() takes parameters on the CPU, not on {group.device}")
             yield _Sharded(module, group)
 
 
@@ -989,10 +1138,17 @@ def _drop_gather(group: _Group) -> None:
         group._all_gather_result = None
         if result.all_gather_work is not None:
             result.all_gather_work.wait()
+        group._wait_all_gather_streams_on_event(result.all_gather_event)  # before the next gather gets its memory
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _of_pytorch(groups: Sequence[_Group]) -> str:
+    """Which backends of PyTorch's would carry their shards, in words."""
+    names = {group.mesh_info.shard_process_group._get_backend(group.device).name() for group in groups}
+    return f"PyTorch's {' and '.join(sorted(names))}"
 
 
 def _description(group: _Group) -> list[tuple[Any, ...]]:
@@ -1034,8 +1190,8 @@ def attached(model: nn.Module) -> Attached | None:
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         for group in getattr(state, "_fsdp_param_groups", ()):
-            if isinstance(group._all_gather_comm, _Gather):
-                return group._all_gather_comm.attached
+            if found := getattr(group, _MARK, None):
+                return cast(Attached, found)
     return None
 
 

@@ -29,6 +29,10 @@ from sirtaki.torch import fsdp
 from sirtaki.torch.compression import Compression
 
 STEPS = 5
+CARRIES = os.environ.get("SIRTAKI_TEST_CARRIES") != "0"
+"""Whether Sirtaki carries the shards of the cases' models; else PyTorch does, and Sirtaki sets when."""
+
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 Make = Callable[[], nn.Module]
 
 
@@ -65,23 +69,25 @@ class Tower(nn.Module):
 
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    return model(batch(rank, step, 6, 5, dtype=dtype)).double().square().mean()
+    parameter = next(model.parameters())
+    inputs = batch(rank, step, 6, 5, dtype=parameter.dtype).to(parameter.device)
+    return model(inputs).double().square().mean()
 
 
 def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = True, **options: Any) -> nn.Module:
     """Collective."""
-    mesh = mesh or init_device_mesh("cpu", (len(ranks()),))
+    mesh = mesh or init_device_mesh(DEVICE, (len(ranks()),))
+    model.to(DEVICE)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if attach:
-        fsdp.attach(model)
+        fsdp.attach(model, carries=None if CARRIES else False)
     return model
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def trains_alike(
@@ -265,9 +271,9 @@ def keeping(model: nn.Module) -> nn.Module:
 
     def choose(module: nn.Module, args: object) -> None:
         lanes = found.lanes(dist.group.WORLD)
-        assert lanes is not None
+        assert (lanes is not None) == CARRIES
         places = {"kept" if found.near is None else "near": found.dropped}
-        found.run(ShardKnobs(streams=1, ahead=2, scattering=2, **places), lanes)
+        found.run(ShardKnobs(streams=1 if CARRIES else 2, ahead=2, scattering=2, **places), lanes)
 
     model.register_forward_pre_hook(choose)
     return model
@@ -396,6 +402,8 @@ def what_does_not_fit_is_refused() -> None:
     raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
     packing = {"scatters": Compression.int8} if dist.get_rank() == 0 else {}
     raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
+    for wrong in ({"carries": False, "gathers": Compression.int8}, {"carries": dist.get_rank() > 0}):
+        raises((ConfigError, MismatchError), "carries", functools.partial(fsdp.attach, model, **wrong))
     for other, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
         raises(ConfigError, says, functools.partial(fsdp.attach, other))
     raises(MismatchError, "the sharded model", lambda: sharded(Tower(blocks=1 + (dist.get_rank() == 0))))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from ranks.fsdp_attached import Tower, loss, sharded, trains_alike
+from ranks.fsdp_attached import DEVICE, Tower, loss, sharded, trains_alike
 from torch import nn
 
 from sirtaki.torch import fsdp
@@ -54,6 +54,7 @@ def main(which: str, word: str, evaluated: str = "") -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    os.environ.setdefault("NCCL_HOSTID", os.environ.get("OMPI_COMM_WORLD_RANK", ""))  # ranks of a test share a GPU
+    dist.init_process_group("gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:nccl")
     main(*sys.argv[1:])
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh, poll_until
 from sirtaki.comm.shards import ShardLanes, ShardWork
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
-from sirtaki.engine.lanes import open_lanes, open_shards
+from sirtaki.engine.lanes import control_of, open_lanes, open_shards
 from sirtaki.errors import CommError, PeerFaultError, PeerLostError
 from sirtaki.settings import Settings
 
@@ -181,7 +181,9 @@ class GroupLanes:
     def _run_gathers(self) -> None:
         under_way: deque[TensorGather] = deque()
         try:
-            lanes = self._shards = open_shards(self._gathering, settings=self._settings, timeout_s=self._timeout_s)
+            lanes = self._shards = open_shards(
+                control_of(self._gathering, self._settings), settings=self._settings, timeout_s=self._timeout_s
+            )
             lanes.reserve(shard_bytes=PIECE_BYTES)
             while True:
                 if under_way and (len(under_way) == AT_ONCE or self._gathers.empty()):

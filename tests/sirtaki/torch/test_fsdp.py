@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import RunRanks
 from msgspec import structs
-from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.autotune.sharded import ShardKnobs, ShardSession, ShardSpace
@@ -23,6 +23,9 @@ SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
 
 JOBS = (
     Job(2, env=SHARED),
+    integration(Job(2, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
+    slow(Job(3, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
+    slow(Job(4, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
     slow(Job(3, "sockets", env=SOCKETS)),
     slow(Job(3, env=SHARED)),
     slow(Job(4, "sockets", env=SOCKETS)),
@@ -91,6 +94,29 @@ def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_pro
     found = settings_run(run_ranks, "fast", "2 kept", ranks=ranks, **env, SIRTAKI_FSDP_MEMORY="1")
     assert not any("2 kept" in setting for setting in found)
     assert len(set(found)) > 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("word", ["2 kept", "2 streams"])
+def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, word: str, device: str) -> None:
+    carried = {"SIRTAKI_TEST_CARRIES": "0", "TEST_DEVICE": device, "SIRTAKI_FSDP_MEMORY": "300MiB"}
+    found = settings_run(run_ranks, "fast", word, **carried, SIRTAKI_WARMUP_ITERATIONS="110")
+    backend = "gloo" if device == "cpu" else "nccl"
+    assert found[0] == f"PyTorch's {backend}, 1 stream, gathers 0 ahead and 1 behind"
+    assert word in found[-1]
 
 
 @pytest.mark.integration
