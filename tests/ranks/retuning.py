@@ -137,7 +137,7 @@ def play(seed: int, iterations: int) -> None:
 
 def get_slower() -> None:
     """From some iteration on every unit takes longer on its way."""
-    state = {"pause_s": 0.015}
+    state = {"pause_s": 0.03}
     wait_for = Router.wait_for
 
     def slow(self: Router, works: list[object], **options: object) -> bool:
