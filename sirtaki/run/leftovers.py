@@ -3,11 +3,13 @@
 `python -m sirtaki.run.leftovers PID SECONDS` is a janitor: it outlives the launcher, or the agent of an elastic job,
 that has started it. mpiexec is asked to end when its launcher dies (`Supervisor`), but may die of the closed output
 before it has cleaned up, and may kill its ranks before they have. On standard input come the processes of ranks on this
-host, a line each, with a minus once they have ended, and "done" if the starter has seen to everything itself.
+host, a line each, with a minus once they have ended, and "done" if the starter has seen to everything itself. Meanwhile
+it looks now and then at what they have in shared memory, as they may all be gone when it hears that the starter is.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -139,15 +141,23 @@ class Janitor:
 def main() -> None:
     """The janitor; returns when its starter has, or when nothing of the job is left on this host."""
     own, end_s = int(sys.argv[1]), float(sys.argv[2])
-    sessions = {own}
-    for line in sys.stdin:
-        if line == "done\n":
+    sessions, segments = {own}, set[Path]()
+    said, pause_s = "", 0.5
+    while True:
+        if not select.select([0], [], [], pause_s)[0]:
+            segments.update(*map(mapped_segments, session_members(sessions)))
+            pause_s = min(2.0 * pause_s, 60.0) if segments else min(1.2 * pause_s, 5.0)
+            continue
+        if not (heard := os.read(0, 1 << 16)):
+            break
+        *lines, said = (said + heard.decode()).split("\n")
+        if "done" in lines:
             return
-        if line.startswith("-"):
-            sessions.discard(-int(line))
-        else:
-            sessions.add(int(line))
-    segments: set[Path] = set()
+        for line in lines:
+            if line.startswith("-"):
+                sessions.discard(-int(line))
+            else:
+                sessions.add(int(line))
     deadline_s = time.monotonic() + end_s
     while left := session_members(sessions):
         segments.update(*map(mapped_segments, left))

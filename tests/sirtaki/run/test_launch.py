@@ -304,18 +304,20 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 
 @pytest.mark.integration
 def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, script):
-    """Whoever would clean up is killed soon, as a machine under load may do it."""
+    """Whoever would clean up is killed with them."""
     with hanging(environ, script) as job:
         own = left_behind(environ)
         segments = set().union(*(mapped_segments(pid) for pid in own))
         folders = [Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in own]
         assert any(path.exists() for path in [*segments, *folders])
-        job.kill()
-        time.sleep(0.3)
-        for pid in own:
+        (janitor,) = [pid for pid in own if "leftovers" in Path(f"/proc/{pid}/cmdline").read_text()]
+        time.sleep(2.0)  # it looks now and then
+        os.kill(int(janitor), signal.SIGSTOP)  # it has no time to look again
+        for pid in {*own, str(job.pid)} - {janitor}:
             with contextlib.suppress(OSError):
-                if int(pid) != job.pid and "leftovers" not in Path(f"/proc/{pid}/cmdline").read_text():
-                    os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.5)
+        os.kill(int(janitor), signal.SIGCONT)
     deadline = time.monotonic() + 20
     while any(path.exists() for path in [*segments, *folders]) and time.monotonic() < deadline:
         time.sleep(0.1)
