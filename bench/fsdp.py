@@ -306,7 +306,7 @@ def main() -> int:
     report = Report(name=name.replace("-", "_"))
     for case in args.cases:
         options = {
-            "contenders": args.contenders,
+            "contenders": [GLOO, *(name for name in args.contenders if name != GLOO)],  # what they are held against
             "expected": args.expected,
             "rounds": args.rounds or (2 if args.quick else 3),
             "steps": args.steps or (10 if case == "host" else 1),
