@@ -450,6 +450,13 @@ class Attached:
             own = self._scatter_groups[_ranks_of(mesh.shard_process_group)]
             mesh.reduce_scatter_process_group = own if knobs.streams > 1 else None
 
+    def settle(self) -> None:
+        """Collective, between two steps: the setting is the last one. A communicator that it does not use ends."""
+        if self._scatter_groups is not None and self.knobs.streams == 1:
+            for own in self._scatter_groups.values():
+                dist.destroy_process_group(own)
+            self._scatter_groups = None
+
     def pytorch_can(self) -> tuple[tuple[int, ...], int]:
         """Numbers of communicators, and most scatters under way, that may be tried where PyTorch carries the shards.
 
@@ -665,6 +672,7 @@ class _Tuning:
         attached.run(knobs, lanes)
         if done:
             self._active = False
+            attached.settle()
             self._end()
             if lanes is not None and (knobs.gathers or knobs.scatters):
                 self._to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())

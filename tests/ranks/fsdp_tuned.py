@@ -46,6 +46,8 @@ def main(which: str, word: str, evaluated: str = "") -> None:
 
     steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # a proof that has begun is ended
     trains_alike(model, Tower(blocks=2), steps=steps, tolerance=1e-11, before_update=evaluate)
+    own = [each for each in dist.distributed_c10d._world.pg_map if each.group_desc == "fsdp_reduce_scatter"]
+    assert len(own) == ("PyTorch" in seen[-1] and "2 streams" in seen[-1]), "a communicator that is not used stays"
     every: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(every, seen)
     assert all(each == seen for each in every), "ranks ran different settings"
