@@ -359,9 +359,9 @@ class Attached:
             self._keep(False)
         if number is not None:
             self._used.append(number)
-            if not self._carries and self._own_prefetch and number in (self._order or ()):  # else gathers say it
-                assert self._order is not None
-                place = self._order.index(number)
+            order = self._order or []
+            if not self._carries and self._own_prefetch and number in order:  # else gathers say it themselves
+                place = order.index(number)
                 self._ahead += [each.group for each in self.sharded[place + 1 : place + 1 + self.knobs.ahead]]
             if self.trace is not None and torch.is_grad_enabled():
                 self.trace.note(number)
@@ -791,6 +791,7 @@ class _Tuning:
         needed = space.extra_bytes(knobs)
         if self._shares_memory or needed <= space.memory_bytes:
             return ""
+        needed += COMMUNICATOR_BYTES if attached.on_accelerator else 0  # with so much one is tried, too
         dropped = sum(space.whole_bytes[place] for place in left)
         scattered = sum(_bytes_of(each.group)[1] for each in attached.sharded)
         less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
