@@ -145,6 +145,13 @@ class ShardLanes(ABC):
         If nothing is scattered (0), `gather_memory` has nothing that is shared.
         """
 
+    def within_node(self, *, shard_bytes: int) -> ShardLanes | None:
+        """Collective: lanes of their own for gathers between the ranks of this node, whose largest shard is so large.
+
+        They are closed with these; None = nodes have one rank, or there is one node.
+        """
+        return None
+
     def use(self, streams: int) -> None:  # noqa: B027 - where there are no connections
         """Collective, with nothing under way: from now on cuts what is submitted over so many connections.
 
@@ -559,11 +566,8 @@ class _OverNodes(ShardLanes):
     def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
         super().__init__(control, router, timeout_s=timeout_s)
 
-        def level(ranks: Communicator, kind: TransportKind) -> ShardLanes:
-            return open_shard_lanes(control.of_subset(ranks), timeout_s=timeout_s, kind=kind)
-
-        self._within = [level(control.node, TransportKind.SHARED_MEMORY) for _ in range(2)]
-        self._across = [level(control.cross, TransportKind.GLOO) for _ in range(2)]
+        self._within = [self._level(control.node, TransportKind.SHARED_MEMORY) for _ in range(2)]
+        self._across = [self._level(control.cross, TransportKind.GLOO) for _ in range(2)]
         self._finishers = [_Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")]
         self.most_streams = min(lanes.most_streams for lanes in self._across)
         self.peers = control.cross_size - 1
@@ -571,6 +575,15 @@ class _OverNodes(ShardLanes):
     def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:
         self._within[0].reserve(shard_bytes=shard_bytes)
         self._within[1].reserve(shard_bytes=0, whole_bytes=whole_bytes // self.control.cross_size)
+
+    def _level(self, ranks: Communicator, kind: TransportKind) -> ShardLanes:
+        return open_shard_lanes(self.control.of_subset(ranks), timeout_s=self._timeout_s, kind=kind)
+
+    def within_node(self, *, shard_bytes: int) -> ShardLanes:
+        lanes = self._level(self.control.node, TransportKind.SHARED_MEMORY)
+        lanes.reserve(shard_bytes=shard_bytes)
+        self._within.append(lanes)
+        return lanes
 
     def use(self, streams: int) -> None:
         for lanes in self._across:

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -42,6 +43,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp as TorchOp
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 import sirtaki
 from sirtaki.autotune.sharded import (
@@ -205,11 +208,11 @@ class Attached:
         self._connections = _Connections(settings, carries=carries)
         self._pending: list[ShardWork] = []  # scatters that nobody has waited for
         self._used: list[int] = []  # modules in this forward pass, in order
-        self._order: list[int] | None = None  # of the modules in each forward pass; empty = it changes
-        # In that order, with the mesh that FSDP would spread parameters over after the forward pass; None = they stay.
-        self._resharding: list[tuple[_Group, Any]] = []
-        self.near: Any = None  # the same, so that each node keeps all of them; None = there is none
-        self._in_forward = False  # of the whole model
+        self._order: list[int] | None = None  # of the modules in each forward pass; empty = there is none
+        self._places: dict[_Group, int] = {}  # in that order
+        self.near: ShardLanes | None = None  # between the ranks of a node, which keep parameters together
+        self._kept: dict[_Group, torch.Tensor] = {}  # whole parameters, or this rank's part of them
+        self._in_forward = self._with_gradients = False  # in a pass of the whole model
         self._ahead: list[_Group] = []  # gathered in a forward pass, used or not
         self._scattered = False  # gradients, since the model was called
         self.trace: StepTrace | None = None  # of this step, if it is to be known
@@ -228,10 +231,11 @@ class Attached:
         if self.node_ranks:
             (lanes,) = self._connections.lanes.values()
             if lanes.control.broadcast(settings.tunes and settings.fsdp_memory > 0):
-                self.near = _mesh_within_nodes(groups, self.node_ranks)
-                self._connections.open(self.near.shard_process_group, groups, packing)
+                largest = max(gathered for gathered, _ in map(_bytes_of, groups))
+                self.near = lanes.within_node(shard_bytes=-(-largest // self.node_ranks))
         # Models are garbage-collected at different times on different ranks, in the middle of anything.
         weakref.finalize(model, self._connections.leave).atexit = False
+        weakref.finalize(model, _before_updates(self).remove).atexit = False
         atexit.register(self._connections.close)
         if not self._connections.controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
@@ -244,6 +248,7 @@ class Attached:
                 each.module.set_custom_all_gather(_Gather(self, each.group))
                 each.module.set_custom_reduce_scatter(_Scatter(self, each.group, number))
             else:
+                each.module.set_custom_all_gather(_Gather(self, each.group, each.group._all_gather_comm))
                 each.module.set_custom_reduce_scatter(_NotedScatter(self, each.group._reduce_scatter_comm, number))
         for module in modules:
             module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
@@ -255,12 +260,6 @@ class Attached:
         (mesh, *others) = {each.mesh_info.mesh: each.mesh_info for each in groups}.values()
         lanes = None if others or mesh.mesh.ndim > 1 else self.lanes(mesh.shard_process_group)
         if lanes is None or lanes.peers == lanes.control.size - 1 or lanes.control.size < dist.get_world_size():
-            return 0
-        parameters = [each for group in groups for each in group.fsdp_params]
-        if any(
-            each.is_dtensor or each.fsdp_placement.dim or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
-            for each in parameters
-        ):
             return 0
         return lanes.control.local_size if len(self._connections.lanes) == 1 else 0
 
@@ -315,34 +314,21 @@ class Attached:
         else:
             self.trace.wait(work)
 
-    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_forward(self, module: nn.Module, args: object) -> None:
-        """The model is called; nothing is under way if gradients have been scattered since it was the last time.
-
-        How its modules were used the last time says what to gather ahead.
-        """
+        """The model is called; nothing is under way if gradients have been scattered since it was the last time."""
         if torch._C._current_graph_task_id() != -1:
             return
         self.wait()  # for what a backward pass that has failed has left
         self.drop_gathered_ahead()
-        self._drop_kept()
+        self.drop_kept()
         self._in_forward = True
-        used, self._used = self._used, []
-        if used and self._order is None and len(set(used)) == len(used):
-            self._order = used
-            self._resharding = [(each.group, each.group.post_forward_mesh_info) for each in self.sharded]
-            self._set_ahead()
-        elif used and self._order and self._order != used:
-            logger.debug("modules are used in another order than before: none is gathered ahead any more")
-            self._order = []
-            for each in self._sharded:
-                self._set_prefetch(each, [], [])
-        if self._scattered and torch.is_grad_enabled():  # an evaluation may come before the step ends
+        self._with_gradients, self._used = torch.is_grad_enabled(), []
+        if self._scattered and self._with_gradients:  # an evaluation may come before the step ends
             self._scattered = False
             if self._order:
                 self._tuning.end_step()
-        self._keep(torch.is_grad_enabled())
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -350,54 +336,86 @@ class Attached:
             self.drop_gathered_ahead()
             if self.trace is not None and torch.is_grad_enabled():
                 self.trace.note()
+            if output is not None and self._with_gradients:  # else it has failed
+                self._compare_order(self._used)
+
+    def _compare_order(self, used: list[int]) -> None:
+        """How modules were used in a pass with gradients says what to gather ahead in the next one."""
+        if self._order == [] or not used:
+            return
+        why = "modules are used in another order than before"
+        if self._order is None:
+            self._order, why = used, "modules are used more than once in a forward pass"
+            if len(set(used)) == len(used):
+                self._places = {each.group: place for place, each in enumerate(self.sharded)}
+                self._set_ahead()
+                return
+        if self._order != used or len(set(used)) < len(used):
+            self._order, self._places = [], {}
+            for each in self._sharded:
+                self._set_prefetch(each, [], [])
+            self._tuning.give_up(why)
 
     def use(self, number: int | None) -> None:
         """A module is about to be used in a forward pass, of the model or of a part of it."""
         if not self._in_forward:
             self.drop_gathered_ahead()
-            self._drop_kept()
-            self._keep(False)
-        if number is not None:
+        elif number is not None:
             self._used.append(number)
-            order = self._order or []
-            if not self._carries and self._own_prefetch and number in order:  # else gathers say it themselves
-                place = order.index(number)
-                self._ahead += [each.group for each in self.sharded[place + 1 : place + 1 + self.knobs.ahead]]
             if self.trace is not None and torch.is_grad_enabled():
                 self.trace.note(number)
 
     def note_gather(self, group: _Group) -> None:
-        """FSDP has its parameters gathered by Sirtaki, perhaps ahead."""
+        """FSDP has its parameters gathered, perhaps ahead."""
         if group._training_state.name == "FORWARD":
             self._ahead.append(group)
-        elif group.is_sharded_post_forward and torch._C._current_graph_task_id() != -1:
-            # If it is not used in this backward pass, FSDP would take it for one that all ranks have had part in.
-            Variable._execution_engine.queue_callback(self._drop_kept)
 
     def drop_gathered_ahead(self) -> None:
         """What was gathered in a forward pass and not used in it would be old after the next step, and FSDP use it."""
         ahead, self._ahead = self._ahead, []
         for group in ahead:
-            _drop_gather(group)
+            if _drop_gather(group):
+                self._kept.pop(group, None)
 
-    def _drop_kept(self) -> None:
-        """What was kept for a backward pass that has not come would be old after the next step, and FSDP use it."""
-        for group, mesh in self._resharding:
-            ours = group.post_forward_mesh_info is not mesh
-            stays = not group.reshard_after_backward and not group.is_sharded_post_forward
-            if ours and not stays and group._training_state.name == "IDLE":
-                _drop_gather(group)
-                group._to_sharded()
+    # ── parameters that are kept for the backward pass ───────────────────────────────────────────────────────────
+    #
+    # FSDP knows nothing of it: it puts the parameters away after the forward pass, and gathers them for the backward
+    # pass. What was gathered for the former is then handed to it again, and nothing sent.
 
-    def _keep(self, keeps: bool) -> None:
-        """Whether modules keep parameters as the setting says: in passes of the whole model with a backward pass."""
-        kept, near = (frozenset(places if keeps else ()) for places in (self.knobs.kept, self.knobs.near))
-        for place, (group, mesh) in enumerate(self._resharding):
-            if mesh is not None and place in kept:
-                mesh = None
-            elif mesh is group.mesh_info and place in near:
-                mesh = self.near
-            group.post_forward_mesh_info = mesh
+    def keeper_of(self, group: _Group) -> ShardLanes | bool:
+        """Who keeps what is about to be gathered: the ranks of a node, which these lanes are between, or each rank."""
+        if not (self._in_forward and self._with_gradients) or torch._C._current_graph_task_id() != -1:
+            return False
+        place = self._places.get(group)
+        if place is None or not _is_gathered_again(group):
+            return False
+        if place in self.knobs.near and self.near is not None:
+            return self.near
+        return place in self.knobs.kept
+
+    def keep(self, group: _Group, values: torch.Tensor) -> None:
+        """For the backward pass that follows: whole parameters, or this rank's part of those that its node keeps."""
+        self._kept[group] = values
+
+    def take_kept(self, group: _Group) -> torch.Tensor | None:
+        """What was kept for the backward pass in which this is called; once."""
+        if torch._C._current_graph_task_id() == -1 or not self._kept:
+            return None
+        Variable._execution_engine.queue_callback(self.drop_kept)  # with what this pass has not used
+        return self._kept.pop(group, None)
+
+    def drop_kept(self) -> None:
+        """It would be old after the next step."""
+        self._kept.clear()
+
+    def holds_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether parameters are kept that this optimizer updates."""
+        if not self._kept:
+            return False
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return any(id(each.sharded_param) in updated for group in self._kept for each in group.fsdp_params)
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def set(self, knobs: ShardKnobs) -> None:
         """From the next forward pass on; streams are set by who opens them."""
@@ -489,7 +507,7 @@ class Attached:
             now=self.knobs.streams,
             whole_bytes=max(gathered for gathered, _ in sizes),
             seconds=PROBES_SHARE * (time.perf_counter() - trace.begun_s),
-            near=None if self.near is None else self.lanes(self.near.shard_process_group),
+            near=self.near,
         )
         if link is None:
             return None
@@ -533,7 +551,7 @@ class Attached:
     @property
     def dropped(self) -> tuple[int, ...]:
         """Places of the modules whose parameters FSDP itself has gathered again for the backward pass."""
-        return tuple(place for place, (_, mesh) in enumerate(self._resharding) if mesh is not None)
+        return tuple(place for place, each in enumerate(self.sharded) if _is_gathered_again(each.group))
 
 
 def describe_progress(session: ShardSession) -> Progress:
@@ -637,6 +655,7 @@ class _Tuning:
         else:
             ahead = min(UNTUNED.ahead, max(1, modules - 1))
             attached.knobs = replace(UNTUNED, streams=untuned_streams(lanes, settings), ahead=ahead)
+        self._default = attached.knobs
 
     def end_step(self) -> None:
         """Collective: a step has ended, with nothing under way."""
@@ -677,6 +696,19 @@ class _Tuning:
             if lanes is not None and (knobs.gathers or knobs.scatters):
                 self._to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
         self._begun_s = time.perf_counter()
+
+    def give_up(self, why: str) -> None:
+        """Collective, with nothing under way: steps cannot be compared any more. The default stays if none is kept."""
+        if self._lanes is not None:
+            self._lanes.losses = None
+        if self._active and self._control is not None:
+            self._active, self._attached.trace = False, None
+            self._attached.searching(False)
+            self._attached.synchronize()
+            self._attached.run(self._default, self._lanes)
+            self._attached.settle()
+            if self._control.rank == 0:
+                logger.info("no settings are tried any more, the default stays: %s", why)
 
     def _measure(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
         """Collective: another step with packed shards was measured; after the last one rank 0 tells what it cost."""
@@ -922,13 +954,15 @@ class _Use:
 class GatherWork(dist.Work):
     """What FSDP waits for before it uses a module."""
 
-    def __init__(self, attached: Attached, work: ShardWork) -> None:
+    def __init__(self, attached: Attached, work: ShardWork, then: Callable[[], None]) -> None:
         super().__init__()
-        self._attached, self._work = attached, work
+        self._attached, self._work, self._then = attached, work, then
 
     def wait(self, timeout: object = None) -> bool:
         """Blocks until all shards have come; however long that takes, as FSDP names no limit."""
         self._attached.wait_for(self._work)
+        then, self._then = self._then, _nothing
+        then()
         return True
 
     def is_completed(self) -> bool:
@@ -937,30 +971,57 @@ class GatherWork(dist.Work):
 
 
 class _Gather:
-    """FSDP's `AllGather` for one module."""
+    """FSDP's `AllGather` for one module: hands over what was kept for the backward pass, and gathers what was not."""
 
-    def __init__(self, attached: Attached, group: _Group) -> None:
-        self._attached, self._group = attached, group
+    def __init__(self, attached: Attached, group: _Group, carrier: Any = None) -> None:
+        """The carrier is whatever FSDP would have asked; None = Sirtaki carries the shards."""
+        self._attached, self._group, self._carrier = attached, group, carrier
+        self._kept: torch.Tensor | None = None  # what the next gather gets instead
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether what it has allocated is nobody else's."""
+        return self._carrier is None or type(self._carrier).__name__ == "DefaultAllGather"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP asks for the memory of each whole module's parameters."""
         (numel,) = size
+        self._kept = kept = self._attached.take_kept(self._group)
+        if kept is not None and kept.numel() == numel:
+            return kept
+        if self._carrier is not None:
+            memory: torch.Tensor = self._carrier.allocate(size, dtype=dtype, device=device)
+            return memory
         lanes = self._attached.lanes(self._group._all_gather_process_group)
-        return torch.empty(numel, dtype=dtype, device=device) if lanes is None else lanes.gather_memory(numel, dtype)
+        if lanes is None or kept is not None or self._attached.keeper_of(self._group):
+            return torch.empty(numel, dtype=dtype, device=device)
+        return lanes.gather_memory(numel, dtype)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Never waits, whatever FSDP asks for: it waits for what it gets when it uses the parameters."""
-        lanes = self._attached.lanes(group)
-        if lanes is None:  # a group that the mesh did not have when it was attached
-            work: dist.Work | None = dist.all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
+        """Sirtaki never waits, whatever FSDP asks for: it waits for what it gets when it uses the parameters."""
+        attached, kept, self._kept = self._attached, self._kept, None
+        attached.note_gather(self._group)
+        if kept is not None and kept.numel() == output_tensor.numel():
+            return None
+        keeper = attached.keeper_of(self._group)
+        if keeper is True:
+            attached.keep(self._group, output_tensor)
+        lanes = attached.lanes(group)
+        if self._carrier is not None or lanes is None:  # the latter: a group that the mesh did not have before
+            gather = self._carrier or dist.all_gather_into_tensor
+            work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
-        self._attached.note_gather(self._group)
-        codec, _ = self._attached.packing
-        return GatherWork(self._attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec))
+        if kept is not None and attached.near is not None:
+            rows = output_tensor.chunk(attached.near.control.size)
+            return GatherWork(attached, attached.near.gather(rows, kept), _nothing)
+        codec, _ = attached.packing
+        then = partial(self._keep_part, keeper.control, output_tensor) if isinstance(keeper, ShardLanes) else _nothing
+        return GatherWork(attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec), then)
+
+    def _keep_part(self, control: ControlPlane, whole: torch.Tensor) -> None:
+        self._attached.keep(self._group, whole.chunk(control.size)[control.rank].clone())
 
 
 class _Scatter:
@@ -1141,13 +1202,25 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
             yield _Sharded(module, group)
 
 
-def _drop_gather(group: _Group) -> None:
-    """If one is under way."""
-    if (result := group._all_gather_result) is not None:
-        group._all_gather_result = None
-        if result.all_gather_work is not None:
-            result.all_gather_work.wait()
-        group._wait_all_gather_streams_on_event(result.all_gather_event)  # before the next gather gets its memory
+def _is_gathered_again(group: _Group) -> bool:
+    """Whether FSDP puts its parameters away after the forward pass, gathers them again, and they could be kept."""
+    put_away = group._reshard_after_forward and not group._use_post_forward_mesh
+    return put_away and group._all_gather_comm.can_keep
+
+
+def _nothing() -> None:
+    """What follows a gather of which no part is kept."""
+
+
+def _drop_gather(group: _Group) -> bool:
+    """Whether one was under way."""
+    if (result := group._all_gather_result) is None:
+        return False
+    group._all_gather_result = None
+    if result.all_gather_work is not None:
+        result.all_gather_work.wait()
+    group._wait_all_gather_streams_on_event(result.all_gather_event)  # before the next gather gets its memory
+    return True
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -1181,17 +1254,15 @@ def _bytes_of(group: _Group) -> tuple[int, int]:
     return gathered, scattered
 
 
-def _mesh_within_nodes(groups: Sequence[_Group], node_ranks: int) -> Any:
-    """Collective over all ranks: FSDP's mesh over the ranks of each node, which these groups may be spread over."""
-    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+def _before_updates(attached: Attached) -> RemovableHandle:
+    """Before an optimizer updates parameters that are kept, which would be old then: they are dropped."""
+    found = weakref.ref(attached)
 
-    mesh = _get_post_forward_mesh_info(node_ranks, groups[0].mesh_info)
-    for group in groups:
-        if group.post_forward_mesh_info is group.mesh_info:
-            for each in group.fsdp_params:
-                each.post_forward_mesh_info = mesh
-                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
-    return mesh
+    def drop_kept(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if (one := found()) is not None and one.holds_any(optimizer):
+            one.drop_kept()
+
+    return register_optimizer_step_pre_hook(drop_kept)
 
 
 def attached(model: nn.Module) -> Attached | None:

@@ -298,6 +298,55 @@ def parameters_that_are_kept_may_be_frozen_while_gradients_accumulate() -> None:
     trains_alike(keeping(sharded_with_memory(frozen())), frozen(), passes=2)
 
 
+def parameters_that_are_kept_are_not_gathered_for_the_backward_pass() -> None:
+    model = keeping(sharded_with_memory(Tower()))
+    found = fsdp.attached(model)
+    assert found is not None
+    lanes = found.lanes(dist.group.WORLD)
+    if lanes is None:  # PyTorch carries the shards
+        return
+    gather, gathered = lanes.gather, []
+    lanes.gather = lambda *args, **options: (gathered.append(0), gather(*args, **options))[1]  # type: ignore[method-assign]
+    counts = []
+    for step in range(3):  # five modules, of which the root stays whole
+        gathered.clear()
+        loss(model, dist.get_rank(), step).backward()
+        counts.append(len(gathered))
+    assert counts == [9, 7, 7], counts  # two modules are gathered before `choose` is called
+
+
+def a_forward_pass_without_a_backward_pass_leaves_sharded_parameters() -> None:
+    """A loss that is only logged, while modules keep their parameters."""
+    model, alone = keeping(sharded_with_memory(Tower())), Tower()
+    losses = []
+
+    def log_a_loss() -> None:
+        losses[:] = [loss(model, dist.get_rank(), 77)]
+        model.reshard()  # the root keeps its parameters, whoever carries them
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (model, alone)]
+        torch.testing.assert_close(*map(whole, norms))
+
+    trains_alike(model, alone, before_update=log_a_loss)
+
+
+def updates_between_forward_and_backward_pass_are_seen_as_without_sirtaki() -> None:
+    def wrap(model: nn.Module, *, attach: bool) -> nn.Module:
+        return keeping(sharded_with_memory(model)) if attach else sharded(model, attach=False)
+
+    models = [wrap(Tower(), attach=attach) for attach in (True, False)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss(model, dist.get_rank(), 0).backward()
+        for step in range(3):
+            found = loss(model, dist.get_rank(), step)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.backward()
+    for found, wanted in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(whole(found.grad), whole(wanted.grad))
+
+
 def parts_that_are_called_alone_keep_nothing() -> None:
     model, alone = keeping(sharded_with_memory(Tower())), Tower()
 
@@ -424,6 +473,9 @@ CASES = (
     tensors_may_be_parallel_beside_shards,
     modules_may_be_evaluated_between_steps_and_used_in_another_order,
     parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
+    parameters_that_are_kept_are_not_gathered_for_the_backward_pass,
+    a_forward_pass_without_a_backward_pass_leaves_sharded_parameters,
+    updates_between_forward_and_backward_pass_are_seen_as_without_sirtaki,
     parts_that_are_called_alone_keep_nothing,
     parameters_may_be_sharded_in_another_dimension,
     knobs_of_the_user_stay,

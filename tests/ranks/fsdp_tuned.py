@@ -1,25 +1,28 @@
 """A search over real steps of a sharded model, against one process. Started by test_fsdp.py.
 
 The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
-long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word the model is
-evaluated between backward pass and update. Rank 0 prints every setting that ran, in order.
+long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word, "evaluated", the
+model and a part of it are evaluated between backward pass and update, and some passes fail; with "reordered" modules
+are used in another order from step 20 on. Rank 0 prints every setting that ran, in order.
 """
 
+import functools
 import os
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from ranks.fsdp_attached import DEVICE, Tower, loss, sharded, trains_alike
+from ranks.fsdp_attached import DEVICE, Tower, forward_in, loss, sharded, trains_alike
 from torch import nn
 
 from sirtaki.torch import fsdp
 
 
-def main(which: str, word: str, evaluated: str = "") -> None:
-    model = sharded(Tower(blocks=2))
+def main(which: str, word: str, what: str = "") -> None:
+    model, alone = sharded(Tower(blocks=2)), Tower(blocks=2)
     seen: list[str] = []
     now_s = 0.0
 
@@ -36,16 +39,31 @@ def main(which: str, word: str, evaluated: str = "") -> None:
 
     def evaluate() -> None:
         nonlocal now_s
-        if not evaluated:
+        if what != "evaluated":
             return
         begun_s = now_s
         with torch.no_grad():
             loss(model, 0, 99)
+            model.blocks[1](torch.ones(2, 33, dtype=torch.float64, device=DEVICE))
         model.reshard()  # the root keeps its parameters, whoever carries them
+        if hasattr(model, "reset_iter_state"):  # else FSDP cannot go on after that
+            fails = model.blocks[1].register_forward_pre_hook(fail)
+            with suppress(ArithmeticError):
+                loss(model, 0, 98)
+            fails.remove()
+            model.reset_iter_state()
         now_s = begun_s
 
+    def reorder() -> None:
+        if what == "reordered" and len(steps_made) == 20:
+            for each in (model, alone):
+                each.forward = functools.partial(forward_in, each, list(each.blocks)[::-1])
+        steps_made.append(0)
+
+    steps_made: list[int] = []
+
     steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # a proof that has begun is ended
-    trains_alike(model, Tower(blocks=2), steps=steps, tolerance=1e-11, before_update=evaluate)
+    trains_alike(model, alone, steps=steps, tolerance=1e-11, before_update=evaluate, between=reorder)
     own = [each for each in dist.distributed_c10d._world.pg_map if each.group_desc == "fsdp_reduce_scatter"]
     assert len(own) == ("PyTorch" in seen[-1] and "2 streams" in seen[-1]), "a communicator that is not used stays"
     every: list[list[str]] = [[]] * dist.get_world_size()
@@ -53,6 +71,10 @@ def main(which: str, word: str, evaluated: str = "") -> None:
     assert all(each == seen for each in every), "ranks ran different settings"
     if dist.get_rank() == 0:
         print("\n".join(seen))
+
+
+def fail(module: nn.Module, args: object) -> None:
+    raise ArithmeticError
 
 
 if __name__ == "__main__":

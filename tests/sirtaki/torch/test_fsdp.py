@@ -120,6 +120,16 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
+def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(run_ranks: RunRanks) -> None:
+    env = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
+    job = run_ranks("fsdp_tuned.py", 2, "fast", "kept", "reordered", env=env, timeout_s=90)
+    found = job.stdout.splitlines()
+    assert any("kept" in setting for setting in found)
+    assert found[-1] == found[0]
+    assert "the default stays: modules are used in another order than before" in job.stderr
+
+
+@pytest.mark.integration
 def test_between_nodes_parameters_may_be_kept_by_each_node_where_memory_allows(run_ranks: RunRanks) -> None:
     near = "1 kept by each node"
     found = settings_run(run_ranks, "fast", near, ranks=4, SIRTAKI_LOCAL_SIZE="2", SIRTAKI_WARMUP_ITERATIONS="65")
