@@ -254,6 +254,8 @@ class Attached:
             module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
+        if model in modules:
+            self._note_methods(model, numbers.get(id(model)))
 
     def _node_ranks(self, groups: Sequence[_Group]) -> int:
         """How many ranks of each node can keep parameters together; 0 = they cannot."""
@@ -329,6 +331,23 @@ class Attached:
             self._scattered = False
             if self._order:
                 self._tuning.end_step()
+
+    def _note_methods(self, model: Any, number: int | None) -> None:
+        """Whole passes through methods that FSDP is told of (`register_fsdp_forward_method`), which have no hooks."""
+        state = model._get_fsdp_state()
+        begin, end = state._pre_forward, state._post_forward  # those that hooks call are bound already
+
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._begin_forward(module, args)
+            self.use(number)
+            return begin(module, args, kwargs)
+
+        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+            output = end(module, args, output)
+            self._end_forward(module, args, output)
+            return output
+
+        state._pre_forward, state._post_forward = pre_forward, post_forward
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch._C._current_graph_task_id() == -1:

@@ -3,7 +3,8 @@
 The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
 long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word, "evaluated", the
 model and a part of it are evaluated between backward pass and update, and some passes fail; with "reordered" modules
-are used in another order from step 20 on. Rank 0 prints every setting that ran, in order.
+are used in another order from step 20 on; with "method" the model is called through a method of its own. Rank 0 prints
+every setting that ran, in order.
 """
 
 import functools
@@ -17,12 +18,25 @@ import torch
 import torch.distributed as dist
 from ranks.fsdp_attached import DEVICE, Tower, forward_in, loss, sharded, trains_alike
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from sirtaki.torch import fsdp
 
 
+class Scoring(Tower):
+    """Is called through another method than `forward`, which FSDP is told of."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.score(inputs)
+
+    def score(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.forward(inputs)
+
+
 def main(which: str, word: str, what: str = "") -> None:
-    model, alone = sharded(Tower(blocks=2)), Tower(blocks=2)
+    model, alone = sharded((Scoring if what == "method" else Tower)(blocks=2)), Tower(blocks=2)
+    if what == "method":
+        register_fsdp_forward_method(model, "score")
     seen: list[str] = []
     now_s = 0.0
 
@@ -33,7 +47,7 @@ def main(which: str, word: str, what: str = "") -> None:
             seen.append(setting)
         now_s += 1.0 if (word in setting) == (which == "fast") else 2.0
 
-    model.register_forward_pre_hook(passes)
+    model.first.register_forward_pre_hook(passes)
     if which != "real":
         fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
 

@@ -120,6 +120,13 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
+def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks: RunRanks) -> None:
+    found = settings_run(run_ranks, "fast", "2 kept", "method")
+    assert "kept" not in found[0]
+    assert "2 kept" in found[-1]
+
+
+@pytest.mark.integration
 def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(run_ranks: RunRanks) -> None:
     env = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
     job = run_ranks("fsdp_tuned.py", 2, "fast", "kept", "reordered", env=env, timeout_s=90)
