@@ -27,6 +27,9 @@ STARTS_RANKS = {"mpiexec", "launch", "start"}
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
+PATIENCE = 2.0
+"""How many times as long as on a usual machine jobs may take before they count as standing still."""
+
 WHOLE_JOBS_UNTIL = "SIRTAKI_TEST_JOBS_UNTIL"
 """Environment variable: seconds since 1970; tests marked integration that would start later are skipped."""
 
@@ -40,7 +43,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make quick` leaves out what starts ranks."""
+    """`make quick` leaves out what starts ranks. Other programs come last, if there is time for them."""
+    items.sort(key=lambda item: "integrations" in item.path.parts)
     for item in items:
         if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
@@ -85,6 +89,7 @@ def run_ranks(launcher: Launcher, tmp_path: Path) -> RunRanks:
         timeout_s: float = 60.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
+        timeout_s *= PATIENCE
         environ = environment(tmp_path / "cache", env or {})
         job = launcher.start(program, ranks, args, env=environ, stderr=subprocess.PIPE)
         try:

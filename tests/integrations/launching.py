@@ -27,7 +27,7 @@ ABORTED_BY_PYTORCH = "terminate called without an active exception"
 
 
 def losses(
-    launcher: str, script: str, *args: object, folder: Path, timeout_s: float = 100.0, over_sirtaki: bool = True
+    launcher: str, script: str, *args: object, folder: Path, timeout_s: float = 200.0, over_sirtaki: bool = True
 ) -> dict[int, float]:
     """Runs it in `folder`; what it prints: the loss by epoch or step."""
     (folder / "hosts").write_text("localhost slots=2\n")

@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", ["accelerate", "lightning"])
 def test_losses_are_those_without_sirtaki(framework: str, tmp_path: Path) -> None:
     script = str(FOLDER / f"fsdp_{framework}.py")

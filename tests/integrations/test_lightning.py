@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from integrations.launching import losses
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 SCRIPT = "lightning_digits.py"
 

@@ -25,7 +25,7 @@ from sirtaki.run.as_horovod import SHIM  # noqa: E402
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # Ray's own, of sockets and processes that it leaves to the garbage
 ]
 
@@ -240,7 +240,7 @@ def test_the_example_trains(cluster: Any, tmp_path: Path) -> None:
         env={**os.environ, **ENVIRON},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert job.returncode == 0, job.stderr[-3000:]

@@ -15,7 +15,7 @@ from integrations.slurm_cluster import Job, SlurmCluster, why_unavailable
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(why_unavailable() is not None, reason=f"no Slurm here: {why_unavailable()}"),
 ]
 
@@ -29,7 +29,7 @@ ENVIRON = {
     "PATH": os.pathsep.join((str(PROGRAMS), os.environ["PATH"])),
     "PYTHONPATH": str(EXAMPLES.parent),
 }
-END_S = 110.0
+END_S = 200.0
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from bench.lib.cluster import LabError
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(why_unavailable() is not None, reason=f"no hosts with sshd: {why_unavailable()}"),
 ]
 
@@ -66,7 +66,7 @@ class Jobs:
             )
         self._begin_s = time.monotonic()
 
-    def wait(self, timeout_s: float = 100.0) -> int:
+    def wait(self, timeout_s: float = 200.0) -> int:
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)
