@@ -901,7 +901,7 @@ class _Connections:
         self._settings, self._carries = settings, carries
         self.controls: dict[Ranks, ControlPlane] = {}
         self.lanes: dict[Ranks, ShardLanes] = {}
-        self._meshes: list[Communicator] = []
+        self._meshes: list[tuple[Communicator, Communicator]] = []  # with one to take leave by, and for nothing else
 
     def open(self, process_group: dist.ProcessGroup, groups: Sequence[_Group], packing: Packing) -> None:
         """Collective over the ranks of that process group, which have the same parameter groups; once for each.
@@ -915,7 +915,7 @@ class _Connections:
         if len(ranks) == 1 or ranks in self.controls or (spread_again and not self._carries):
             return
         mesh = open_beside(settings, process_group)
-        self._meshes.append(mesh)
+        self._meshes.append((mesh, mesh.duplicate()))
         control = control_of(mesh, settings)
         control.require_equal(str([_description(group) for group in groups]), "the sharded model")
         control.require_equal(str((packing, self._carries)), "how shards are packed, and what carries them")
@@ -946,13 +946,14 @@ class _Connections:
         if self.searching:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
-        for mesh, (ranks, control) in zip(self._meshes, controls.items(), strict=False):
+        for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
             deadline_s = time.monotonic() + LEAVE_S
             with suppress(CommError):  # then all know already
-                test = control.comm.barrier()
+                test = farewell.barrier()
                 poll_until(lambda: test() or time.monotonic() > deadline_s, failures=mesh.failures)  # noqa: B023 - called here
                 if not test():
                     mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
+            farewell.free()
             mesh.free()
             if ranks in lanes:
                 lanes[ranks].close()

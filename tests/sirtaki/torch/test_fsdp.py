@@ -45,6 +45,15 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(run_ranks: RunRanks, env: d
     assert job.stdout.count("PeerLostError: rank 1 has ended") == 2, job.stdout + job.stderr
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("env", [SHARED, SOCKETS])
+def test_a_rank_that_ends_in_the_middle_of_a_search_is_named_to_those_who_wait(
+    run_ranks: RunRanks, env: dict[str, str]
+) -> None:
+    job = run_ranks("fsdp_left.py", 3, env=env, check=False, timeout_s=40)
+    assert job.stdout.count("PeerLostError: rank 0 has ended") == 2, job.stdout + job.stderr
+
+
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
     """Those that a search has run, in order; the last one is what it has kept."""
     tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
