@@ -27,6 +27,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -218,10 +219,7 @@ class Attached:
         self.trace: StepTrace | None = None  # of this step, if it is to be known
         self.knobs = UNTUNED
         numbers = {id(each.module): number for number, each in enumerate(self._sharded)}
-        states = [each.module._get_fsdp_state() for each in self._sharded]
-        self._own_prefetch = not any(
-            state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
-        )
+        self._own_prefetch = False  # nor has the user said what to gather ahead; known with the order
         groups = [each.group for each in self._sharded]
         for group in groups:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
@@ -240,8 +238,7 @@ class Attached:
         if not self._connections.controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
-        control = next(iter(self._connections.controls.values()), None)
-        self._tuning = _Tuning(self, len(groups), control, next(iter(self._connections.lanes.values()), None), settings)
+        self._tuning = _Tuning(self, len(groups), *self._connections.of_all(), settings)
         for number, each in enumerate(self._sharded):
             setattr(each.group, _MARK, self)
             if carries:
@@ -367,6 +364,10 @@ class Attached:
             self._order, why = used, "modules are used more than once in a forward pass"
             if len(set(used)) == len(used):
                 self._places = {each.group: place for place, each in enumerate(self.sharded)}
+                states = [each.module._get_fsdp_state() for each in self._sharded]
+                self._own_prefetch = not any(
+                    state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
+                )
                 self._set_ahead()
                 return
         if self._order != used or len(set(used)) < len(used):
@@ -478,14 +479,19 @@ class Attached:
                 each.group.comm_ctx.reduce_scatter_max_input_buffers = knobs.scattering
         if knobs.streams == self.knobs.streams:
             return
+        groups = [each.group for each in self._sharded if each.group.mesh_info.shard_mesh_size > 1]
         if self._scatter_groups is None:
+            token = self._tuning.agreed_name()
             self._scatter_groups = {}
-            for each in self._sharded:
-                each.group._set_separate_reduce_scatter_group(True, self._scatter_groups)
-        for each in self._sharded:
-            mesh = each.group.mesh_info
+            for group in groups:
+                process_group = group.mesh_info.shard_process_group
+                if (ranks := _ranks_of(process_group)) not in self._scatter_groups:
+                    self._scatter_groups[ranks] = _another_group(process_group, group.device, token)
+        for group in groups:
+            mesh = group.mesh_info
             own = self._scatter_groups[_ranks_of(mesh.shard_process_group)]
-            mesh.reduce_scatter_process_group = own if knobs.streams > 1 else None
+            if mesh.reduce_scatter_process_group in (None, own):  # else the user has given it one meanwhile
+                mesh.reduce_scatter_process_group = own if knobs.streams > 1 else None
 
     def settle(self) -> None:
         """Collective, between two steps: the setting is the last one. A communicator that it does not use ends."""
@@ -500,10 +506,13 @@ class Attached:
         What the user has set stays.
         """
         groups = [each.group for each in self._sharded]
-        carriers = [each._reduce_scatter_comm.carrier for each in groups]
+        carriers = [getattr(each._reduce_scatter_comm, "carrier", each._reduce_scatter_comm) for each in groups]
         if any(type(each).__name__ != "DefaultReduceScatter" for each in carriers):
             return (1,), 1
         apart = any(getattr(each.mesh_info, "reduce_scatter_process_group", "unknown") for each in groups)
+        world: Any = dist.group.WORLD
+        if hasattr(world, "new_group") or world.bound_device_id is not None:  # which all ranks have to take part in
+            apart |= any(1 < each.mesh_info.shard_mesh_size < world.size() for each in groups)
         buffers = {getattr(each.comm_ctx, "reduce_scatter_max_input_buffers", 0) for each in groups}
         return (1,) if apart else (1, 2), MOST_SCATTERING if buffers == {1} else 1
 
@@ -729,6 +738,10 @@ class _Tuning:
             if self._control.rank == 0:
                 logger.info("no settings are tried any more, the default stays: %s", why)
 
+    def agreed_name(self) -> str:
+        """Collective: another one each time."""
+        return "" if self._control is None else str(self._control.broadcast(uuid.uuid4().hex))
+
     def _measure(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
         """Collective: another step with packed shards was measured; after the last one rank 0 tells what it cost."""
         self._to_measure -= 1
@@ -933,6 +946,15 @@ class _Connections:
         if control.rank == 0 and not spread_again:
             then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
+
+    def of_all(self) -> tuple[ControlPlane | None, ShardLanes | None]:
+        """What all ranks of all groups agree by, and what carries the shards of those; None = there is no such."""
+        ranks = max(self.controls, key=len, default=())
+        if all(set(other) <= set(ranks) for other in self.controls):
+            return self.controls.get(ranks), self.lanes.get(ranks)
+        if dist.get_rank() == 0:
+            logger.info("modules are sharded between other ranks each, of which none has all: nothing is tuned")
+        return None, self.lanes.get(ranks)
 
     def leave(self) -> None:
         """The model is gone: closes them when it is gone on the other ranks, too, and does not wait for that."""
@@ -1225,7 +1247,7 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
 def _is_gathered_again(group: _Group) -> bool:
     """Whether FSDP puts its parameters away after the forward pass, gathers them again, and they could be kept."""
     put_away = group._reshard_after_forward and not group._use_post_forward_mesh
-    return put_away and group._all_gather_comm.can_keep
+    return put_away and getattr(group._all_gather_comm, "can_keep", False)  # the user may have put in another one
 
 
 def _nothing() -> None:
@@ -1245,6 +1267,31 @@ def _drop_gather(group: _Group) -> bool:
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _another_group(process_group: dist.ProcessGroup, device: torch.device, token: str) -> dist.ProcessGroup:
+    """Collective over its ranks: a process group like it.
+
+    `new_group` would name it by how many groups a rank is in, so that ranks that are in different ones do not meet, or
+    as one that has ended, whose addresses are still in the store.
+    """
+    c10d, ranks = dist.distributed_c10d, _ranks_of(process_group)
+    backend, _ = c10d._world.pg_map[process_group]
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    options = getattr(process_group._get_backend(device), "options", None)
+    own, _ = c10d._new_process_group_helper(
+        len(ranks),
+        process_group.rank(),
+        list(ranks),
+        backend,
+        store,
+        c10d.GroupName(f"sirtaki_{digest('ranks', str(ranks))[:16]}_{token}"),
+        timeout=getattr(options, "_timeout", None) or c10d.default_pg_timeout,
+        device_id=c10d._get_default_group().bound_device_id,
+        group_desc="fsdp_reduce_scatter",
+    )
+    c10d._world.pg_group_ranks[own] = {rank: place for place, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, own)
 
 
 def _of_pytorch(groups: Sequence[_Group]) -> str:

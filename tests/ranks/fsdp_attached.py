@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -383,6 +384,72 @@ def knobs_of_the_user_stay() -> None:
     if hasattr(model, "set_gradient_divide_factor"):
         model.set_gradient_divide_factor(float(len(ranks())))
     trains_alike(model, Tower(torch.float32), tolerance=1e-5)
+    assert len(blocks[0]._get_fsdp_state()._states_to_forward_prefetch) == 2
+
+
+def collectives_of_the_user_may_come_late() -> None:
+    class Own:
+        def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+    class Gather(Own):
+        def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **other: Any) -> None:
+            dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
+
+    class Scatter(Own):
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **other: Any
+        ) -> None:
+            dist.all_reduce(input_tensor, group=group)
+            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+            if op == dist.ReduceOp.AVG:
+                output_tensor /= group.size()
+
+    model = sharded_with_memory(Tower(torch.float32))
+    model.blocks[0].set_custom_all_gather(Gather())
+    model.blocks[1].set_custom_reduce_scatter(Scatter())
+    trains_alike(model, Tower(torch.float32), tolerance=1e-5)
+
+
+def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> None:
+    if CARRIES:
+        return
+    dist.new_group([0])
+    for _ in range(4):  # in the place of one that has ended, too
+        model = keeping(sharded_with_memory(Tower()))
+        trains_alike(model, Tower())
+        found = fsdp.attached(model)
+        assert found is not None
+        found.run(ShardKnobs(streams=1), None)
+        found.settle()
+
+
+def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:
+    """The root's own layers are sharded between the ranks of each half, which see other settings to be fast."""
+    if (size := len(ranks())) % 2 or size == 2:
+        return
+    mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    model, seen, now_s = Tower(blocks=2), list[str](), 0.0
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh(DEVICE, (size,)))
+    fully_shard(model, mesh=mesh)
+    os.environ["SIRTAKI_FSDP_MEMORY"] = "1GiB"
+    fsdp.attach(model, carries=None if CARRIES else False)
+    del os.environ["SIRTAKI_FSDP_MEMORY"]
+
+    def passes() -> None:
+        nonlocal now_s
+        seen.append(fsdp.describe(model))
+        now_s += 1.0 if ("kept" in seen[-1]) == (dist.get_rank() < size // 2) else 2.0
+
+    fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+    try:
+        trains_alike(model, Tower(blocks=2), steps=26, between=passes)
+    finally:
+        fsdp.time = time
+    every: list[list[str]] = [[]] * size
+    dist.all_gather_object(every, seen)
+    assert all(each == seen for each in every), every
 
 
 def hooks_see_gradients_as_soon_as_they_are_told() -> None:
@@ -479,6 +546,9 @@ CASES = (
     parts_that_are_called_alone_keep_nothing,
     parameters_may_be_sharded_in_another_dimension,
     knobs_of_the_user_stay,
+    collectives_of_the_user_may_come_late,
+    scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in,
+    settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest,
     hooks_see_gradients_as_soon_as_they_are_told,
     compiled_models_train_as_in_one_process,
     packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks,
