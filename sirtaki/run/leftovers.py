@@ -144,11 +144,11 @@ def main() -> None:
     sessions, segments = {own}, set[Path]()
     said, pause_s = "", 0.5
     while True:
-        if not select.select([0], [], [], pause_s)[0]:
+        if not select.select([sys.stdin], [], [], pause_s)[0]:
             segments.update(*map(mapped_segments, session_members(sessions)))
             pause_s = min(2.0 * pause_s, 60.0) if segments else min(1.2 * pause_s, 5.0)
             continue
-        if not (heard := os.read(0, 1 << 16)):
+        if not (heard := os.read(sys.stdin.fileno(), 1 << 16)):
             break
         *lines, said = (said + heard.decode()).split("\n")
         if "done" in lines:

@@ -1,6 +1,5 @@
 """A running mpiexec is held, and nothing of it is left: by who holds it, or by who outlives that."""
 
-import io
 import mmap
 import os
 import signal
@@ -160,10 +159,13 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> float:
     """How long it took, in seconds."""
     monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec), str(leftovers.END_S)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    begin_s = time.monotonic()
-    leftovers.main()
-    return time.monotonic() - begin_s
+    with tempfile.TemporaryFile("w+") as heard:
+        heard.writelines(f"{line}\n" for line in lines)
+        heard.seek(0)
+        monkeypatch.setattr(sys, "stdin", heard)
+        begin_s = time.monotonic()
+        leftovers.main()
+        return time.monotonic() - begin_s
 
 
 def test_what_is_left_is_killed_after_a_while_and_its_files_are_removed(
