@@ -481,12 +481,16 @@ class Attached:
             return
         groups = [each.group for each in self._sharded if each.group.mesh_info.shard_mesh_size > 1]
         if self._scatter_groups is None:
-            token = self._tuning.agreed_name()
-            self._scatter_groups = {}
-            for group in groups:
-                process_group = group.mesh_info.shard_process_group
-                if (ranks := _ranks_of(process_group)) not in self._scatter_groups:
-                    self._scatter_groups[ranks] = _another_group(process_group, group.device, token)
+            token, apart = self._tuning.agreed_name(), dict[Ranks, dist.ProcessGroup]()
+            try:
+                for group in groups:
+                    process_group = group.mesh_info.shard_process_group
+                    if (ranks := _ranks_of(process_group)) not in apart:
+                        apart[ranks] = _another_group(process_group, group.device, token)
+            except (AttributeError, TypeError) as err:  # a PyTorch that makes groups otherwise; on all ranks
+                logger.debug("scatters cannot have a communicator of their own: %s", err)
+                return
+            self._scatter_groups = apart
         for group in groups:
             mesh = group.mesh_info
             own = self._scatter_groups[_ranks_of(mesh.shard_process_group)]
