@@ -236,11 +236,11 @@ class Worker:
         Raises:
             RuntimeError: it cannot be started.
         """
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, task: Callable[[], None]) -> None:
+    def put(self, task: Callable[[], object]) -> None:
         """Has it done after all that was put before."""
         self._tasks.put(task)
 
@@ -282,8 +282,8 @@ class ThreadWork(Work):
         self.done_s = time.perf_counter()
         self._under_way.release()
 
-    def run(self, act: Callable[[], None], failed: str) -> None:
-        """Called by the working thread, once: acts, and is finished; what was not foreseen becomes a `CommError`.
+    def attempt(self, act: Callable[[], None], failed: str) -> bool:
+        """Called by the working thread: acts, and is finished if that fails; what was not foreseen is a `CommError`.
 
         Args:
             act: what to do.
@@ -296,6 +296,12 @@ class ThreadWork(Work):
         except Exception as err:  # whatever it is, those who wait must hear of it
             self.finish(CommError(f"{failed}: {err!r}"))
         else:
+            return True
+        return False
+
+    def run(self, act: Callable[[], None], failed: str) -> None:
+        """Called by the working thread, once: attempts it, and is finished."""
+        if self.attempt(act, failed):
             self.finish()
 
     def wait(self, timeout_s: float) -> bool:

@@ -8,12 +8,11 @@ some units run beside the reduction of others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import Device, Event, copy_
-from sirtaki.errors import CommError
 
 from ..plan import TransportKind
 from .contract import (
@@ -59,7 +58,11 @@ class _Stream:
         """Starts the copy out behind what is on the current stream."""
         device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
         assert mirror is not None
-        here, away, what = buffer.tensor[start:stop], mirror.tensor[start:stop], f"elements [{start}, {stop})"
+        here, away, failed = (
+            buffer.tensor[start:stop],
+            mirror.tensor[start:stop],
+            f"staging elements [{start}, {stop}) failed",
+        )
         packed = device.record_event()
         with device.on(self._out):
             device.order_after(packed)
@@ -71,7 +74,7 @@ class _Stream:
             work.begun_s = time.perf_counter()
             stream = StreamSpec(self._index)
             reduced = self._inner.all_reduce(mirror, start, stop, stream=stream, op=op, scale=scale)
-            self._coming.put(partial(_go, work, what, partial(come_back, reduced)))
+            self._coming.put(partial(work.run, partial(come_back, reduced), failed))
 
         def come_back(reduced: Work) -> None:
             while not reduced.wait(timeout_s=1.0):
@@ -79,25 +82,14 @@ class _Stream:
             with device.on(self._back):
                 device.launch(copy_, here, away)
                 work.back = device.record_event()
-            work.finish()
 
-        self._leaving.put(partial(_go, work, what, leave))
+        self._leaving.put(partial(work.attempt, leave, failed))
         return work
 
     def close(self) -> None:
         """Ends the threads, each after what it has to do."""
         for worker in (self._leaving, self._coming):
             ended([worker], within_s=2.0)
-
-
-def _go(work: _StagedWork, what: str, step: Callable[[], None]) -> None:
-    """A step of a unit's way; `what` is the unit in words."""
-    try:
-        step()
-    except CommError as err:
-        work.finish(err)
-    except Exception as err:  # whatever it is, the waiting thread must hear of it
-        work.finish(CommError(f"staging {what} failed: {err!r}"))
 
 
 class StagedTransport(StreamTransport[_Stream]):

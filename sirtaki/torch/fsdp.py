@@ -278,7 +278,7 @@ class Attached:
 
     def synchronize(self) -> None:
         """Waits until the devices of the parameters have done what was asked of them."""
-        for device in {each.group.device for each in self._sharded} if self.on_accelerator else ():
+        for device in {each.group.device for each in self._sharded}:
             torch.get_device_module(device).synchronize(device)
 
     def describe(self) -> str:
@@ -764,10 +764,8 @@ class _Tuning:
     def _may_try(self) -> tuple[tuple[int, ...], int, int]:
         """Numbers of streams, most scatters under way, and memory that is left for the rest."""
         attached, lanes, memory_bytes = self._attached, self._lanes, self._settings.fsdp_memory
-        streams: tuple[int, ...] = ()
-        scattering = MOST_SCATTERING
         if lanes is not None:
-            streams = tuple(n for n in STREAMS if n <= lanes.most_streams)
+            streams, scattering = tuple(n for n in STREAMS if n <= lanes.most_streams), MOST_SCATTERING
         else:
             streams, scattering = attached.pytorch_can()
             if attached.on_accelerator and len(streams) > 1:
@@ -937,7 +935,6 @@ class _Connections:
         control.require_equal(str([_description(group) for group in groups]), "the sharded model")
         control.require_equal(str((packing, self._carries)), "how shards are packed, and what carries them")
         self.controls[ranks] = control
-        how = _of_pytorch(groups)
         if self._carries:
             lanes = self.lanes[ranks] = open_shards(control, settings=settings, timeout_s=settings.transport_timeout_s)
             gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
@@ -947,6 +944,8 @@ class _Connections:
                 how = f"shared memory within nodes, {streams} connections from each rank to every other node"
             elif lanes.kind is not TransportKind.SHARED_MEMORY:
                 how = f"{streams} connections to each other rank"
+        else:
+            how = _of_pytorch(groups)
         if control.rank == 0 and not spread_again:
             then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
