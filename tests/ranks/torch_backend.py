@@ -443,6 +443,17 @@ def the_group_says_what_it_is() -> None:
     dist.destroy_process_group(by_device)
 
 
+def groups_come_and_go() -> None:
+    """Each ends while a thread of its Gloo may still free the tensor of the last operation."""
+    for _ in range(40):
+        group = dist.new_group()
+        dist.all_reduce(tensor := torch.ones(3), group=group)
+        assert tensor[0] == len(ranks())
+        del tensor
+        dist.destroy_process_group(group)
+        del group
+
+
 def subgroups_count_their_own_ranks() -> None:
     odd = [rank for rank in ranks() if rank % 2]
     groups = [dist.new_group(members) for members in (odd, [0], list(ranks())[::-1]) if members]
@@ -540,6 +551,7 @@ def strangers_are_not_let_in() -> None:
 
 CASES = (
     the_group_says_what_it_is,
+    groups_come_and_go,
     sums_are_those_of_one_process_in_every_type_and_size,
     random_floats_are_summed_as_exactly_as_their_type_allows,
     every_operation_gives_what_one_process_gives,

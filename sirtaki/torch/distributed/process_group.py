@@ -558,6 +558,13 @@ def _attach_reduced() -> None:
             logger.info("a model under DDP is not attached: %s", err)
 
 
+RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
+"""Whether PyTorch lets other threads run while it destroys a group (pytorch/pytorch 154976). Earlier ones wait for
+Gloo's threads, of which one may need the interpreter to free the last tensor: for ever. Gloo's group is therefore kept
+until the next group is made."""
+
+_ended: list[Any] = []  # Any: Gloo's groups, whose class is PyTorch's own
+
 _told = False
 
 
@@ -605,6 +612,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         settings = Settings.from_environ()
         self._timeout_s = timeout.total_seconds()
         self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
+        _ended.clear()
+        if not RELEASES_INTERPRETER:
+            weakref.finalize(self, _ended.append, self._inner).atexit = False
         types = dist.ProcessGroup.BackendType
         if hasattr(self, "_set_default_backend"):  # torch >= 2.6
             self._set_default_backend(types.GLOO)
