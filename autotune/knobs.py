@@ -16,6 +16,7 @@ from sirtaki.comm.plan import (
     Algorithm,
     CommPlan,
     GradientLayout,
+    NcclWay,
     Route,
     TransportKind,
     Unit,
@@ -81,6 +82,45 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
 
 
+LARGE_FOR_NCCL_BYTES = MIB
+"""From this size on a unit is large to NCCL: its own model has low-latency protocols below, and others above."""
+
+
+class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How NCCL reduces units of each size class, smaller than `LARGE_FOR_NCCL_BYTES` or not; None = as it decides."""
+
+    small: NcclWay | None = None
+    large: NcclWay | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.by_class)
+
+    @staticmethod
+    def size_class(unit_bytes: int) -> str:
+        """Which of the fields holds for units of that size."""
+        return "large" if unit_bytes >= LARGE_FOR_NCCL_BYTES else "small"
+
+    def by(self, unit_bytes: int) -> NcclWay | None:
+        """The way of units of that size."""
+        way: NcclWay | None = getattr(self, self.size_class(unit_bytes))
+        return way
+
+    @classmethod
+    def of(cls, unit_bytes: int, way: NcclWay | None) -> NcclWays:
+        """That way for units of that size and its class, and as NCCL decides for the others."""
+        return cls(**{cls.size_class(unit_bytes): way})
+
+    @property
+    def by_class(self) -> dict[str, NcclWay]:
+        """What is set, that of small units first."""
+        named = {"small": self.small, "large": self.large}
+        return {name: way for name, way in named.items() if way is not None}
+
+    def describe(self) -> str:
+        """`ring/ll128 (large)`, or `ring/ll (small), ring/simple (large)`."""
+        return ", ".join(f"{way.value} ({name})" for name, way in self.by_class.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     """One setting of everything that is tuned; hashable, JSON both ways.
@@ -93,6 +133,7 @@ class Knobs:
         transport: what carries the units.
         cuts: explicit units (they fit one layout only), or None for uniform ones.
         lossy: what makes units smaller; unset, and left out in JSON, if nothing does.
+        nccl: how NCCL reduces them; unset, and left out in JSON, if it decides that itself.
     """
 
     unit_bytes: int
@@ -102,10 +143,13 @@ class Knobs:
     threads: int | None = None
     cuts: tuple[Cut, ...] | None = None
     lossy: Lossy | msgspec.UnsetType = msgspec.UNSET
+    nccl: NcclWays | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.lossy:
             object.__setattr__(self, "lossy", msgspec.UNSET)
+        if not self.nccl:
+            object.__setattr__(self, "nccl", msgspec.UNSET)
         if self.unit_bytes < 1:
             raise PlanError(f"unit_bytes must be positive, not {self.unit_bytes}")
         if self.streams < 1:
@@ -139,6 +183,7 @@ class Knobs:
                 threads=cut.threads or self.threads,
                 algorithm=self.algorithm,
                 compressor=self.lossy.by(layout.class_of(start, cut.stop)) if self.lossy else "",
+                nccl=self.nccl.by((cut.stop - start) * layout.itemsize_bytes) if self.nccl else None,
             )
             for start, cut in zip([0, *(cut.stop for cut in cuts)], cuts, strict=False)
         ]
@@ -172,7 +217,9 @@ class Knobs:
         threads = "" if self.threads is None else f", {self.threads} threads"
         plural = "" if self.streams == 1 else "s"
         lossy = f", compressed by {self.compressors}" if self.lossy else ""
-        return f"{self.transport.value} {self.algorithm.value}, {cut}, {self.streams} stream{plural}{threads}{lossy}"
+        nccl = f", NCCL by {self.nccl.describe()}" if self.nccl else ""
+        over = f"{self.transport.value} {self.algorithm.value}"
+        return f"{over}, {cut}, {self.streams} stream{plural}{threads}{nccl}{lossy}"
 
 
 def format_bytes(count: int) -> str:
@@ -195,6 +242,7 @@ class KnobSpace:
         most_streams: of routes that do not offer all counts, the largest that they do.
         lossy: compressors that the user allows; they have no axis of their own, see `CompressorArm`.
         classes: of units that there are.
+        nccl: what NCCL may be told, each for one size class; these have no axis of their own, see `NcclArm`.
     """
 
     routes: tuple[Route, ...]
@@ -204,6 +252,7 @@ class KnobSpace:
     most_streams: tuple[tuple[Route, int], ...] = ()
     lossy: tuple[str, ...] = ()
     classes: tuple[UnitClass, ...] = tuple(UnitClass)
+    nccl: tuple[NcclWays, ...] = ()
 
     def __post_init__(self) -> None:
         low, high = self.unit_bytes
@@ -225,7 +274,8 @@ class KnobSpace:
     def has_choices(self) -> bool:
         """There is more than one setting."""
         low, high = self.unit_bytes
-        return low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1 or bool(self.lossy)
+        several = low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1
+        return several or bool(self.lossy or self.nccl)
 
     def __contains__(self, knobs: Knobs) -> bool:
         return (
@@ -235,7 +285,11 @@ class KnobSpace:
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and knobs.route in self.routes
             and (not knobs.lossy or (goes_through_sockets(knobs.route) and set(knobs.lossy.names) <= set(self.lossy)))
+            and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self._may_tell(knobs.nccl)))
         )
+
+    def _may_tell(self, ways: NcclWays) -> bool:
+        return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
         """That permitted count and the ones next to it, ascending; none if it is not permitted."""
@@ -303,8 +357,8 @@ class KnobLattice:
         )
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
-        """Index of the nearest setting; None for explicit cuts and compressors, and outside the space."""
-        if knobs.cuts is not None or knobs.lossy or knobs not in self.space:
+        """Index of the nearest setting; None for cuts, compressors and ways of NCCL's, and outside the space."""
+        if knobs.cuts is not None or knobs.lossy or knobs.nccl or knobs not in self.space:
             return None
         distances = [abs(np.log(value / knobs.unit_bytes)) for value in self.unit_bytes]
         return (

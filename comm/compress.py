@@ -29,7 +29,7 @@ import torch
 from sirtaki.errors import ConfigError
 from sirtaki.measures import ring_bytes
 
-from .plan import FLAGS, CommPlan, GradientLayout, Route, compressor_name, goes_through_sockets
+from .plan import FLAGS, CommPlan, GradientLayout, NcclWay, Route, compressor_name, goes_through_sockets
 from .router import Router
 from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, ended
 
@@ -485,6 +485,7 @@ class CompressedUnits:
         route: Route,
         stream: int,
         threads: int | None = None,
+        nccl: NcclWay | None = None,
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
@@ -500,7 +501,7 @@ class CompressedUnits:
                 self._unsettled.clear()
         if not self._schemes or op is not ReduceOp.SUM:
             return self._router.all_reduce(
-                buffer, start, stop, route=route, stream=stream, threads=threads, op=op, scale=scale
+                buffer, start, stop, route=route, stream=stream, threads=threads, nccl=nccl, op=op, scale=scale
             )
         work = ThreadWork()
 

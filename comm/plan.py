@@ -157,6 +157,28 @@ def goes_through_sockets(route: Route) -> bool:
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 
+class NcclWay(Enum):
+    """By which of NCCL's algorithms, and in which of its protocols, an all-reduce runs."""
+
+    RING_LL = "ring/ll"
+    RING_LL128 = "ring/ll128"
+    RING_SIMPLE = "ring/simple"
+    TREE_LL = "tree/ll"
+    TREE_LL128 = "tree/ll128"
+    TREE_SIMPLE = "tree/simple"
+
+    @property
+    def algorithm(self) -> str:
+        """As `NCCL_ALGO` has it."""
+        return self.value.split("/")[0].capitalize()
+
+    @property
+    def protocol(self) -> str:
+        """As `NCCL_PROTO` has it."""
+        name = self.value.split("/")[1]
+        return "Simple" if name == "simple" else name.upper()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One all-reduce: elements `[start, stop)` of the flat buffer.
@@ -166,6 +188,7 @@ class Unit:
         threads: GPU threads (LIBRA's r), None = the transport's default.
         algorithm: flat or hierarchical.
         compressor: what it is made smaller by (`compressor_name`); empty = it travels as it is.
+        nccl: how NCCL reduces it, None = as NCCL decides, or something else carries it.
     """
 
     start: int
@@ -174,6 +197,7 @@ class Unit:
     threads: int | None = None
     algorithm: Algorithm = Algorithm.FLAT
     compressor: str = ""
+    nccl: NcclWay | None = None
 
     @property
     def numel(self) -> int:
@@ -228,7 +252,7 @@ class CommPlan:
             numel=data["numel"],
             streams=data["streams"],
             transport=TransportKind(data["transport"]),
-            units=tuple(Unit(**{**unit, "algorithm": Algorithm(unit["algorithm"])}) for unit in data["units"]),
+            units=tuple(_unit_of(unit) for unit in data["units"]),
         )
 
     def on_fewest_streams(self) -> CommPlan:
@@ -248,4 +272,13 @@ def _unit_json(unit: Unit) -> dict[str, Any]:
     data = {**asdict(unit), "algorithm": unit.algorithm.value}
     if not unit.compressor:
         del data["compressor"]
+    if unit.nccl is None:
+        del data["nccl"]
+    else:
+        data["nccl"] = unit.nccl.value
     return data
+
+
+def _unit_of(data: Mapping[str, Any]) -> Unit:
+    ways = {"nccl": NcclWay(data["nccl"])} if "nccl" in data else {}
+    return Unit(**{**data, "algorithm": Algorithm(data["algorithm"]), **ways})

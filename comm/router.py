@@ -31,7 +31,7 @@ from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError, PlanError, TransportError
 
 from .device import HOST, Device
-from .plan import Algorithm, CommPlan, Route, TransportKind
+from .plan import Algorithm, CommPlan, NcclWay, Route, TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,10 @@ class Router:
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
+    def nccl_ways(self) -> tuple[NcclWay, ...]:
+        """Ways in which NCCL may be told to reduce units; none where something else carries them."""
+        return () if self._nccl is None else self._nccl.ways
+
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
         if not self.device.streams:
@@ -299,12 +303,13 @@ class Router:
         route: Route,
         stream: int,
         threads: int | None = None,
+        nccl: NcclWay | None = None,
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
         """Reduces a range over a route whose streams are open; see `Transport.all_reduce`."""
         return self.transports[route].all_reduce(
-            buffer, start, stop, stream=StreamSpec(stream, threads), op=op, scale=scale
+            buffer, start, stop, stream=StreamSpec(stream, threads, nccl), op=op, scale=scale
         )
 
     def exchange(
@@ -323,6 +328,7 @@ class Router:
                 route=(plan.transport, unit.algorithm),
                 stream=unit.stream,
                 threads=unit.threads,
+                nccl=unit.nccl,
                 scale=scale,
             )
             for unit in plan.units
@@ -383,5 +389,7 @@ class Router:
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
     """What the plan's units of this algorithm travel on."""
     return list(
-        dict.fromkeys(StreamSpec(unit.stream, unit.threads) for unit in plan.units if unit.algorithm is algorithm)
+        dict.fromkeys(
+            StreamSpec(unit.stream, unit.threads, unit.nccl) for unit in plan.units if unit.algorithm is algorithm
+        )
     )

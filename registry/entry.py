@@ -129,6 +129,14 @@ class _Lossy(Struct, forbid_unknown_fields=True, omit_defaults=True):
     small: Text = ""
 
 
+_Way = Literal["ring/ll", "ring/ll128", "ring/simple", "tree/ll", "tree/ll128", "tree/simple"]
+
+
+class _NcclWays(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    small: _Way | None = None
+    large: _Way | None = None
+
+
 class _Knobs(Struct, forbid_unknown_fields=True):
     """As `Knobs.to_json` gives them."""
 
@@ -139,6 +147,7 @@ class _Knobs(Struct, forbid_unknown_fields=True):
     transport: Literal["shared_memory", "gloo", "mpi", "nccl", "staged"]
     cuts: Annotated[list[_Cut], Meta(max_length=100_000)] | None
     lossy: _Lossy | msgspec.UnsetType = msgspec.UNSET
+    nccl: _NcclWays | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         cuts = self.cuts or []

@@ -197,6 +197,7 @@ class Permitted:
         unit_bytes: smallest and largest.
         threads: ascending, or a single None.
         lossy: compressors.
+        nccl: ways of NCCL's, each with the size class of units that it is for.
     """
 
     routes: tuple[RouteNames, ...]
@@ -204,6 +205,7 @@ class Permitted:
     unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
     threads: tuple[int | None, ...] = (None,)
     lossy: tuple[str, ...] = ()
+    nccl: tuple[tuple[str, str], ...] = ()
 
     def nearest(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
         """The knobs with unit size, streams and threads moved to the nearest permitted values, by ratio."""
@@ -412,6 +414,9 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         if not names <= set(job.permitted.lossy) or route_of(knobs) != route_of(entry.knobs):
             changes.append(f"without {', '.join(sorted(names))}, which is left out here")
             del knobs["lossy"]
+    if job.permitted is not None and not set(knobs.get("nccl", {}).items()) <= set(job.permitted.nccl):
+        changes.append("as NCCL decides, which is not told here")
+        del knobs["nccl"]
     here = _link_here(entry, job, route_of(knobs))
     latency_ratio, bandwidth_ratio = _link_ratios(entry, job, here)
     if (

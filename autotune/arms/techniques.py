@@ -1,5 +1,5 @@
 """Search techniques by name: grid, population based, Hyperband, scikit-optimize's, those of installed packages; and
-what tries compressors.
+what tries compressors and NCCL's own knobs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from itertools import islice
 from types import ModuleType
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from sirtaki.comm.plan import UnitClass, goes_through_sockets
+from sirtaki.comm.plan import TransportKind, UnitClass, goes_through_sockets
 from sirtaki.errors import TuningError
 
-from ..knobs import KnobLattice, Knobs, KnobSpace, Lossy
+from ..knobs import KnobLattice, Knobs, KnobSpace, Lossy, NcclWays
 from ..trial import Arm, Proposal, Trial, TrialStatus
 from .bayesian import BayesianArm
 
@@ -352,7 +353,7 @@ class ScikitOptimizeArm:
         self._untold += [
             trial
             for trial in trials
-            if trial.knobs.cuts is None and not trial.knobs.lossy and trial.knobs in self._space
+            if trial.knobs.cuts is None and not (trial.knobs.lossy or trial.knobs.nccl) and trial.knobs in self._space
         ]
         self._known |= {trial.knobs for trial in trials}
 
@@ -471,6 +472,80 @@ class CompressorArm:
     def _with_units(self, knobs: Knobs, unit_bytes: float) -> Knobs:
         low, high = self._space.unit_bytes
         return replace(knobs, unit_bytes=min(max(self._space.whole_unit_bytes(unit_bytes), low), high), cuts=None)
+
+
+# ── NCCL's own knobs ───
+
+NEARLY = 1.05
+"""Times the fastest span: a setting that takes no longer is worth being varied, too; noise may have hidden its lead."""
+
+
+class NcclArm:
+    """Tells NCCL, for the fastest setting until then, by which algorithm and protocol it reduces units of one size
+    class. From the fastest setting with such a way it goes on to larger and smaller units, other numbers of CTAs and of
+    streams, one thing at a time as AutoCCL does. A way that NCCL has refused is not asked for again.
+
+    Args:
+        space: what may be chosen; it allows some way.
+    """
+
+    name = "nccl"
+
+    def __init__(self, space: KnobSpace) -> None:
+        self._space = space
+        self._ran: dict[Knobs, float] = {}
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` settings that nobody has tried."""
+        fresh = (
+            knobs
+            for knobs in dict.fromkeys(self._variants())
+            if knobs in self._space and knobs not in self._ran and _tells_some_unit(knobs)
+        )
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(fresh, n)]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Notes what ran, and how fast."""
+        self._ran |= {trial.knobs: trial.span_s for trial in trials}
+
+    def _variants(self) -> Iterator[Knobs]:
+        over_nccl = [knobs for knobs in self._ran if knobs.transport is TransportKind.NCCL]
+        ran = sorted((knobs for knobs in over_nccl if math.isfinite(self._ran[knobs])), key=self._ran.__getitem__)
+        if not ran:
+            return
+        best = ran[0]
+        told = next((knobs for knobs in ran if knobs.nccl and self._ran[knobs] <= NEARLY * self._ran[best]), None)
+        if told is best:
+            yield from self._beside(best)
+        refused = [knobs.nccl for knobs in over_nccl if knobs.nccl and not math.isfinite(self._ran[knobs])]
+        for ways in self._space.nccl:
+            if ways not in refused:
+                yield replace(best, nccl=NcclWays(**{**(best.nccl or NcclWays()).by_class, **ways.by_class}))
+        if best.nccl:
+            for kind in best.nccl.by_class:
+                yield replace(best, nccl=msgspec.structs.replace(best.nccl, **{kind: None}))
+        if told is not None:
+            yield from self._beside(told)
+
+    def _beside(self, knobs: Knobs) -> Iterator[Knobs]:
+        """The same way with other units, which may be of the other class, streams and numbers of CTAs."""
+        low, high = self._space.unit_bytes
+        assert knobs.nccl
+        way = knobs.nccl.by(knobs.unit_bytes)
+        for factor in (0.5, 2.0) if way else ():
+            size = min(max(self._space.whole_unit_bytes(factor * knobs.unit_bytes), low), high)
+            yield replace(knobs, unit_bytes=size, cuts=None, nccl=NcclWays.of(size, way))
+        yield from (replace(knobs, streams=n, cuts=None) for n in self._space.streams_around(knobs.streams))
+        yield from (replace(knobs, threads=n) for n in self._space.threads)
+
+
+def _tells_some_unit(knobs: Knobs) -> bool:
+    """Each of its ways is some unit's, as far as sizes are known: most elements are of four bytes."""
+    sizes = [knobs.unit_bytes]
+    if knobs.cuts is not None:
+        stops = [cut.stop for cut in knobs.cuts]
+        sizes = [4 * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)]
+    return not knobs.nccl or set(knobs.nccl.by_class) <= set(map(NcclWays.size_class, sizes))
 
 
 ENTRY_POINT_GROUP = "sirtaki.arms"

@@ -15,7 +15,7 @@ import numpy as np
 from sirtaki.errors import TuningError, in_a_line
 
 from ..arms.planners import Planner
-from ..arms.techniques import OUR_ARMS, CompressorArm, make_arm, third_party_arms
+from ..arms.techniques import OUR_ARMS, CompressorArm, NcclArm, make_arm, third_party_arms
 from ..knobs import Knobs, KnobSpace
 from ..trial import Arm, Proposal, Trial, opinion
 
@@ -242,7 +242,8 @@ def default_arms(
     whole_space: KnobSpace | None = None,
     where: Callable[[], str] = str,
 ) -> BanditArm:
-    """The bandit over the named search techniques, the given planners, and what tries compressors if any are allowed.
+    """The bandit over the named search techniques, the given planners, and what tries compressors and NCCL's own knobs
+    where there are any.
 
     A technique that cannot be built, or whose name is taken, is left out with a warning, unless the caller named it.
 
@@ -280,7 +281,8 @@ def default_arms(
         return arms
 
     compressors = [CompressorArm(whole_space or space)] if space.lossy else []
-    arms = [*planners, *compressors, *techniques(space)]
+    nccl = [NcclArm(whole_space or space)] if space.nccl else []
+    arms = [*planners, *compressors, *nccl, *techniques(space)]
     return BanditArm(
         arms,
         rng=ties,

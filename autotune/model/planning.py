@@ -64,13 +64,13 @@ class PlanningModel:
         )
 
     def expected_s(self, knobs: Knobs) -> float | None:
-        """Span by simulation; None on a route that nobody has probed, and of compressed units, whose cost no probe has
-        shown.
+        """Span by simulation; None on a route that nobody has probed, and of compressed units and those whose way NCCL
+        was told, whose cost no probe has shown.
 
         Raises:
             PlanError: the cuts are another layout's.
         """
-        known = knobs.route in self.links and not knobs.lossy
+        known = knobs.route in self.links and not (knobs.lossy or knobs.nccl)
         return self.simulator(knobs.route).run_knobs(knobs).span_s if known else None
 
     def link_between_hosts(self, route: Route) -> LinkModel | None:

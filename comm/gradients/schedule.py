@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..plan import CommPlan, Route
+from ..plan import CommPlan, NcclWay, Route
 from .buffers import GradientBuffers, GradientGroup
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class ScheduledUnit:
     stream: int
     route: Route
     threads: int | None = None
+    nccl: NcclWay | None = None
     members: tuple[int, ...] = ()
     due: tuple[int, int, int] = (0, 0, 0)
 
@@ -158,6 +159,7 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
                 unit.stream,
                 (plan.transport, unit.algorithm),
                 threads=unit.threads,
+                nccl=unit.nccl,
                 members=tuple(members),
                 due=(last, number, serial),
             )

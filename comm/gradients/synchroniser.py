@@ -437,6 +437,7 @@ class Synchroniser:
                 route=unit.route,
                 stream=unit.stream,
                 threads=unit.threads,
+                nccl=unit.nccl,
                 op=reduction.op,
                 scale=reduction.postscale,
             )

@@ -26,8 +26,9 @@ from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
 from sirtaki.comm.device import CudaDevice
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, PlanError, TransportError
 
+from ..plan import NcclWay
 from .transport import ALLOWANCES, CommunicatorKey, Group, GroupWork, Opener, Scope
 
 if TYPE_CHECKING:
@@ -161,7 +162,15 @@ class NcclGroup:
 class NcclOpener:
     """Makes communicators over the ranks of a control plane, all on one GPU of this process; see `Opener`."""
 
-    def __init__(self, control: ControlPlane, device: CudaDevice, *, max_streams: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        device: CudaDevice,
+        *,
+        max_streams: int,
+        timeout_s: float,
+        ways: tuple[NcclWay, ...] = (),
+    ) -> None:
         """Opens nothing.
 
         Args:
@@ -169,11 +178,13 @@ class NcclOpener:
             device: of this process.
             max_streams: that may run at the same time.
             timeout_s: after this long an operation that does not get on fails.
+            ways: that NCCL may be told to reduce in.
         """
         self._control, self._device = control, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.max_streams = max_streams
         self.threads = ALLOWANCES
+        self.ways = ways
 
     def open(self, key: CommunicatorKey) -> Group:
         """Collective: see `Opener`. The communicator has done its first operation when this returns."""
@@ -191,15 +202,28 @@ class NcclOpener:
         # A field of newer versions; the environment variable that init() sets does the same for all communicators.
         if hasattr(options.config, "launch_order_implicit"):
             options.config.launch_order_implicit = 1
+        group: Any = None  # Any: the stub lacks its methods
+        refusal = ""
         try:
-            with torch.cuda.device(self._device.torch_device), _torch_leaves_errors_to_us():
+            # Torch leaves errors to us, and NCCL reads the rest when a communicator is made, which is by its first use.
+            with torch.cuda.device(self._device.torch_device), environment({ERROR_HANDLING: NO_HANDLING} | told(key)):
                 prefix = PrefixStore(f"{control.next_prefix()}/{name}", store)
-                group: Any = dist.ProcessGroupNCCL(prefix, rank, size, options)  # Any: the stub lacks its methods
+                group = dist.ProcessGroupNCCL(prefix, rank, size, options)
                 first = torch.zeros(1, device=self._device.torch_device)
                 group.allreduce([first]).wait()  # makes the connections
                 self._device.synchronise()
         except RuntimeError as err:
-            raise CommError(f"rank {control.rank} could not open NCCL {key}: {err}") from err
+            if key.way is None:
+                raise CommError(f"rank {control.rank} could not open NCCL {key}: {err}") from err
+            refusal = str(err)
+        if key.way is not None:
+            try:
+                control.agree_on_success(refusal)  # NCCL looks at the topology of all ranks, and decides alike on each
+            except TransportError as err:
+                if group is not None:
+                    with contextlib.suppress(RuntimeError):
+                        NcclGroup(group).close()
+                raise PlanError(f"NCCL cannot open {key} here: {err}") from err
         return NcclGroup(group)
 
     def memory_bytes(self) -> tuple[int, int]:
@@ -208,18 +232,38 @@ class NcclOpener:
         return free, total
 
 
+ALGORITHM, PROTOCOL = "NCCL_ALGO", "NCCL_PROTO"
+THE_USERS = (ALGORITHM, PROTOCOL, "NCCL_TUNER_PLUGIN")
+"""Where one of these is set the user has decided how NCCL reduces, or has left it to a plugin of NCCL's."""
+
+
+def told(key: CommunicatorKey) -> dict[str, str]:
+    """What the environment tells NCCL of a communicator's way: torch has no field for it in its options."""
+    return {} if key.way is None else {ALGORITHM: key.way.algorithm, PROTOCOL: key.way.protocol}
+
+
 @contextlib.contextmanager
-def _torch_leaves_errors_to_us() -> Iterator[None]:
-    """For the process groups that are built inside; the user's own ones keep what they had."""
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = NO_HANDLING
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the process groups that are built inside; the user's own ones keep what they had."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[ERROR_HANDLING]
-        else:
-            os.environ[ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def ways_left(control: ControlPlane, environ: Mapping[str, str] = os.environ) -> tuple[NcclWay, ...]:
+    """Collective: the ways that NCCL may be told to reduce in; none where a rank's user has decided that already."""
+    decided: list[str] = control.all_gather(next((name for name in THE_USERS if environ.get(name)), ""))
+    theirs = next(filter(None, decided), "")
+    if theirs and control.rank == 0:
+        logger.info("NCCL's algorithm and protocol are not tuned: %s is set", theirs)
+    return () if theirs else tuple(NcclWay)
 
 
 def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:
@@ -246,7 +290,8 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
     if reasons:
         logger.info("one NCCL stream only: %s", reasons[0])
     max_streams = 1 if reasons else versions.max_streams
-    return NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s)
+    ways = ways_left(control)
+    return NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways)
 
 
 def _say_why_not(reason: str) -> None:

@@ -1,9 +1,9 @@
 """Units over several NCCL communicators at once, each on a CUDA stream of its own.
 
-A stream has a communicator for each number of CTAs, since NCCL fixes that when a communicator is made. They are one
-stream all the same: a unit waits for the one before it on its stream, whichever communicator carried that (LIBRA's
-stages follow one another). A pool opens and closes communicators in one order on all ranks, as they take memory on the
-GPU.
+A stream has a communicator for each number of CTAs, and each algorithm and protocol, that plans ask for, since NCCL
+fixes these when a communicator is made. They are one stream all the same: a unit waits for the one before it on its
+stream, whichever communicator carried that (LIBRA's stages follow one another). A pool opens and closes communicators
+in one order on all ranks, as they take memory on the GPU.
 
 Nothing here waits: a unit is put on its communicator's stream after what was packed so far, and whoever waits for it
 makes *its stream* wait. NCCL needs the same order of operations on all ranks, over all communicators of a GPU, and one
@@ -37,7 +37,7 @@ from sirtaki.comm.transports.contract import (
 )
 from sirtaki.errors import CommError, PlanError
 
-from ..plan import TransportKind
+from ..plan import NcclWay, TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +75,21 @@ class CommunicatorKey:
 
     Attributes:
         stream: on which its operations run.
-        ctas: thread blocks of each of its operations; None = NCCL decides.
+        ctas: thread blocks of each of its operations, which NCCL calls channels, too; None = NCCL decides.
         scope: the ranks.
+        way: algorithm and protocol of its all-reduces; None = NCCL decides.
     """
 
     stream: int
     ctas: int | None = None
     scope: Scope = Scope.ALL
+    way: NcclWay | None = None
 
     def __str__(self) -> str:
         ctas = "" if self.ctas is None else f" with {self.ctas} CTAs"
+        way = "" if self.way is None else f" by {self.way.value}"
         scope = "" if self.scope is Scope.ALL else f" ({self.scope.value})"
-        return f"stream {self.stream}{ctas}{scope}"
+        return f"stream {self.stream}{ctas}{way}{scope}"
 
 
 class GroupWork(Protocol):
@@ -127,15 +130,18 @@ class Opener(Protocol):
     Attributes:
         max_streams: that may run at the same time.
         threads: GPU threads that a unit may be allowed.
+        ways: that NCCL may be told to reduce units in.
     """
 
     max_streams: int
     threads: tuple[int, ...]
+    ways: tuple[NcclWay, ...]
 
     def open(self, key: CommunicatorKey) -> Group:
         """Collective over the scope's ranks, and all ranks do it at the same time.
 
         Raises:
+            PlanError: on all ranks, NCCL will not have that way here.
             CommError: the ranks cannot connect.
         """
 
@@ -165,14 +171,15 @@ class CommunicatorPool:
         self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
 
     def count(self, stream: int, scope: Scope) -> int:
-        """Of how many numbers of CTAs communicators are open for this stream."""
+        """How many communicators are open for this stream, which differ in CTAs or way."""
         return self._per_stream[stream, scope]
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
         """Collective, with nothing in flight: opens those of `keys` that are not open, in their order.
 
         Raises:
-            PlanError: on all ranks: so many cannot be open at once, or they would take too much memory.
+            PlanError: on all ranks: so many cannot be open at once, they would take too much memory, or NCCL will not
+                have a way that one is to reduce in.
             CommError: the ranks cannot connect.
         """
         wanted = list(dict.fromkeys(keys))
@@ -293,7 +300,7 @@ class _Chain:
 
 
 class NcclTransport(Transport):
-    """The flat algorithm: each unit is one all-reduce on the communicator of its stream and CTAs."""
+    """The flat algorithm: each unit is one all-reduce on the communicator of its stream, CTAs and way."""
 
     kind = TransportKind.NCCL
     scopes: tuple[Scope, ...] = (Scope.ALL,)
@@ -314,11 +321,7 @@ class NcclTransport(Transport):
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """The communicators that these streams need."""
-        return [
-            CommunicatorKey(stream.number, ctas_for(stream.threads), scope)
-            for stream in streams
-            for scope in self.scopes
-        ]
+        return list(dict.fromkeys(_key(stream, scope) for stream in streams for scope in self.scopes))
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
@@ -361,7 +364,7 @@ class NcclTransport(Transport):
         return work, left
 
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
-        return self._pool.open[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
+        return self._pool.open[_key(stream, scope)]
 
     def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
         """Returns the work and the factor that has still to be applied."""
@@ -370,6 +373,12 @@ class NcclTransport(Transport):
     def close(self) -> bool:
         """Closes nothing: the pool is its owner's."""
         return True
+
+
+def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
+    """Within a node parts are scattered and gathered, for which NCCL has no trees: there it decides for itself."""
+    way = None if scope is Scope.NODE else stream.nccl
+    return CommunicatorKey(stream.number, ctas_for(stream.threads), scope, way)
 
 
 def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:

@@ -27,7 +27,7 @@ from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.device import Event
 from sirtaki.errors import CommError, TransportError
 
-from ..plan import TransportKind
+from ..plan import NcclWay, TransportKind
 
 Lengths = npt.NDArray[np.int64]
 """`(n_ranks, n_ranks)` bytes, by sender and receiver."""
@@ -323,10 +323,13 @@ class ThreadWork(Work):
 
 
 class StreamSpec(NamedTuple):
-    """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own)."""
+    """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own), and
+    over NCCL how it is reduced (None = as NCCL decides).
+    """
 
     number: int
     threads: int | None = None
+    nccl: NcclWay | None = None
 
 
 class Transport(ABC):

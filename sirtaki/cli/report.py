@@ -125,10 +125,10 @@ def in_words(knobs: Knobs) -> str:
         "first inside each node, then between nodes" if knobs.algorithm is Algorithm.HIERARCHICAL else "all ranks alike"
     )
     threads = "" if knobs.threads is None else f", with {knobs.threads} GPU threads each"
+    nccl = f", by NCCL's {knobs.nccl.describe()}" if knobs.nccl else ""
     lossy = f", compressed by {knobs.compressors}" if knobs.lossy else ""
-    return (
-        f"Gradients travel {sizes}; {at_once}, over {knobs.transport.value.replace('_', ' ')}, {way}{threads}{lossy}."
-    )
+    over = knobs.transport.value.replace("_", " ")
+    return f"Gradients travel {sizes}; {at_once}, over {over}, {way}{threads}{nccl}{lossy}."
 
 
 def why_not_the_fastest(log: TrialLog) -> Iterator[str]:

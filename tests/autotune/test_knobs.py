@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.knobs import KIB, MIB, Cut, KnobLattice, Knobs, KnobSpace, Lossy, format_bytes
+from sirtaki.autotune.knobs import KIB, MIB, Cut, KnobLattice, Knobs, KnobSpace, Lossy, NcclWays, format_bytes
 from sirtaki.autotune.trial import Trial, TrialStatus
-from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
 from sirtaki.errors import PlanError, TuningError
 
 layouts = st.builds(
@@ -33,6 +34,9 @@ cuts = st.lists(
 compressors = st.sampled_from(["", "int8", "topk:0.01"])
 
 
+ways = st.none() | st.sampled_from(NcclWay)
+
+
 def knobs(*, planned: st.SearchStrategy[Any]) -> st.SearchStrategy[Knobs]:
     return st.builds(
         Knobs,
@@ -43,6 +47,7 @@ def knobs(*, planned: st.SearchStrategy[Any]) -> st.SearchStrategy[Knobs]:
         transport=st.sampled_from(TransportKind),
         cuts=planned,
         lossy=st.builds(Lossy, large=compressors, embeddings=compressors, small=compressors),
+        nccl=st.builds(NcclWays, small=ways, large=ways),
     )
 
 
@@ -120,6 +125,39 @@ def test_units_are_compressed_by_what_is_chosen_for_their_class() -> None:
     assert knobs in space
     assert knobs not in KnobSpace(routes=(knobs.route,), lossy=("int8",))
     assert "lossy" not in Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO).to_json()
+
+
+def test_nccl_reduces_units_in_the_way_that_is_chosen_for_their_size() -> None:
+    layout = GradientLayout(sizes=(2 * MIB,), itemsize_bytes=4)
+    cuts = tuple(Cut(stop=stop) for stop in (MIB, MIB + MIB // 4, MIB + MIB // 4 + 1, 2 * MIB))
+    ways = NcclWays(small=NcclWay.RING_LL, large=NcclWay.TREE_SIMPLE)
+    knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL, cuts=cuts, nccl=ways)
+    large, small = NcclWay.TREE_SIMPLE, NcclWay.RING_LL
+    assert [unit.nccl for unit in knobs.to_plan(layout).units] == [large, large, small, large]
+    assert knobs.describe().endswith("1 stream, NCCL by ring/ll (small), tree/simple (large)")
+    assert [unit.nccl for unit in replace(knobs, nccl=NcclWays(small=small)).to_plan(layout).units][:2] == [None, None]
+
+
+def test_what_nccl_may_be_told_is_told_nobody_else() -> None:
+    told = NcclWays(large=NcclWay.RING_SIMPLE)
+    knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL, nccl=told)
+    space = KnobSpace(routes=(knobs.route, GLOO), nccl=(told, NcclWays(small=NcclWay.RING_LL)))
+    assert knobs in space
+    assert replace(knobs, nccl=NcclWays(small=NcclWay.RING_LL, large=NcclWay.RING_SIMPLE)) in space
+    assert replace(knobs, nccl=NcclWays(small=NcclWay.RING_SIMPLE)) not in space
+    assert replace(knobs, transport=TransportKind.GLOO) not in space
+    assert KnobLattice(space).index_of(knobs) is None
+    assert replace(space, unit_bytes=(MIB, MIB), streams=(1,), routes=(knobs.route,)).has_choices
+
+
+def test_settings_of_before_nccl_could_be_told_are_as_they_were() -> None:
+    knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL)
+    assert "nccl" not in knobs.to_json()
+    assert replace(knobs, nccl=NcclWays()) == Knobs.from_json(knobs.to_json()) == knobs
+    (unit,) = knobs.to_plan(GradientLayout(sizes=(4,))).to_json()["units"]
+    assert "nccl" not in unit
+    with pytest.raises(PlanError, match="not knobs"):
+        Knobs.from_json({**knobs.to_json(), "nccl": {"large": "ring/ll256"}})
 
 
 @pytest.mark.parametrize("name", ["int4", "INT8", "topk:.01"])

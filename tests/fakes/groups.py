@@ -3,6 +3,7 @@
 import torch
 
 from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
+from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
 
 
@@ -50,7 +51,7 @@ class LoneGroup:
 class LoneOpener:
     """See `Opener`; each communicator takes `taken_bytes` of a memory of 1000."""
 
-    max_streams, threads = 8, (512, 1024, 2048)
+    max_streams, threads, ways = 8, (512, 1024, 2048), tuple(NcclWay)
 
     def __init__(self, taken_bytes: int = 1, *, multiplies: bool = False) -> None:
         self._taken_bytes, self._multiplies = taken_bytes, multiplies

@@ -19,6 +19,7 @@ import torch
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork, Scope
+from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.mpi import mpi_all_reduce_
 
@@ -238,6 +239,7 @@ class FakeOpener:
     """See `Opener`; each communicator takes a byte of a memory of 1000."""
 
     threads = (512, 1024)
+    ways = tuple(NcclWay)
     max_streams = 4
 
     def __init__(self, control: ControlPlane, device: FakeDevice) -> None:

@@ -12,16 +12,17 @@ import torch
 from conformance.transport import check_route
 from fakes.streams import FakeDevice, FakeOpener
 
-from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.knobs import MIB, Knobs, NcclWays
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order, find_nccl
-from sirtaki.comm.plan import CommPlan, GradientLayout
+from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.stream_trial import try_streams
+from sirtaki.errors import PlanError
 from sirtaki.settings import Settings
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
@@ -81,8 +82,14 @@ class Training:
         self, layout: GradientLayout, unit_bytes: int = 2000, streams: int = 2, threads: int | None = None
     ) -> CommPlan:
         transport, algorithm = self.router.routes[random.Random(unit_bytes).randrange(len(self.router.routes))]
+        way = NcclWays.of(unit_bytes, NcclWay.RING_SIMPLE) if threads else NcclWays()
         return Knobs(
-            unit_bytes=unit_bytes, streams=streams, transport=transport, algorithm=algorithm, threads=threads
+            unit_bytes=unit_bytes,
+            streams=streams,
+            transport=transport,
+            algorithm=algorithm,
+            threads=threads,
+            nccl=way,
         ).to_plan(layout)
 
     def absent(self, of_rank: int) -> set[int]:
@@ -176,6 +183,29 @@ def train_two() -> None:
     second.close()
 
 
+def ways() -> None:
+    """Whatever NCCL is told, sums are right; what it refuses it refuses on all ranks; the environment is as before."""
+    router = Router(control, timeout_s=30.0, device=device, nccl=opener)
+    before = dict(os.environ)
+    for way in router.nccl_ways():
+        knobs = Knobs(unit_bytes=4 * MIB, streams=2, transport=TransportKind.NCCL, nccl=NcclWays(small=way, large=way))
+        layout = GradientLayout(sizes=(2 * MIB, 1000))  # two large units, and a small one
+        try:
+            router.open_plan(knobs.to_plan(layout))
+        except PlanError as err:
+            control.require_equal(str(way), "what NCCL refuses")
+            print(f"refused {err}")
+            continue
+        buffer = router.allocate(layout.numel, torch.float32)
+        buffer.tensor.fill_(rank + 1.0)
+        router.wait_for(router.all_reduce_plan(buffer, knobs.to_plan(layout)))
+        device.synchronise()
+        assert bool((buffer.tensor == size * (size + 1) / 2).all())
+        print(f"summed by {way.value}")
+    assert dict(os.environ) == before
+    router.close()
+
+
 def gain() -> None:
     router = Router(control, timeout_s=30.0, device=device, nccl=opener)
     trial = try_streams(control, router)
@@ -198,7 +228,8 @@ def memory() -> None:
     training.close()
 
 
-{"gain": gain, "memory": memory, "conform": conform, "train": train, "two": train_two}[sys.argv[1].split("-")[1]]()
+PROGRAMS = {"gain": gain, "memory": memory, "conform": conform, "train": train, "two": train_two, "ways": ways}
+PROGRAMS[sys.argv[1].split("-")[1]]()
 if isinstance(opener, FakeOpener):
     control.require_equal(" ".join(opener.issued), "the order in which NCCL is used")
     if rank == 0:

@@ -18,8 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs, to_builtins
 
-from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.autotune.knobs import Cut, Knobs, NcclWays
+from sirtaki.comm.plan import Algorithm, NcclWay, TransportKind
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
@@ -256,6 +256,7 @@ def test_a_missing_field_is_named() -> None:
                 Cut(stop=stop, stream=index % 4, threads=512) for index, stop in enumerate(sorted(stops))
             )
         ),
+        nccl=st.builds(NcclWays, small=st.none() | st.sampled_from(NcclWay), large=st.sampled_from(NcclWay)),
     )
 )
 def test_all_knobs_of_the_tuner_pass(knobs: Knobs) -> None:

@@ -414,6 +414,17 @@ def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
         assert "without int8, which is left out here" in start.explanation
 
 
+def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> None:
+    over_nccl = {**UNIFORM, "transport": "nccl", "algorithm": "flat", "nccl": {"large": "ring/simple"}}
+    entry = replace(make_entry(), knobs=over_nccl)
+    allowing = replace(PERMITTED, routes=(("nccl", "flat"),), nccl=(("small", "ring/ll"), ("large", "ring/simple")))
+    assert suited(entry, permitted=allowing).knobs["nccl"] == {"large": "ring/simple"}
+    for permitted in (PERMITTED, replace(allowing, nccl=(("small", "ring/simple"),))):
+        start = suited(entry, permitted=permitted)
+        assert "nccl" not in start.knobs
+        assert "as NCCL decides, which is not told here" in start.explanation
+
+
 @given(
     st.floats(1e-9, 10),
     st.floats(1, 1e12),

@@ -193,6 +193,7 @@ def permitted_by(space: KnobSpace) -> Permitted:
         unit_bytes=space.unit_bytes,
         threads=space.threads,
         lossy=space.lossy,
+        nccl=tuple((kind, way.value) for ways in space.nccl for kind, way in ways.by_class.items()),
     )
 
 

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace, NcclWays
 from sirtaki.autotune.model.fits import ComputeSample, ContentionModel, LinkProbe, TransmissionSample, fit_contention
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.replayer import SharedHost
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind, Unit
+from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
 from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
@@ -124,7 +124,8 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
                 f"{router.why_not_more(routes)}"
             )
         routes = tuple(route for route in routes if limits[route] >= settings.streams)
-    # Each allowance takes a communicator of its own, and where there is one stream only communicators must not overlap.
+    # Each allowance, and each way of NCCL's, takes a communicator of its own, and where there is one stream only
+    # communicators must not overlap.
     allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
@@ -133,7 +134,12 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
         most_streams=tuple((route, limits[route]) for route in routes if limits[route] < limit),
+        nccl=_for_each_class(router.nccl_ways()) if limit > 1 else (),
     )
+
+
+def _for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
+    return tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in ways)
 
 
 def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knobs:
@@ -569,8 +575,8 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
     return probes
 
 
-def _one_unit(route: Route, unit_bytes: int, threads: int | None) -> CommPlan:
-    unit = Unit(start=0, stop=unit_bytes // 4, threads=threads, algorithm=route[1])
+def _one_unit(route: Route, unit_bytes: int, threads: int | None, way: NcclWay | None = None) -> CommPlan:
+    unit = Unit(start=0, stop=unit_bytes // 4, threads=threads, algorithm=route[1], nccl=way)
     return CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=route[0])
 
 
@@ -670,6 +676,54 @@ def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
         if threads is not None
     }
     return min(off, key=lambda threads: off[threads])
+
+
+WAY_BYTES = ((64 * KIB, 512 * KIB), (4 * MIB, 16 * MIB))
+"""Of the units with which ways of NCCL's are probed, by size class."""
+
+PROMISING_WAY = 0.95
+"""Of the time of what NCCL decides: a way that takes longer alone, at each size of a class, is not worth a trial."""
+
+WayTimes = Mapping[tuple[NcclWay | None, int], float]
+"""Seconds of an all-reduce on the idle network by way and bytes; what NCCL has refused is missing."""
+
+
+def promising_ways(ways: Sequence[NcclWays], seconds: WayTimes) -> tuple[NcclWays, ...]:
+    """Those that were clearly faster at some size of their class than what NCCL decides, the fastest first."""
+    of_decided: dict[NcclWays, float] = {}
+    for one in ways:
+        for sizes in WAY_BYTES:
+            way = one.by(sizes[0])
+            if way is not None:
+                probed = [size for size in sizes if (way, size) in seconds and (None, size) in seconds]
+                of_decided[one] = min((seconds[way, size] / seconds[None, size] for size in probed), default=math.inf)
+    return tuple(sorted((one for one in of_decided if of_decided[one] < PROMISING_WAY), key=of_decided.__getitem__))
+
+
+def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_bytes: int) -> WayTimes:
+    """Collective: times all-reduces as NCCL decides and in each way that it may be told, one at a time on `route`.
+
+    Units are no larger than `largest_bytes`. Each way takes a communicator of its own, which may take long to connect:
+    those for which there is no time are left out.
+    """
+    all_sizes = [size for sizes in WAY_BYTES for size in sizes if size <= largest_bytes]
+    buffer = router.allocate(max(all_sizes, default=0) // 4, torch.float32)
+    seconds: dict[tuple[NcclWay | None, int], float] = {}
+    begin_s = time.perf_counter()
+    for way in (None, *router.nccl_ways(), None):  # what comes first meets a network that has slept
+        for size in all_sizes:
+            plan = _one_unit(route, size, None, way)
+            try:
+                router.open_plan(plan)
+            except PlanError as err:  # on all ranks alike
+                logger.info("not probed: %s", err)
+                break
+            own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
+            taken_s = min(control.maximum(np.array(own_s)).tolist()) / PASSES
+            seconds[way, size] = min(taken_s, seconds.get((way, size), math.inf))
+        if control.maximum(np.array([time.perf_counter() - begin_s]))[0] > MOST_PROBING_S:
+            break
+    return seconds
 
 
 SHORT_S = 0.02
@@ -920,8 +974,8 @@ class Measured:
 
 
 def without_planners(space: KnobSpace) -> Measured:
-    """Nothing is measured; nobody tunes threads without knowing what they do."""
-    space = replace(space, threads=space.threads[:1])
+    """Nothing is measured; nobody tunes threads, or tells NCCL how to reduce, without knowing what that does."""
+    space = replace(space, threads=space.threads[:1], nccl=())
     return Measured(space=space, promising=space)
 
 
@@ -940,6 +994,9 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
         space = still_possible(space, router)
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
+        if space.nccl:
+            seconds = probe_ways(control, router, space.routes[0], largest_bytes=space.unit_bytes[1])
+            space = replace(space, nccl=promising_ways(space.nccl, seconds))
     except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
         logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
         return without_planners(space)

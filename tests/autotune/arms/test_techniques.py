@@ -25,16 +25,17 @@ from sirtaki.autotune.arms.techniques import (
     CompressorArm,
     GridArm,
     HyperbandArm,
+    NcclArm,
     PBTArm,
     ScikitOptimizeArm,
     import_late,
     make_arm,
     require,
 )
-from sirtaki.autotune.knobs import FloatArray, KnobLattice, Knobs, KnobSpace, Lossy
+from sirtaki.autotune.knobs import Cut, FloatArray, KnobLattice, Knobs, KnobSpace, Lossy, NcclWays
 from sirtaki.autotune.meta.bandit import BanditArm, default_arms
 from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
-from sirtaki.comm.plan import Algorithm, TransportKind, UnitClass
+from sirtaki.comm.plan import Algorithm, NcclWay, TransportKind, UnitClass
 from sirtaki.errors import TuningError
 
 
@@ -63,6 +64,11 @@ def compressors(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return CompressorArm(space)
 
 
+def nccl(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    """It has something to propose where NCCL may be told something, and something has run."""
+    return NcclArm(space)
+
+
 def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
 
@@ -71,7 +77,7 @@ def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "make",
-    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), compressors, bandit],
+    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), compressors, nccl, bandit],
     ids=lambda make: make.__name__,
 )
 def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
@@ -103,6 +109,57 @@ def test_each_compressor_is_tried_on_the_fastest_setting_and_then_class_by_class
     assert Lossy(large="int8", embeddings="int8") in then
     assert all(sum(lossy.by(kind) != "int8" for kind in UnitClass) == 1 for lossy in then)
     assert {2 * PLAIN.unit_bytes, PLAIN.unit_bytes // 2} <= {knobs.unit_bytes for knobs in asked}
+
+
+NCCL_WAYS = (NcclWays(large=NcclWay.RING_SIMPLE), NcclWays(large=NcclWay.TREE_LL128), NcclWays(small=NcclWay.RING_LL))
+NCCL = replace(GPU, unit_bytes=(64 << 10, 64 << 20), threads=(None, 512, 1024), nccl=NCCL_WAYS)
+OVER_NCCL = Knobs(unit_bytes=4 << 20, streams=2, transport=TransportKind.NCCL)
+
+
+def asked_of(arm: Arm) -> list[Knobs]:
+    return [proposal.knobs for proposal in arm.ask(50)]
+
+
+def test_nccl_is_told_of_the_fastest_setting_and_then_of_what_lies_beside_it() -> None:
+    arm = NcclArm(NCCL)
+    assert arm.ask() == []  # nothing has run yet
+    told(arm, replace(OVER_NCCL, streams=1), 2.0)
+    told(arm, OVER_NCCL, 1.0)
+    ring, tree = (replace(OVER_NCCL, nccl=ways) for ways in NCCL_WAYS[:2])
+    assert asked_of(arm) == [ring, tree]  # it has no small units
+    told(arm, ring, 1.02)  # the noise may be more than that
+    told(arm, tree, 1.5)
+    beside = asked_of(arm)
+    assert all(knobs.nccl == ring.nccl for knobs in beside)
+    assert {(knobs.unit_bytes, knobs.streams, knobs.threads) for knobs in beside} == {
+        (2 << 20, 2, None),
+        (8 << 20, 2, None),
+        (4 << 20, 1, None),
+        (4 << 20, 4, None),
+        (4 << 20, 2, 512),
+        (4 << 20, 2, 1024),
+    }
+    half = replace(ring, unit_bytes=1 << 20)
+    told(arm, half, 0.5)
+    assert replace(half, nccl=NcclWays(large=NcclWay.TREE_LL128)) in asked_of(arm)
+    assert not any(knobs.unit_bytes == 512 << 10 for knobs in asked_of(arm))  # small units may not be told that
+
+
+def test_units_of_a_plan_are_told_class_by_class() -> None:
+    arm = NcclArm(NCCL)
+    planned = replace(OVER_NCCL, cuts=(Cut(stop=1 << 20), Cut(stop=(1 << 20) + 10)))
+    told(arm, planned, 1.0)
+    assert [knobs.nccl for knobs in asked_of(arm)] == list(NCCL_WAYS)
+    told(arm, replace(planned, nccl=NcclWays(large=NcclWay.RING_SIMPLE)), 0.5)
+    assert NcclWays(small=NcclWay.RING_LL, large=NcclWay.RING_SIMPLE) in [knobs.nccl for knobs in asked_of(arm)]
+
+
+def test_what_nccl_has_refused_is_not_asked_for_again() -> None:
+    arm = NcclArm(NCCL)
+    told(arm, OVER_NCCL, 1.0)
+    told(arm, replace(OVER_NCCL, nccl=NCCL_WAYS[0]), math.inf)
+    told(arm, replace(OVER_NCCL, streams=4), 0.9)
+    assert asked_of(arm) == [replace(OVER_NCCL, streams=4, nccl=NCCL_WAYS[1])]
 
 
 def test_what_goes_through_shared_memory_is_compressed_over_sockets() -> None:

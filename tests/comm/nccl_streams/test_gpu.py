@@ -30,6 +30,10 @@ def test_gradients_equal_the_mean_under_changing_plans(run_ranks: RunRanks, what
     run(run_ranks, ranks, what, 60)
 
 
+def test_whatever_nccl_is_told_units_are_summed_right(run_ranks: RunRanks) -> None:
+    run(run_ranks, 2, "nccl-ways")
+
+
 def test_two_optimizers_share_the_gpu(run_ranks: RunRanks) -> None:
     run(run_ranks, 2, "nccl-two", 40)
 

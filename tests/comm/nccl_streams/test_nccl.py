@@ -1,11 +1,14 @@
 """Plans become communicators, several where NCCL can, and factors are multiplied where it does not."""
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +18,14 @@ from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
-from sirtaki.comm.nccl_streams.process_group import LAUNCH_ORDER, NcclGroup, NcclVersions, ask_for_launch_order
+from sirtaki.comm.nccl_streams.process_group import (
+    LAUNCH_ORDER,
+    NcclGroup,
+    NcclOpener,
+    NcclVersions,
+    ask_for_launch_order,
+    ways_left,
+)
 from sirtaki.comm.nccl_streams.transport import (
     CommunicatorKey,
     CommunicatorPool,
@@ -26,10 +36,10 @@ from sirtaki.comm.nccl_streams.transport import (
     Scope,
     ctas_for,
 )
-from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import streams_of
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
-from sirtaki.errors import CommError, PlanError
+from sirtaki.errors import CommError, PlanError, TransportError
 
 
 def pool_of(
@@ -57,6 +67,106 @@ def test_a_stream_with_other_ctas_or_other_ranks_is_another_communicator() -> No
     pool_of(opener).require(several)
     assert opener.opened == several
     assert [str(key) for key in several] == ["stream 0", "stream 0 with 4 CTAs", "stream 0 with 4 CTAs (node)"]
+
+
+def test_a_way_of_nccl_is_another_communicator_except_within_a_node() -> None:
+    opener = LoneOpener()
+    node = {"local_size": 1, "local_rank": 0}
+    streams = [StreamSpec(0), StreamSpec(0, None, NcclWay.RING_LL128), StreamSpec(0, 512, NcclWay.RING_LL128)]
+    flat = NcclTransport(pool_of(opener), HOST, opener=opener).keys(streams)
+    assert [str(key) for key in flat] == ["stream 0", "stream 0 by ring/ll128", "stream 0 with 1 CTAs by ring/ll128"]
+    tree = NcclHierarchicalTransport(pool_of(opener), HOST, opener=opener, **node).keys(streams[:2])
+    ways = {scope: [key.way for key in tree if key.scope is scope] for scope in Scope}
+    assert ways[Scope.ALL] == ways[Scope.ACROSS] == [None, NcclWay.RING_LL128]
+    assert ways[Scope.NODE] == [None]  # whose parts are scattered and gathered
+
+
+class MadeHere:
+    """Stands where `ProcessGroupNCCL` would, and notes what the environment says when its communicator is made."""
+
+    refuses = False
+    made: ClassVar[list[dict[str, str]]] = []
+
+    class Options:
+        def __init__(self, **how: Any) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, *where: Any) -> None:
+        self.closed = False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.made.append({name: os.environ[name] for name in ("NCCL_ALGO", "NCCL_PROTO") if name in os.environ})
+        if self.refuses:
+            raise RuntimeError("no algorithm/protocol available")
+        return SimpleNamespace(wait=lambda: None)
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+class ControlOfOne:
+    """As much of a control plane as making communicators takes."""
+
+    rank, size, local_rank, local_size, node_ranks, cross_rank, cross_size = 0, 1, 0, 1, (0,), 0, 1
+
+    def store(self) -> tuple[Any, str]:
+        return dist.HashStore(), ""
+
+    def next_prefix(self) -> str:
+        return "prefix"
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def agree_on_success(self, problem: str) -> None:
+        if problem:
+            raise TransportError(problem)
+
+
+@pytest.fixture
+def opener_of_one(monkeypatch: pytest.MonkeyPatch) -> NcclOpener:
+    MadeHere.made.clear()
+    monkeypatch.setattr(MadeHere, "refuses", False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MadeHere, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda place: nullcontext())
+    for name in ("NCCL_ALGO", "NCCL_PROTO"):
+        monkeypatch.delenv(name, raising=False)
+    control: Any = ControlOfOne()
+    device: Any = HOST
+    return NcclOpener(control, device, max_streams=2, timeout_s=1.0, ways=ways_left(control, {}))
+
+
+def test_a_communicator_is_made_under_what_its_key_says_and_the_environment_is_as_before(
+    opener_of_one: NcclOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opener_of_one.ways == tuple(NcclWay)
+    opener_of_one.open(CommunicatorKey(0))
+    opener_of_one.open(CommunicatorKey(0, way=NcclWay.RING_LL128))
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    opener_of_one.open(CommunicatorKey(0, way=NcclWay.TREE_SIMPLE))
+    ring, tree = ({"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL128"}, {"NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple"})
+    assert MadeHere.made == [{}, ring, tree]
+    assert os.environ["NCCL_PROTO"] == "LL"
+    assert "NCCL_ALGO" not in os.environ
+
+
+def test_a_way_that_nccl_refuses_makes_a_plan_impossible_and_ends_no_job(
+    opener_of_one: NcclOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MadeHere, "refuses", True)
+    with pytest.raises(PlanError, match="stream 1 by ring/ll128 here: no algorithm/protocol available"):
+        opener_of_one.open(CommunicatorKey(1, way=NcclWay.RING_LL128))
+    assert "NCCL_ALGO" not in os.environ
+    with pytest.raises(CommError, match="could not open NCCL stream 1"):
+        opener_of_one.open(CommunicatorKey(1))
+
+
+@pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO", "NCCL_TUNER_PLUGIN"])
+def test_nccl_is_told_nothing_where_the_user_has_decided(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    control: Any = ControlOfOne()
+    with caplog.at_level(logging.INFO):
+        assert ways_left(control, {name: "Ring"}) == ()
+    assert f"{name} is set" in caplog.text
 
 
 def test_what_was_unused_longest_is_closed_for_others() -> None:

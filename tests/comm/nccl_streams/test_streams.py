@@ -9,6 +9,8 @@ import pytest
 from conftest import RunRanks
 from rank_jobs import ONLY_OVER_MPI
 
+from sirtaki.comm.plan import NcclWay
+
 pytestmark = ONLY_OVER_MPI  # which plays NCCL here
 
 
@@ -40,6 +42,12 @@ def test_units_staged_through_the_host_pass_the_conformance_suite(run_ranks: Run
 @SLOW
 def test_units_staged_hierarchically_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
     assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
+
+
+def test_units_are_summed_right_in_whatever_way_nccl_is_told(run_ranks: RunRanks) -> None:
+    output = run(run_ranks, "nccl-ways", 2)
+    assert output.count("summed by") == 2 * len(NcclWay)
+    assert f"on {2 * len(NcclWay)} communicators" in output
 
 
 @pytest.mark.integration

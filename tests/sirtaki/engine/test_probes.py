@@ -1,14 +1,22 @@
 """What a search may choose from, by the router, the user's settings, and what is measured before it."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import RunRanks
+from fakes.groups import LoneGroup, LoneOpener
 
-from sirtaki.autotune.knobs import MIB, KnobSpace
+from sirtaki.autotune.knobs import KIB, MIB, KnobSpace, NcclWays
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
-from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.device import Device, Event
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
+from sirtaki.comm.plan import Algorithm, NcclWay, Route, TransportKind
+from sirtaki.comm.router import Router
 from sirtaki.engine.tuning.plans import (
     LEAST_LARGE_BYTES,
     NEEDED_FIRST,
@@ -18,15 +26,19 @@ from sirtaki.engine.tuning.plans import (
     SOUNDING_BYTES,
     STREAM_BYTES,
     UNIT_BYTES,
+    WAY_BYTES,
     Measured,
     ProbeBudget,
     ProbeSize,
     ThreadProbe,
     contention_model,
     knob_space,
+    probe_ways,
+    promising_ways,
     threads_matter,
     without_planners,
 )
+from sirtaki.errors import PlanError
 from sirtaki.settings import Settings
 
 
@@ -209,6 +221,9 @@ class NcclRouter:
     def threads(self) -> tuple[int, ...]:
         return 512, 1024
 
+    def nccl_ways(self) -> tuple[NcclWay, ...]:
+        return tuple(NcclWay)
+
 
 @pytest.mark.parametrize(("streams", "offered"), [(24, (None, 512, 1024)), (1, (None,))])
 def test_several_allowances_are_offered_where_their_communicators_may_overlap(
@@ -216,7 +231,84 @@ def test_several_allowances_are_offered_where_their_communicators_may_overlap(
 ) -> None:
     space = knob_space(NcclRouter(streams), Settings.from_environ({}), 64 * MIB)  # type: ignore[arg-type]
     assert space.threads == offered
+    assert bool(space.nccl) == (streams > 1)
     assert space.streams[-1] == streams
+
+
+def test_nccl_may_be_told_what_was_clearly_faster_alone_than_what_it_decides() -> None:
+    space = knob_space(NcclRouter(24), Settings.from_environ({}), 64 * MIB)  # type: ignore[arg-type]
+    sizes = [size for of_class in WAY_BYTES for size in of_class]
+    probed = {(way, size): 1.0 for way in (None, *NcclWay) for size in sizes}
+    assert promising_ways(space.nccl, probed) == ()
+    probed[NcclWay.RING_SIMPLE, WAY_BYTES[1][1]] = 0.7
+    probed[NcclWay.RING_LL, WAY_BYTES[0][0]] = 0.6
+    probed[NcclWay.TREE_SIMPLE, WAY_BYTES[1][0]] = 0.98
+    for size in sizes:
+        del probed[NcclWay.TREE_LL128, size]  # which NCCL has refused
+    small, large = NcclWays(small=NcclWay.RING_LL), NcclWays(large=NcclWay.RING_SIMPLE)
+    assert promising_ways(space.nccl, probed) == (small, large)
+    assert promising_ways(space.nccl, {}) == ()
+    assert without_planners(space).space.nccl == ()
+
+
+class Clock(Device):
+    """Shows the seconds that all-reduces have taken by themselves."""
+
+    now_s = 0.0
+
+    def record_event(self) -> Event:
+        return self.now_s
+
+
+class TimedGroup(LoneGroup):
+    """Takes a while for a size, by its way."""
+
+    def __init__(self, clock: Clock, way: NcclWay | None) -> None:
+        super().__init__(multiplies=True)
+        self._clock, self._way = clock, way
+
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
+        fast = self._way is NcclWay.RING_SIMPLE and 4 * tensor.numel() >= MIB
+        self._clock.now_s += 1.0 if fast else 2.0
+        return super().all_reduce_scaled(tensor, scale)
+
+
+class TimedOpener(LoneOpener):
+    """Does not have one of the ways."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def open(self, key: CommunicatorKey) -> Group:
+        if key.way is NcclWay.TREE_LL128:
+            raise PlanError("no such way")
+        return TimedGroup(self._clock, key.way)
+
+
+def test_ways_of_nccl_are_probed_on_communicators_of_their_own() -> None:
+    control: Any = SimpleNamespace(
+        rank=0,
+        size=2,
+        local_size=1,
+        local_rank=0,
+        local_sizes=[1, 1],
+        one_node=False,
+        is_homogeneous=True,
+        failures=FailureBoard(),
+        barrier=lambda: None,
+        minimum=lambda values: values,
+        maximum=lambda values: values,
+        agree_on_success=lambda problem: None,
+    )
+    clock = Clock()
+    router = Router(control, timeout_s=10.0, device=clock, nccl=TimedOpener(clock))
+    probed = probe_ways(control, router, ROUTE, largest_bytes=4 * MIB)
+    assert {size for _, size in probed} == {64 * KIB, 512 * KIB, 4 * MIB}
+    assert {way for way, _ in probed} == {None, *NcclWay} - {NcclWay.TREE_LL128}
+    assert (probed[None, 4 * MIB], probed[NcclWay.RING_SIMPLE, 4 * MIB]) == (2.0, 1.0)
+    ways = knob_space(router, Settings.from_environ({}), 64 * MIB).nccl
+    assert promising_ways(ways, probed) == (NcclWays(large=NcclWay.RING_SIMPLE),)
 
 
 def test_a_route_that_opens_fewer_streams_than_another_is_offered_with_as_many_as_it_opens() -> None:

@@ -1,0 +1,401 @@
+"""What NCCL's algorithms, protocols and channels cost by size, and what the tuner makes of such a table.
+
+    python -m bench.nccl [--quick] [--check] [--save]
+    sirtakirun -np 8 python -m bench.nccl --measure TABLE [--quick]
+    python -m bench.nccl --table TABLE
+
+The first needs no GPU; the second writes down what these ranks' GPUs take and puts the tuner on that, the third does so
+later.
+
+Without a GPU there is no measured table: `modelled` makes one from what NCCL's source publishes, `ncclTopoTuneModel`
+and `ncclTopoGetAlgoTime` in `src/graph/tuning.cc`, with the constants and the corrections of PyTorch's copy of them
+(`torch/_inductor/comm_analysis.py`, torch 2.13), for H100 with eight GPUs a node. *Up to two nodes* NCCL believes in
+the bandwidth of the links within a node, and decides by it; PyTorch's authors have corrected that by profiles of H100
+over RoCE, and by the corrected model all-reduces take here what they take. So NCCL decides right on one node, and
+between two not always. How wrong it is on real machines only a measured table says.
+
+*Fastest*: of a lattice of settings, in every way. Bar: in the mean what is kept is nowhere more than 1 % slower than
+without these knobs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.lib.harness import Report, finish, parser
+from bench.lib.landscapes.landscape import Landscape, Message, Physics, replay
+from sirtaki.autotune.arms.techniques import OUR_ARMS
+from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace, NcclWays
+from sirtaki.autotune.meta.bandit import default_arms
+from sirtaki.autotune.meta.session import SessionResult, WarmupSession
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.nccl_streams.transport import ALLOWANCES, ctas_for
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind, Unit
+from sirtaki.engine.tuning.plans import WAY_BYTES, promising_ways
+from sirtaki.errors import PlanError
+from sirtaki.measures import SMALLEST_UNIT_BYTES
+
+ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
+THREADS = (None, *ALLOWANCES)
+CTAS = tuple(map(ctas_for, THREADS))
+ALL_WAYS = tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in NcclWay)
+SIZES = tuple(1 << power for power in range(10, 29))
+"""Bytes, of which NCCL's times are told."""
+
+# ── A table of all-reduces ───────────────────────────────────────────────────────────────────────────────────────────
+
+Row = tuple[NcclWay | None, int | None]
+"""How NCCL reduces, and on how many CTAs (channels); None = as it decides."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NcclTimes:
+    """Seconds that an all-reduce takes.
+
+    Attributes:
+        source: where they come from.
+        ranks: between which.
+        nodes: on so many.
+        times_s: by row, and for each size in bytes; a row that is missing NCCL has refused.
+    """
+
+    source: str
+    ranks: int
+    nodes: int
+    times_s: Mapping[Row, Mapping[int, float]]
+
+    def of(self, size_bytes: int, way: NcclWay | None, ctas: int | None) -> float:
+        """Seconds, between the sizes on a line through their logarithms; infinite where NCCL has refused."""
+        row = self.times_s.get((way, ctas))
+        if row is None:
+            return math.inf
+        sizes = sorted(row)
+        high = min(max(1, bisect_left(sizes, size_bytes)), len(sizes) - 1)
+        places = np.log2([sizes[high - 1], sizes[high]])
+        at = (math.log2(size_bytes) - places[0]) / (places[1] - places[0])
+        first, last = math.log2(row[sizes[high - 1]]), math.log2(row[sizes[high]])
+        return float(2.0 ** (first + max(0.0, at) * (last - first)))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "source": self.source,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "times_s": [
+                [None if way is None else way.value, ctas, {str(size): seconds for size, seconds in row.items()}]
+                for (way, ctas), row in self.times_s.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NcclTimes:
+        """What `to_json` described."""
+        times_s = {
+            (None if way is None else NcclWay(way), ctas): {int(size): float(seconds) for size, seconds in row.items()}
+            for way, ctas, row in data["times_s"]
+        }
+        return cls(source=data["source"], ranks=data["ranks"], nodes=data["nodes"], times_s=times_s)
+
+
+# ── NCCL's own model: tuning.cc, for Hopper ──────────────────────────────────────────────────────────────────────────
+
+TREE, RING = "Tree", "Ring"
+LL, LL128, SIMPLE = "LL", "LL128", "Simple"
+BASE_US = {
+    TREE: {LL: 6.8, LL128: 14.0, SIMPLE: 8.4},
+    RING: {LL: 6.6, LL128: 14.0, SIMPLE: 8.4},
+}  # baseLat
+WITHIN_US = {TREE: {LL: 0.6, LL128: 1.25, SIMPLE: 4.0}, RING: {LL: 0.6, LL128: 1.9, SIMPLE: 3.4}}  # hwLat, NVLINK
+BETWEEN_US = {TREE: {LL: 5.0, LL128: 8.5, SIMPLE: 14.0}, RING: {LL: 2.7, LL128: 4.0, SIMPLE: 14.0}}  # hwLat, NET
+MOST_LL_WITHIN, MOST_LL_BETWEEN = 141.0, (39.0, 20.4)  # llMaxBws: Hopper; Volta, whose row is taken between nodes
+MOST_A_CHANNEL = {LL128: 36.7, SIMPLE: (38.7, 41.4, 36.0)}  # perChMax…Bws
+TREE_CORRECTION = {
+    LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1 1",
+    LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1 1",
+    SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
+}  # treeCorrectionFactor, by log2(bytes / 64)
+GPUS, CHANNELS, NVLINK, NIC = 8, 16, 370.0, 50.0
+"""Of a node; channels and GB/s of its links, and between nodes for each GPU."""
+
+
+def modelled_s(size_bytes: int, way: NcclWay, *, nodes: int, channels: int, gb_per_s: float) -> float:
+    """`ncclTopoTuneModel` and `ncclTopoGetAlgoTime`: seconds of an all-reduce where links carry so much."""
+    algorithm, protocol = way.algorithm, way.protocol
+    ranks, scale = GPUS * nodes, min(nodes, 3) - 1
+    bus = min(gb_per_s, channels * NVLINK / CHANNELS)
+    most_ll = MOST_LL_WITHIN if nodes == 1 else MOST_LL_BETWEEN[scale - 1]
+    if protocol == LL:
+        bus = min(most_ll, bus / (2.0 if algorithm == RING else 3.8))
+    elif protocol == LL128:
+        factor = 7 / 9 if algorithm == TREE and nodes == 1 else 120 / 128
+        bus = min(bus * factor, channels * float(MOST_A_CHANNEL[LL128]))  # type: ignore[arg-type]
+    elif algorithm == TREE:
+        bus = min(bus * 0.92, channels * float(MOST_A_CHANNEL[SIMPLE][scale]))  # type: ignore[index]
+    overhead_us = 0.0 if nodes == 1 else 3.0 if protocol == SIMPLE else 1.0
+    within_us, between_us = max(WITHIN_US[algorithm][protocol], overhead_us), BETWEEN_US[algorithm][protocol]
+    if algorithm == RING:
+        steps, between = 2 * (ranks - 1), 2 * (nodes - 1)
+        latency_us = (steps - between) * within_us + between * between_us
+        rate = bus * ranks / steps
+    else:
+        latency_us = 2 * ((GPUS - 1) * within_us + int(math.log2(nodes)) * between_us)
+        corrections = TREE_CORRECTION[protocol].split()
+        place = int(math.log2(max(64, size_bytes) / 64))
+        rate = bus / 2 * (float(corrections[place]) if place < len(corrections) else 1.0)
+    return 1e-6 * (BASE_US[algorithm][protocol] + latency_us + size_bytes / (1e3 * rate))
+
+
+@cache
+def modelled(nodes: int) -> NcclTimes:
+    """The table of so many nodes of eight H100: NCCL decides by its own belief, and takes what the correction says."""
+    believed = NVLINK if nodes <= 2 else NIC
+
+    def true_gb_per_s(size_bytes: int) -> float:
+        if nodes == 1:
+            return NVLINK
+        rails = (max(size_bytes, 5e7) / 5e7) ** 0.17 if nodes > 2 else 1.0
+        return NIC * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7)) * rails
+
+    ways = [way for way in NcclWay if nodes == 1 or way.protocol != LL128]  # which is for links within a node
+    times_s: dict[Row, dict[int, float]] = {}
+    for ctas in CTAS:
+        channels = CHANNELS if ctas is None else ctas
+        for size in SIZES:
+            taken_s = {
+                way: modelled_s(size, way, nodes=nodes, channels=channels, gb_per_s=true_gb_per_s(size)) for way in ways
+            }
+            by_belief_s = {
+                way: modelled_s(size, way, nodes=nodes, channels=channels, gb_per_s=believed) for way in ways
+            }
+            decided = min(ways, key=by_belief_s.__getitem__)
+            for way, seconds in [(None, taken_s[decided]), *taken_s.items()]:
+                times_s.setdefault((way, ctas), {})[size] = seconds
+    source = "ncclTopoTuneModel, with the corrections of torch/_inductor/comm_analysis.py of torch 2.13"
+    return NcclTimes(source=source, ranks=GPUS * nodes, nodes=nodes, times_s=times_s)
+
+
+# ── A job on such a table, and the tuner on that ─────────────────────────────────────────────────────────────────────
+
+JOBS: Mapping[str, tuple[int, int, float]] = {
+    "small gradients": (64, 2 * KIB, 0.2e-3),
+    "large gradients": (16, 4 * MIB, 4e-3),
+}
+"""How many gradients of how many bytes, and seconds of the backward pass."""
+
+
+def job(table: NcclTimes, name: str) -> Landscape:
+    """A model whose gradients are reduced in what the table says; all-reduces under way at a time share the links."""
+    count, size_bytes, backward_s = JOBS[name]
+    layout = GradientLayout(sizes=(size_bytes // 4,) * count)
+    profile = Profile.from_durations([backward_s / count] * count)
+    largest = max(SMALLEST_UNIT_BYTES, 1 << (layout.total_bytes - 1).bit_length())
+    probed = {
+        (way, size): table.of(size, way, None)
+        for sizes in WAY_BYTES
+        for size in sizes
+        if size <= largest
+        for way in (None, *NcclWay)
+    }
+    space = KnobSpace(
+        routes=(ROUTE,),
+        unit_bytes=(SMALLEST_UNIT_BYTES, largest),
+        streams=(1, 2, 4),
+        threads=tuple(threads for threads in THREADS if (None, ctas_for(threads)) in table.times_s),
+        nccl=promising_ways(ALL_WAYS, probed),
+    )
+    default = Knobs(
+        unit_bytes=min(max(4 * MIB, space.unit_bytes[0]), largest), streams=1, transport=ROUTE[0], algorithm=ROUTE[1]
+    )
+    start_s = {row: table.of(SIZES[0], *row) for row in table.times_s}
+    peak = max(
+        size / max(seconds - start_s[row], 1e-9)
+        for row, of_row in table.times_s.items()
+        for size, seconds in of_row.items()
+        if size >= MIB
+    )
+
+    def span_s(knobs: Knobs) -> float:
+        units = knobs.to_plan(layout).units
+        if any((unit.nccl, ctas_for(unit.threads)) not in table.times_s for unit in units):
+            return math.inf
+        rows = {4 * unit.numel: (unit.nccl, ctas_for(unit.threads)) for unit in units}
+
+        def moves_s(size: float) -> float:
+            return max(table.of(int(size), *rows[int(size)]) - start_s[rows[int(size)]], 1e-9)
+
+        physics = Physics(
+            capacity=lambda n, computing: peak,
+            latency_s=lambda size: start_s[rows[int(size)]],
+            quality=lambda size: min(1.0, size / moves_s(size) / peak),
+        )
+        ready_s = profile.issuable_s
+        messages = [
+            Message(ready_s[bisect_left(layout.offsets, unit.stop) - 1], 4 * unit.numel, unit.stream) for unit in units
+        ]
+        return replay(messages, compute_s=profile.compute_s, physics=physics) - profile.ready_s[0]
+
+    return Landscape(family=name, layout=layout, profile=profile, space=space, default=default, truth=span_s)
+
+
+def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
+    """All settings of the lattice, each as NCCL decides and in every way."""
+    for knobs in KnobLattice(landscape.space, steps_per_octave=1).points:
+        yield knobs
+        yield from (replace(knobs, nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
+
+
+def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:
+    """A warm-up session on it, as a job on GPUs runs it."""
+    arm = default_arms(
+        space=landscape.space, rng=np.random.default_rng(seed), budget_iterations=budget, names=list(OUR_ARMS)
+    )
+    session = WarmupSession(
+        space=landscape.space,
+        default=landscape.default,
+        arm=arm,
+        rng=np.random.default_rng(seed),
+        budget_iterations=budget,
+        discarded_iterations=2,
+        identity=lambda knobs: knobs.to_plan(landscape.layout).fingerprint(),
+    )
+    luck = np.random.default_rng([seed, 1])
+    while not session.done:
+        now = session.assignment
+        spans_s = [landscape.measure_s(now.knobs, 0, noise, luck) for _ in range(now.measured_iterations)]
+        session.record(spans_s)
+    return session.result
+
+
+def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None:
+    """Adds a row and a bar for each job on that table."""
+    for name in JOBS:
+        landscape = job(table, name)
+        without = job(table, name)
+        without.space = replace(without.space, nccl=())
+        best_s = min(map(landscape.span_s, in_every_way(landscape)))
+        kept = [tune(landscape, noise=noise, seed=seed).knobs for seed in range(seeds)]
+        kept_without = [tune(without, noise=noise, seed=seed).knobs for seed in range(seeds)]
+        kept_s, without_s = (statistics.fmean(map(landscape.span_s, each)) for each in (kept, kept_without))
+        report.rows.append(
+            {
+                "nodes": table.nodes,
+                "ranks": table.ranks,
+                "job": name,
+                "offered": ", ".join(ways.describe() for ways in landscape.space.nccl),
+                "default_s": landscape.span_s(landscape.default),
+                "kept_without_s": without_s,
+                "kept_s": kept_s,
+                "fastest_s": best_s,
+                "told_nccl": f"{sum(bool(knobs.nccl) for knobs in kept)} of {seeds}",
+            }
+        )
+        where = f"{table.source.partition(',')[0]}, {table.ranks} ranks"
+        report.bar(f"{where}, {name}: kept, of what is kept without NCCL's knobs", kept_s / without_s, 1.01)
+
+
+# ── The table of GPUs that are there ─────────────────────────────────────────────────────────────────────────────────
+
+
+def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: int) -> NcclTimes:
+    """Collective: what NCCL takes between these ranks' GPUs; needs `hvd.init()` and at least two ranks."""
+    import torch
+
+    from sirtaki.engine import job as jobs
+    from sirtaki.engine.tuning.warmup import open_router
+
+    current = jobs.current()
+    control = current.control
+    place = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+    router = open_router(control, replace(current.settings, transport=TransportKind.NCCL), [place])
+    buffer = router.allocate(max(sizes) // 4, torch.float32)
+    device = router.device
+    times_s: dict[Row, dict[int, float]] = {}
+    for threads in allowances:
+        for way in (None, *router.nccl_ways()):
+            for size in sizes:
+                unit = Unit(start=0, stop=size // 4, threads=threads, nccl=way)
+                plan = CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=ROUTE[0])
+                try:
+                    router.open_plan(plan)
+                except PlanError as err:  # on all ranks alike
+                    if control.rank == 0:
+                        print(err, flush=True)
+                    break
+                for _ in range(2):  # the first one is not counted
+                    control.barrier()
+                    begin = device.record_event()
+                    router.wait_for([work for _ in range(rounds) for work in router.all_reduce_plan(buffer, plan)])
+                    end = device.record_event()
+                    device.wait_for(end)
+                    seconds = device.elapsed_s(begin, end) / rounds
+                slowest_s = float(control.maximum(np.array([seconds]))[0])
+                times_s.setdefault((way, ctas_for(threads)), {})[size] = slowest_s
+    device.synchronise()
+    router.close()
+    source = f"{torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}"  # type: ignore[no-untyped-call]
+    nodes = len(set(control.hosts))
+    return NcclTimes(source=source, ranks=control.size, nodes=nodes, times_s=times_s)
+
+
+def measure(path: Path, *, quick: bool) -> NcclTimes | None:
+    """Writes the table of these GPUs on rank 0; None elsewhere, and where there is nothing to measure."""
+    import os
+
+    import torch
+
+    import sirtaki.torch as hvd
+
+    if not torch.cuda.is_available():
+        print("bench.nccl: PyTorch sees no GPU here; nothing was measured")
+        return None
+    hvd.init()
+    if hvd.size() < 2:
+        raise SystemExit("bench.nccl --measure needs several ranks: sirtakirun -np 2 python -m bench.nccl --measure …")
+    gpus = torch.cuda.device_count()
+    if hvd.local_size() > gpus:  # ranks that seem to be on different hosts may share one
+        os.environ["NCCL_HOSTID"] = f"rank{hvd.rank()}"
+    torch.cuda.set_device(hvd.local_rank() % gpus)
+    # Two ranks that share a GPU talk over sockets, slowly, and each row takes a communicator.
+    table = measured(SIZES[:15:2], THREADS[::2], rounds=5) if quick else measured(SIZES[:17], THREADS, rounds=20)
+    if not table.times_s:
+        raise SystemExit("bench.nccl: NCCL carries nothing between these ranks; the log says why")
+    if hvd.rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(table.to_json()))
+    return table if hvd.rank() == 0 else None
+
+
+def main() -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--measure", type=Path, metavar="TABLE", help="write the table of these ranks' GPUs there")
+    flags.add_argument("--table", type=Path, metavar="TABLE", help="one that was measured")
+    flags.add_argument("--noise", type=float, default=0.02, help="of a measured iteration")
+    args = flags.parse_args()
+    tables: Sequence[NcclTimes] = [modelled(nodes) for nodes in (1, 2, 4)]
+    if args.measure:
+        there = measure(args.measure, quick=args.quick)
+        if there is None:
+            return 0
+        tables = [there]
+    elif args.table:
+        tables = [NcclTimes.from_json(json.loads(args.table.read_text()))]
+    report = Report(name="nccl", settings={"noise": args.noise}, notes=[table.source for table in tables[:1]])
+    for table in tables:
+        judge(report, table, noise=args.noise, seeds=3 if args.quick else 9)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""NCCL's own knobs: the tuner finds what a table of NCCL's times says is fastest, and leaves NCCL alone otherwise."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from bench.lib.landscapes.landscape import Landscape
+from bench.nccl import ALL_WAYS, JOBS, KIB, MIB, THREADS, NcclTimes, in_every_way, job, modelled, tune
+from sirtaki.autotune.knobs import NcclWays
+from sirtaki.comm.plan import NcclWay
+
+EVERY_JOB = pytest.mark.parametrize("name", JOBS)
+
+
+def only_nccl(landscape: Landscape) -> Landscape:
+    """The user has fixed units and streams; what NCCL may be told is left."""
+    size = landscape.default.unit_bytes
+    landscape.space = replace(landscape.space, unit_bytes=(size, size), streams=(1,), threads=(None,))
+    return landscape
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size_bytes", "decided", "fastest"),
+    [
+        (1, 64 * KIB, NcclWay.RING_LL, NcclWay.RING_LL),
+        (1, 8 * MIB, NcclWay.RING_LL128, NcclWay.RING_LL128),
+        (1, 64 * MIB, NcclWay.RING_SIMPLE, NcclWay.RING_SIMPLE),
+        (2, 64 * KIB, NcclWay.TREE_LL, NcclWay.RING_LL),
+        (2, 4 * MIB, NcclWay.TREE_SIMPLE, NcclWay.RING_SIMPLE),
+        (2, 64 * MIB, NcclWay.RING_SIMPLE, NcclWay.RING_SIMPLE),
+    ],
+)
+def test_by_its_model_nccl_decides_right_on_one_node_and_not_always_between_two(
+    nodes: int, size_bytes: int, decided: NcclWay, fastest: NcclWay
+) -> None:
+    table = modelled(nodes)
+    assert table.of(size_bytes, None, None) == table.of(size_bytes, decided, None)
+    assert min(NcclWay, key=lambda way: table.of(size_bytes, way, None)) is fastest
+
+
+def test_a_table_is_the_same_when_it_is_read_again() -> None:
+    table = modelled(2)
+    again = NcclTimes.from_json(json.loads(json.dumps(table.to_json())))
+    assert again.times_s == table.times_s
+    assert table.of(3 * MIB, None, 1) == pytest.approx(again.of(3 * MIB, None, 1))
+    assert table.of(2 * MIB, None, 1) < table.of(3 * MIB, None, 1) < table.of(4 * MIB, None, 1)
+    assert table.of(8 * MIB, NcclWay.RING_SIMPLE, None) < table.of(8 * MIB, NcclWay.RING_SIMPLE, 1)
+    assert math.isinf(table.of(MIB, NcclWay.RING_LL128, None))  # which does not go between nodes
+
+
+@EVERY_JOB
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_table_says_is_fastest_is_kept(name: str, seed: int) -> None:
+    landscape = only_nccl(job(modelled(2), name))
+    result = tune(landscape, noise=0.02, seed=seed)
+    fastest = min(in_every_way(landscape), key=landscape.span_s)
+    assert result.knobs == fastest
+    way = {"small gradients": NcclWay.RING_LL, "large gradients": NcclWay.RING_SIMPLE}[name]
+    assert result.knobs.nccl == NcclWays.of(result.knobs.unit_bytes, way)
+    assert "beat the default" in result.reason
+
+
+@EVERY_JOB
+def test_where_nccl_decides_right_probes_leave_nothing_to_tell_it(name: str) -> None:
+    assert job(modelled(1), name).space.nccl == ()
+
+
+@EVERY_JOB
+@pytest.mark.parametrize("seed", range(3))
+def test_where_nccl_decides_right_the_default_stays_whatever_is_tried(name: str, seed: int) -> None:
+    landscape = only_nccl(job(modelled(1), name))
+    landscape.space = replace(landscape.space, nccl=ALL_WAYS)
+    result = tune(landscape, noise=0.02, seed=seed)
+    assert result.knobs == landscape.default
+    assert result.n_trials > len(NcclWay) / 2
+
+
+@pytest.mark.lengthy
+def test_beside_all_other_knobs_it_is_found_too() -> None:
+    landscape = job(modelled(2), "large gradients")
+    assert landscape.space.threads == THREADS
+    without = job(modelled(2), "large gradients")
+    without.space = replace(without.space, nccl=())
+    kept, others = (
+        sum(one.span_s(tune(one, noise=0.02, seed=seed).knobs) for seed in range(5)) for one in (landscape, without)
+    )
+    assert kept < 0.97 * others
