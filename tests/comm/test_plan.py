@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind, Unit, UnitClass
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind, Unit, UnitClass
 from sirtaki.errors import PlanError
 
 
@@ -24,6 +24,7 @@ def plans(draw: st.DrawFn) -> CommPlan:
             threads=draw(st.none() | st.integers(1, 4096)),
             algorithm=draw(st.sampled_from(Algorithm)),
             compressor=draw(st.sampled_from(["", "int8"])),
+            nccl=draw(st.none() | st.sampled_from(NcclWay)),
         )
         for start, stop in zip([0, *stops], stops, strict=False)
     )

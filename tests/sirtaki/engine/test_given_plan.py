@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 from rank_jobs import Job, played_on_ranks
 
-from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace
+from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace, NcclWays
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind
 from sirtaki.engine.tuning.plans import GivenPlan, given_to_all, part_bytes_of
 from sirtaki.errors import ConfigError
 
@@ -50,6 +50,18 @@ def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(json.dumps(data))
     for path in (tmp_path, tmp_path / "plan.json"):
         assert GivenPlan.read(path) == replace(GIVEN, source=str(tmp_path / "plan.json"))
+
+
+def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
+    told = NcclWays(small=NcclWay.RING_LL)
+    given = replace(GIVEN, knobs=replace(KNOBS, transport=TransportKind.NCCL, nccl=told))
+    data = json.loads(json.dumps(given.to_json()))
+    assert GivenPlan.from_json(data, source="plan.json") == given
+    assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
+    assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
+    over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
+    assert "is not possible here" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
 def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> None:
