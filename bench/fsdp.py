@@ -9,7 +9,8 @@ four ranks. "asleep": 150 ms of each step are slept, as a GPU would leave the pr
 same processes and take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead,
 scatters in a group of their own, the interface listed four times; and parameters kept.
 
-`--expected`: how long steps take with a dozen settings, and how long they were expected to take after one traced step.
+`--expected`: how long steps take with a dozen settings, how long they were expected to take after one traced step, and
+how the settings that the tuner keeps, without memory for it and with, compare with the fastest of them.
 
 The bound is `max(computation, gathers and scatters at the link's payload rate)`: three times (P-1)/P of all parameters.
 """
@@ -162,8 +163,10 @@ class Trained:
 
 
 def expected(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does to compare settings with what is expected of them."""
-    trained = Trained(UNTUNED, compute_s=options["compute_s"], connections=options["connections"])
+    """What each rank does to compare settings with what is expected of them, and with what the tuner keeps."""
+    compute_s, connections = options["compute_s"], options["connections"]
+    found = {name: kept_by_tuner(name, options) for name in (TUNED, KEEPING)}
+    trained = Trained(UNTUNED, compute_s=compute_s, connections=connections)
     for _ in range(3):
         trained.step()
     attached = fsdp.attached(trained.model)
@@ -184,6 +187,7 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
         all_kept,
         replace(all_kept, scattering=2, ahead=4),
     ]
+    settings = list(dict.fromkeys([*settings, *found.values()]))
     step = attached.traced(lanes, sorted({each.streams for each in settings}))
     assert step is not None
     space = ShardSpace(modules=len(sizes), streams=(default.streams,), whole_bytes=sizes, dropped=attached.dropped)
@@ -196,7 +200,23 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
         return run
 
     samples = in_turns({each.describe(): runs(each) for each in settings}, comm, rounds=options["rounds"])
-    return {"samples": samples, "expected_s": {each.describe(): step.expected_s(space, each) for each in settings}}
+    return {
+        "samples": samples,
+        "expected_s": {each.describe(): step.expected_s(space, each) for each in settings},
+        "extra_bytes": {each.describe(): space.extra_bytes(each) for each in settings},
+        "found": {name: each.describe() for name, each in found.items()},
+    }
+
+
+def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
+    """Collective: what a search keeps."""
+    os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
+    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
+    for _ in range(options["warmup"] + PROOF):
+        trained.step()
+    attached = fsdp.attached(trained.model)
+    assert attached is not None
+    return attached.knobs
 
 
 def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> None:
@@ -216,6 +236,10 @@ def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> No
     report.bar(
         f"{case}: what was expected to be fastest / the fastest", measured_s[best] / min(measured_s.values()), 1.03
     )
+    extra_bytes = result["extra_bytes"]
+    for name, found in result["found"].items():
+        swept_s = min(measured_s[each] for each in names if name == KEEPING or extra_bytes[each] <= 0)
+        report.bar(f"{case}: {name} ({found}) / the fastest that memory allows", measured_s[found] / swept_s, 1.03)
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
