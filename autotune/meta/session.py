@@ -444,7 +444,7 @@ def _near(first: Knobs, second: Knobs) -> bool:
 
 
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.35  # shares of the budget between which the final comparison gets what it needs
-MAX_RESERVE_LOSSY = 0.5  # where compressors are allowed there are two of them
+LARGE_RESERVE = 0.5  # where compressors are allowed there are two of them; and where noise asks for many turns
 REFINEMENT = 0.12  # share of the budget that is for neighbours of the fastest setting
 SHORT = 60  # iterations below which trials are too few to spend some on neighbours
 NOISY = 0.06  # noise from which on neighbours cannot be told apart
@@ -923,7 +923,8 @@ class WarmupSession:
     def _left_for_trials(self) -> int:
         """The others are kept for the final comparison; negative where they are used already."""
         needed = self._most_finalists * self._turn + self._for_pairs + self._for_lossy
-        most = MAX_RESERVE_LOSSY if self._space.lossy else MAX_RESERVE
+        more = self._space.lossy or self._ledger.noise > USUAL_NOISE
+        most = LARGE_RESERVE if more else MAX_RESERVE
         reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(most * self._iterations))
         return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
 
