@@ -18,6 +18,7 @@ that is scattered (ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are made of wh
 lost is not given back: a rank has no room for what it owes of the other ranks' shards.
 
 All ranks submit the same operations in the same order, as with every process group; they may wait for them in any.
+Each may have a label, so that ranks which do not (one has caught an exception that the others have not seen) are told.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from sirtaki.comm.units import HEARD_S, LATE_S
 from sirtaki.errors import CommError, MismatchError, StallError
 
 MOST_TAGS = 1 << 30
+
+GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
 
 LATER_S = 10.0
 """So much later than whoever waits the transport gives up, which knows less of what it waits for."""
@@ -160,7 +163,9 @@ class ShardLanes(ABC):
         """
 
     @abstractmethod
-    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None) -> ShardWork:
+    def gather(
+        self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
+    ) -> ShardWork:
         """Collective: fills `rows[r]`, `(n,)`, with the `shard`, `(n,)`, of rank r; this rank's may be that already.
 
         Args:
@@ -168,11 +173,20 @@ class ShardLanes(ABC):
             shard: of this rank.
             codec: packs shards of floating numbers that go over sockets; all ranks get what was unpacked, whoever's it
                 is. None = they travel as they are.
+            label: says what this is, so that ranks which have gone different ways do not take one for another: where
+                they give different ones, the work fails.
         """
 
     @abstractmethod
     def scatter(
-        self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
+        self,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        codec: Codec | None = None,
+        label: int = 0,
     ) -> ShardWork:
         """Collective: fills `part`, `(n,)`, with this rank's row of the reduction of `whole`, `(ranks, n)`, over ranks.
 
@@ -182,6 +196,7 @@ class ShardLanes(ABC):
             op: how elements are combined; halves in float32, rounded once.
             scale: what the result is multiplied by.
             codec: packs rows of floating numbers that go over sockets to be summed; None = they travel as they are.
+            label: as of a gather.
         """
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -258,21 +273,23 @@ class _OverSockets(ShardLanes):
         self._router.open_plan(CommPlan(numel=streams, units=units, streams=streams, transport=self.kind))
         self._streams = streams
 
-    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None) -> ShardWork:
+    def gather(
+        self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
+    ) -> ShardWork:
         rows, mine = [row.detach() for row in rows], shard.detach()
         if codec is not None and mine.is_floating_point() and mine.numel() >= FEWEST:
-            return self._gather_packed(rows, mine, codec)
-        came = self._trade([mine] * self.control.size, rows)
+            return self._gather_packed(rows, mine, codec, label)
+        came = self._trade([mine] * self.control.size, rows, GATHERS, label)
         if (own := rows[self.control.rank]).data_ptr() != mine.data_ptr():
             own.copy_(mine)
         return self._under_way(self._gathers.follow(came), "gather", len(rows) * mine.numel())
 
-    def _gather_packed(self, rows: list[torch.Tensor], mine: torch.Tensor, codec: Codec) -> ShardWork:
+    def _gather_packed(self, rows: list[torch.Tensor], mine: torch.Tensor, codec: Codec, label: int) -> ShardWork:
         values, me = mine.float(), self.control.rank
         packed = codec.pack(values)
         parcels = list(torch.empty(len(rows), packed.numel(), dtype=torch.uint8))
         parcels[me] = packed
-        came = self._trade([packed] * len(rows), parcels)
+        came = self._trade([packed] * len(rows), parcels, GATHERS, label)
         if self.losses is not None:
             self.losses[0].add(values, packed, codec, mine.itemsize)
 
@@ -284,17 +301,24 @@ class _OverSockets(ShardLanes):
         return self._under_way(self._gathers.follow(unpack), "gather", len(rows) * mine.numel())
 
     def scatter(
-        self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
+        self,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        codec: Codec | None = None,
+        label: int = 0,
     ) -> ShardWork:
         me, size = self.control.rank, self.control.size
         rows, target = whole.detach().view(size, -1), part.detach().view(-1)
         if codec is not None and op is ReduceOp.SUM and whole.is_floating_point() and target.numel() >= FEWEST:
-            return self._scatter_packed(list(rows), target, scale, codec)
+            return self._scatter_packed(list(rows), target, scale, codec, label)
         size_bytes = (size - 1) * target.numel() * target.itemsize
         memory = self._take_scratch(size_bytes)
         others = list(memory[:size_bytes].view(whole.dtype).view(size - 1, -1))
         summands = [*others[:me], rows[me], *others[me:]]
-        came = self._trade(list(rows), summands)
+        came = self._trade(list(rows), summands, SCATTERS, label)
 
         def add_up() -> None:
             came()
@@ -303,7 +327,9 @@ class _OverSockets(ShardLanes):
 
         return self._under_way(self._scatters.follow(add_up), "reduce-scatter", whole.numel())
 
-    def _scatter_packed(self, rows: list[torch.Tensor], target: torch.Tensor, scale: float, codec: Codec) -> ShardWork:
+    def _scatter_packed(
+        self, rows: list[torch.Tensor], target: torch.Tensor, scale: float, codec: Codec, label: int
+    ) -> ShardWork:
         me, count = self.control.rank, target.numel()
         length = packed_bytes(codec, count)
         sent, received = (list(torch.empty(len(rows), length, dtype=torch.uint8)) for _ in range(2))
@@ -313,7 +339,7 @@ class _OverSockets(ShardLanes):
                 sent[other] = codec.pack(values)
                 if self.losses is not None:
                     self.losses[1].add(values, sent[other], codec, row.itemsize)
-        came = self._trade(sent, received)
+        came = self._trade(sent, received, SCATTERS, label)
 
         def add_up() -> None:
             came()
@@ -331,14 +357,17 @@ class _OverSockets(ShardLanes):
                 return memory
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def _trade(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> Callable[[], None]:
+    def _trade(
+        self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int
+    ) -> Callable[[], None]:
         """Sends `sent[r]` to each other rank r and receives `received[r]` from it; the result waits for that."""
         numel, streams = sent[0].numel(), self._streams
         bounds = [numel * stream // streams for stream in range(streams + 1)]
         waits = []
         for stream, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            # A piece of another length is another message, for which nobody waits: no rank writes behind its memory.
-            tag = (next(self._tags) * 8191 + numel) % MOST_TAGS
+            # A piece of another length or label is another message, for which nobody waits: no rank writes behind its
+            # memory, or takes one module's numbers for another's.
+            tag = (next(self._tags) * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 pieces = [[row[start:stop] for row in rows] for rows in (sent, received)]
                 waits.append(self._sockets.trade(*pieces, stream=stream, tag=tag))
@@ -358,16 +387,15 @@ class _OverSockets(ShardLanes):
 SLOTS = 2
 """In shared memory, of either kind: one is read while the next one is filled."""
 
-MARK_BYTES = 8
-"""At the end of a slot: how many bytes it holds; negative = they lie in the whole tensor that all ranks share."""
+MARK_BYTES = 16
+"""At the end of a slot: how many bytes it holds, negative = they lie in the whole tensor that all ranks share; and the
+label of what they are."""
 
 WHOLES = 4
 """Whole tensors that the ranks share at the same time: as many gathers may be ahead of what is used."""
 
 RELEASE_S = 0.05
 """How long to wait until the others have let go of one, before memory of this rank's own is taken instead."""
-
-GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
 
 
 class _Slots:
@@ -396,10 +424,10 @@ class _Slots:
             work.wait()
         return self._slots[self._next]
 
-    def fill(self, mark: int) -> FlatBuffer:
+    def fill(self, mark: int, label: int) -> FlatBuffer:
         """The slot that `next` gave, into which so much has been put."""
         slot = self._slots[self._next]
-        slot.tensor[-MARK_BYTES:].view(torch.int64)[0] = mark
+        slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(torch.tensor([mark, label]))
         return slot
 
     def taken_by(self, work: ShardWork) -> None:
@@ -482,7 +510,9 @@ class _InSharedMemory(ShardLanes):
         taken = self._wholes.take(numel * dtype.itemsize) if self._wholes is not None else None
         return super().gather_memory(numel, dtype) if taken is None else taken.view(dtype)
 
-    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None) -> ShardWork:
+    def gather(
+        self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
+    ) -> ShardWork:
         me, mine, wholes = self.control.rank, _bytes(shard), self._wholes
         rows, size_bytes, elements = [_bytes(row) for row in rows], mine.numel(), len(rows) * shard.numel()
         number = wholes.number if wholes is not None else 0
@@ -506,14 +536,21 @@ class _InSharedMemory(ShardLanes):
                 wholes.end(number)
 
         mark = -size_bytes if in_common else size_bytes
-        return self._visit(self._gathered, mark, read, "gather", elements)
+        return self._visit(self._gathered, mark, label, read, "gather", elements)
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = numel * dtype.itemsize
         return self._scattered.next(size_bytes).tensor[:size_bytes].view(dtype)
 
     def scatter(
-        self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
+        self,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        codec: Codec | None = None,
+        label: int = 0,
     ) -> ShardWork:
         plain, target, me = whole.detach().view(-1), part.detach().view(-1), self.control.rank
         memory = self.scatter_memory(plain.numel(), plain.dtype)
@@ -525,29 +562,37 @@ class _InSharedMemory(ShardLanes):
             summands = [slot.view(plain.dtype)[start:stop] for slot in slots]
             reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
 
-        return self._visit(self._scattered, _bytes(plain).numel(), add_up, "reduce-scatter", plain.numel())
+        return self._visit(self._scattered, _bytes(plain).numel(), label, add_up, "reduce-scatter", plain.numel())
 
     def _visit(
         self,
         slots: _Slots,
         mark: int,
+        label: int,
         read: Callable[[Sequence[int], Sequence[torch.Tensor]], None],
         kind: str,
         elements: int,
     ) -> ShardWork:
         """Has `read` called with the marks of all ranks, and with what they have put into the slot whose turn it is."""
-        slot, size_bytes = slots.fill(mark), abs(mark)
+        slot, size_bytes = slots.fill(mark, label), abs(mark)
         problems: list[CommError] = []
 
         def compared() -> None:
-            marks = [int(peer[-MARK_BYTES:].view(torch.int64)[0]) for peer in slot.peers]
-            if {abs(each) for each in marks} == {size_bytes}:
-                read(marks, [peer[:size_bytes] for peer in slot.peers])
-            else:
-                sizes = [abs(each) for each in marks]
+            told = [peer[-MARK_BYTES:].view(torch.int64).tolist() for peer in slot.peers]
+            marks, sizes, labels = [mark for mark, _ in told], [abs(mark) for mark, _ in told], [one for _, one in told]
+            if set(sizes) != {size_bytes}:
                 problems.append(
                     MismatchError(f"the ranks have submitted tensors of different sizes, in bytes: {sizes}")
                 )
+            elif set(labels) != {label}:
+                problems.append(
+                    MismatchError(
+                        f"the ranks have submitted a {kind} of different tensors, by number: {labels}; one of them has "
+                        "left out something that the others have not, or does it in another order"
+                    )
+                )
+            else:
+                read(marks, [peer[:size_bytes] for peer in slot.peers])
 
         stream = GATHERS if slots is self._gathered else SCATTERS
         work = self._under_way(self._shared.visit(compared, stream=stream), kind, elements, problems)
@@ -589,33 +634,42 @@ class _OverNodes(ShardLanes):
         for lanes in self._across:
             lanes.use(streams)
 
-    def gather(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None) -> ShardWork:
+    def gather(
+        self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
+    ) -> ShardWork:
         within, across, place = self._within[0], self._across[0], self.control.local_rank
         across.losses = self.losses
         size = self.control.local_size
         nodes = [rows[start : start + size] for start in range(0, self.control.size, size)]
-        came = across.gather([node[place] for node in nodes], shard, codec=codec)
+        came = across.gather([node[place] for node in nodes], shard, codec=codec, label=label)
 
         def share() -> None:
             came.wait()
-            for work in [within.gather(node, node[place]) for node in nodes]:
+            for work in [within.gather(node, node[place], label=label) for node in nodes]:
                 work.wait()
 
         return self._under_way(self._finishers[0].follow(share), "gather", len(rows) * shard.numel())
 
     def scatter(
-        self, whole: torch.Tensor, part: torch.Tensor, *, op: ReduceOp, scale: float, codec: Codec | None = None
+        self,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        codec: Codec | None = None,
+        label: int = 0,
     ) -> ShardWork:
         within, across, nodes = self._within[1], self._across[1], self.control.cross_size
         across.losses = self.losses
         sums = torch.empty(nodes, part.numel(), dtype=part.dtype)
         rows = whole.detach().view(nodes, -1)
-        added = [within.scatter(each, own, op=op, scale=1.0) for each, own in zip(rows, sums, strict=True)]
+        added = [within.scatter(each, own, op=op, scale=1.0, label=label) for each, own in zip(rows, sums, strict=True)]
 
         def pass_on() -> None:
             for work in added:
                 work.wait()
-            across.scatter(sums, part, op=op, scale=scale, codec=codec).wait()
+            across.scatter(sums, part, op=op, scale=scale, codec=codec, label=label).wait()
 
         return self._under_way(self._finishers[1].follow(pass_on), "reduce-scatter", whole.numel())
 

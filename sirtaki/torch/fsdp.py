@@ -242,10 +242,10 @@ class Attached:
         for number, each in enumerate(self._sharded):
             setattr(each.group, _MARK, self)
             if carries:
-                each.module.set_custom_all_gather(_Gather(self, each.group))
+                each.module.set_custom_all_gather(_Gather(self, each.group, number))
                 each.module.set_custom_reduce_scatter(_Scatter(self, each.group, number))
             else:
-                each.module.set_custom_all_gather(_Gather(self, each.group, each.group._all_gather_comm))
+                each.module.set_custom_all_gather(_Gather(self, each.group, number, each.group._all_gather_comm))
                 each.module.set_custom_reduce_scatter(_NotedScatter(self, each.group._reduce_scatter_comm, number))
         for module in modules:
             module.register_forward_pre_hook(_Use(self, numbers.get(id(module))), prepend=True)
@@ -1018,9 +1018,9 @@ class GatherWork(dist.Work):
 class _Gather:
     """FSDP's `AllGather` for one module: hands over what was kept for the backward pass, and gathers what was not."""
 
-    def __init__(self, attached: Attached, group: _Group, carrier: Any = None) -> None:
+    def __init__(self, attached: Attached, group: _Group, number: int, carrier: Any = None) -> None:
         """The carrier is whatever FSDP would have asked; None = Sirtaki carries the shards."""
-        self._attached, self._group, self._carrier = attached, group, carrier
+        self._attached, self._group, self._number, self._carrier = attached, group, number, carrier
         self._kept: torch.Tensor | None = None  # what the next gather gets instead
 
     @property
@@ -1060,10 +1060,11 @@ class _Gather:
             return work
         if kept is not None and attached.near is not None:
             rows = output_tensor.chunk(attached.near.control.size)
-            return GatherWork(attached, attached.near.gather(rows, kept), _nothing)
+            return GatherWork(attached, attached.near.gather(rows, kept, label=self._number), _nothing)
         codec, _ = attached.packing
         then = partial(self._keep_part, keeper.control, output_tensor) if isinstance(keeper, ShardLanes) else _nothing
-        return GatherWork(attached, lanes.gather(output_tensor.chunk(group.size()), input_tensor, codec=codec), then)
+        rows = output_tensor.chunk(group.size())
+        return GatherWork(attached, lanes.gather(rows, input_tensor, codec=codec, label=self._number), then)
 
     def _keep_part(self, control: ControlPlane, whole: torch.Tensor) -> None:
         self._attached.keep(self._group, whole.chunk(control.size)[control.rank].clone())
@@ -1105,7 +1106,7 @@ class _Scatter:
         kind, scale = recipe
         self._attached.note_scatter(self._number)
         _, codec = self._attached.packing
-        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale, codec=codec)
+        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale, codec=codec, label=self._number)
         if scale != 1.0 and self._nobody_looks(output_tensor.dtype):  # FSDP divides the sum itself where there is none
             self._attached.put_off(work)
         else:

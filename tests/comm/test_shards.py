@@ -175,12 +175,18 @@ def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so(
 @pytest.mark.parametrize(
     ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
 )
-def test_ranks_that_submit_other_sizes_are_told_so(kind: TransportKind, error: type[CommError]) -> None:
+@pytest.mark.parametrize("other", ["size", "label of a gather", "label of a scatter", "operation"])
+def test_ranks_that_submit_something_else_are_told_so(kind: TransportKind, error: type[CommError], other: str) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
         lanes.reserve(shard_bytes=4000, whole_bytes=8000)
-        lanes.gather([*torch.zeros(2, 100 + rank)], torch.zeros(100 + rank)).wait()
+        if other == "label of a scatter" or (other == "operation" and rank == 1):
+            lanes.scatter(torch.zeros(2, 100), torch.zeros(100), op=ReduceOp.SUM, scale=1.0, label=rank).wait()
+        else:
+            numel = 100 + rank * (other == "size")
+            label = rank * other.startswith("label")
+            lanes.gather([*torch.zeros(2, numel)], torch.zeros(numel), label=label).wait()
 
-    with pytest.raises(error):
+    with pytest.raises(StallError if other == "operation" else error):
         with_lanes(2, kind, act, timeout_s=1.0)
 
 

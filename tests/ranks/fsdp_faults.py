@@ -1,21 +1,44 @@
-"""A rank that dies in the middle of sharded training. Started by test_fsdp.py."""
+"""A rank that dies in the middle of sharded training, or ("caught") alone leaves a step out. By test_fsdp.py."""
 
 import os
 import signal
+import sys
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from ranks.fsdp_attached import Tower, loss, sharded
+from torch import nn
 
 
-def main() -> None:
+class Alike(Tower):
+    """Blocks of one size, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.first, self.last = nn.Identity(), nn.Identity()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+
+def fail(module: nn.Module, args: object) -> None:
+    raise ArithmeticError
+
+
+def main(*words: str) -> None:
     dist.init_process_group("gloo")
-    model = sharded(Tower(torch.float32))
+    model = sharded(Alike() if words else Tower(torch.float32))
     loss(model, dist.get_rank(), 0).backward()
     dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        if dist.get_rank() == 1 and words:
+            fails = model.blocks[2].register_forward_pre_hook(fail)
+            with suppress(ArithmeticError):
+                loss(model, dist.get_rank(), 0)
+            fails.remove()
+            if hasattr(model, "reset_iter_state"):
+                model.reset_iter_state()
+        elif dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         for step in range(3):
             loss(model, dist.get_rank(), step).backward()
     except RuntimeError as err:
@@ -24,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

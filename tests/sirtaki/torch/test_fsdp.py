@@ -46,6 +46,14 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(run_ranks: RunRanks, env: d
 
 
 @pytest.mark.integration
+def test_a_rank_that_alone_catches_an_exception_and_leaves_a_step_out_does_not_train_with_wrong_shards(
+    run_ranks: RunRanks,
+) -> None:
+    job = run_ranks("fsdp_faults.py", 2, "caught", env=SHARED, check=False, timeout_s=60)
+    assert job.stdout.count("MismatchError: the ranks have submitted a gather of different tensors") == 2, job.stdout
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("env", [SHARED, SOCKETS])
 def test_a_rank_that_ends_in_the_middle_of_a_search_is_named_to_those_who_wait(
     run_ranks: RunRanks, env: dict[str, str]
