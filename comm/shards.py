@@ -40,7 +40,7 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, ended
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
 from sirtaki.comm.units import HEARD_S, LATE_S
@@ -49,6 +49,9 @@ from sirtaki.errors import CommError, MismatchError, StallError
 MOST_TAGS = 1 << 30
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
+
+END_S = 1.0
+"""How long threads may take to end, whose connections are closed, before they are left to themselves."""
 
 LATER_S = 10.0
 """So much later than whoever waits the transport gives up, which knows less of what it waits for."""
@@ -379,9 +382,9 @@ class _OverSockets(ShardLanes):
         return wait
 
     def close(self) -> None:
-        self._gathers.end()
-        self._scatters.end()
-        super().close()
+        super().close()  # which ends what threads wait for
+        # Of a thread that comes back from there while the interpreter ends PyTorch makes the end of the process.
+        ended([self._gathers, self._scatters], within_s=END_S)
 
 
 SLOTS = 2

@@ -97,6 +97,9 @@ MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
 """How long the connections of one stream may take to be made; all ranks begin at the same time."""
 
+NO_TRADE = (1 << 31) - 1
+"""A tag under which nothing is sent."""
+
 END_S = 1.0
 """How long the threads of closed streams may take to end, before they are left to themselves."""
 
@@ -264,6 +267,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         super().__init__()
         self._store, self._prefix, self._address = store, prefix, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
+        self._trades: set[object] = set()  # under way
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
@@ -331,12 +335,17 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         works = [group.recv([received[rank]], rank, tag) for rank in reversed(others)]  # type: ignore[attr-defined]
         works += [group.send([sent[rank]], rank, tag) for rank in others]  # type: ignore[attr-defined]
 
+        trade = object()
+        self._trades.add(trade)
+
         def finish() -> None:
             try:
                 for work in works:
                     work.wait(self._timeout)
             except RuntimeError as err:
                 raise CommError(f"Gloo failed on stream {stream}, most likely as a rank has ended: {err}") from err
+            finally:
+                self._trades.discard(trade)
 
         return finish
 
@@ -344,12 +353,24 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         """Closes all others: the I/O thread of an idle one wakes up a hundred times a second."""
         self._end_behind(streams)
 
+    def _end_trades(self, group: ProcessGroupGloo) -> None:
+        """Has all that is waited for there fail, as Gloo does when the time of one is up: `abort` leaves trades alone.
+
+        A thread that comes back from such a wait while the interpreter ends would end the process by a signal.
+        """
+        with contextlib.suppress(RuntimeError):
+            other = (self._rank + 1) % self._size
+            group.recv([torch.empty(1)], other, NO_TRADE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
+
     def _end(self, streams: list[ProcessGroupGloo]) -> bool:
         """Ends groups, and waits for the end of their threads, but not long.
 
         A reduction that begins to wait on a connection while that is closed waits until its time is up, and whoever
         drops the last reference to its group waits for it.
         """
+        if self._trades:  # of a job that has failed
+            for stream in streams:
+                self._end_trades(stream)
         boxes: list[list[ProcessGroupGloo]] = []
         while streams:
             boxes.append([streams.pop()])

@@ -1,6 +1,8 @@
 """Gathers of shards and scatters of sums give what one process would give, over every carrier."""
 
+import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.errors import CommError, MismatchError, StallError
+from sirtaki.errors import CommError, MismatchError, PeerLostError, StallError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
 KINDS = [TransportKind.GLOO, TransportKind.SHARED_MEMORY]
@@ -178,16 +180,29 @@ def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so(
 @pytest.mark.parametrize("other", ["size", "label of a gather", "label of a scatter", "operation"])
 def test_ranks_that_submit_something_else_are_told_so(kind: TransportKind, error: type[CommError], other: str) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
+        numel, label = 100 + rank * (other == "size"), rank * other.startswith("label")
         lanes.reserve(shard_bytes=4000, whole_bytes=8000)
-        if other == "label of a scatter" or (other == "operation" and rank == 1):
-            lanes.scatter(torch.zeros(2, 100), torch.zeros(100), op=ReduceOp.SUM, scale=1.0, label=rank).wait()
-        else:
-            numel = 100 + rank * (other == "size")
-            label = rank * other.startswith("label")
-            lanes.gather([*torch.zeros(2, numel)], torch.zeros(numel), label=label).wait()
+        with closing(lanes):
+            if other == "label of a scatter" or (other == "operation" and rank == 1):
+                lanes.scatter(torch.zeros(2, numel), torch.zeros(numel), op=ReduceOp.SUM, scale=1.0, label=label).wait()
+            else:
+                lanes.gather([*torch.zeros(2, numel)], torch.zeros(numel), label=label).wait()
 
-    with pytest.raises(StallError if other == "operation" else error):
+    with pytest.raises((StallError, PeerLostError) if other == "operation" or kind is TransportKind.GLOO else error):
         with_lanes(2, kind, act, timeout_s=1.0)
+
+
+@pytest.mark.lengthy
+def test_no_thread_is_left_waiting_when_lanes_are_closed_whose_job_has_failed() -> None:
+    before = set(threading.enumerate())
+
+    def act(lanes: ShardLanes, rank: int) -> None:
+        with closing(lanes):
+            lanes.gather([*torch.zeros(2, 100)], torch.zeros(100), label=rank).wait()  # neither hears of the other's
+
+    with pytest.raises(CommError):
+        with_lanes(2, TransportKind.GLOO, act, timeout_s=0.5)
+    assert not [each.name for each in set(threading.enumerate()) - before if each.name == "sirtaki-gathers"]
 
 
 @pytest.mark.lengthy
