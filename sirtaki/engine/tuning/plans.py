@@ -994,7 +994,9 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
         space = still_possible(space, router)
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
-        if space.nccl:
+        if space.nccl and control.one_node:  # where NCCL decides right by its own model, and links are no bottleneck
+            space = replace(space, nccl=())
+        elif space.nccl:
             seconds = probe_ways(control, router, space.routes[0], largest_bytes=space.unit_bytes[1])
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
     except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
