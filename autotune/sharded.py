@@ -95,6 +95,7 @@ class ShardSpace:
         node_ranks: ranks of each node, if they can keep parameters together; else 0.
         lossy: compressors that the user allows.
         scattering: so many modules' gradients can be scattered at the same time.
+        gathered_ahead: how far in the forward and in the backward pass, if that is not to be changed.
     """
 
     modules: int
@@ -105,12 +106,14 @@ class ShardSpace:
     node_ranks: int = 0
     lossy: tuple[str, ...] = ()
     scattering: int = MOST_SCATTERING
+    gathered_ahead: tuple[int, int] | None = None
 
     def __contains__(self, knobs: ShardKnobs) -> bool:
         return (
             knobs.streams in self.streams
             and 0 <= knobs.ahead < max(2, self.modules)
             and 1 <= knobs.behind < max(2, self.modules)
+            and self.gathered_ahead in (None, (knobs.ahead, knobs.behind))
             and set(knobs.kept) <= set(self.dropped)
             and set(knobs.near) <= (set(self.dropped).difference(knobs.kept) if self.node_ranks else set())
             and 1 <= knobs.scattering <= self.scattering

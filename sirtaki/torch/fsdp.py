@@ -219,7 +219,7 @@ class Attached:
         self.trace: StepTrace | None = None  # of this step, if it is to be known
         self.knobs = UNTUNED
         numbers = {id(each.module): number for number, each in enumerate(self._sharded)}
-        self._own_prefetch = False  # nor has the user said what to gather ahead; known with the order
+        self.sets_prefetch = False  # nor has the user said what to gather ahead; known with the order
         groups = [each.group for each in self._sharded]
         for group in groups:
             for mesh in (group.mesh_info, group.post_forward_mesh_info):
@@ -365,7 +365,7 @@ class Attached:
             if len(set(used)) == len(used):
                 self._places = {each.group: place for place, each in enumerate(self.sharded)}
                 states = [each.module._get_fsdp_state() for each in self._sharded]
-                self._own_prefetch = not any(
+                self.sets_prefetch = not any(
                     state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
                 )
                 self._set_ahead()
@@ -452,7 +452,7 @@ class Attached:
             self._set_prefetch(each, order[place + 1 : place + 1 + knobs.ahead], behind)
 
     def _set_prefetch(self, each: _Sharded, ahead: Sequence[_Sharded], behind: Sequence[_Sharded]) -> None:
-        if self._own_prefetch:
+        if self.sets_prefetch:
             each.module.set_modules_to_forward_prefetch([other.module for other in ahead])
             each.module.set_modules_to_backward_prefetch([other.module for other in behind])
 
@@ -510,8 +510,7 @@ class Attached:
         What the user has set stays.
         """
         groups = [each.group for each in self._sharded]
-        carriers = [getattr(each._reduce_scatter_comm, "carrier", each._reduce_scatter_comm) for each in groups]
-        if any(type(each).__name__ != "DefaultReduceScatter" for each in carriers):
+        if any(type(each).__name__ != "DefaultReduceScatter" for each in _carriers(groups)[1::2]):
             return (1,), 1
         apart = any(getattr(each.mesh_info, "reduce_scatter_process_group", "unknown") for each in groups)
         world: Any = dist.group.WORLD
@@ -790,6 +789,7 @@ class _Tuning:
             node_ranks=0 if attached.near is None else attached.node_ranks,
             lossy=lossy,
             scattering=scattering,
+            gathered_ahead=None if attached.sets_prefetch else (default.ahead, default.behind),
         )
         if topology:
             sizes = [[_description(each.group), _bytes_of(each.group)] for each in attached.sharded]
@@ -1020,13 +1020,13 @@ class _Gather:
 
     def __init__(self, attached: Attached, group: _Group, number: int, carrier: Any = None) -> None:
         """The carrier is whatever FSDP would have asked; None = Sirtaki carries the shards."""
-        self._attached, self._group, self._number, self._carrier = attached, group, number, carrier
+        self._attached, self._group, self._number, self.carrier = attached, group, number, carrier
         self._kept: torch.Tensor | None = None  # what the next gather gets instead
 
     @property
     def can_keep(self) -> bool:
         """Whether what it has allocated is nobody else's."""
-        return self._carrier is None or type(self._carrier).__name__ == "DefaultAllGather"
+        return self.carrier is None or type(self.carrier).__name__ == "DefaultAllGather"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP asks for the memory of each whole module's parameters."""
@@ -1034,8 +1034,8 @@ class _Gather:
         self._kept = kept = self._attached.take_kept(self._group)
         if kept is not None and kept.numel() == numel:
             return kept
-        if self._carrier is not None:
-            memory: torch.Tensor = self._carrier.allocate(size, dtype=dtype, device=device)
+        if self.carrier is not None:
+            memory: torch.Tensor = self.carrier.allocate(size, dtype=dtype, device=device)
             return memory
         lanes = self._attached.lanes(self._group._all_gather_process_group)
         if lanes is None or kept is not None or self._attached.keeper_of(self._group):
@@ -1054,8 +1054,8 @@ class _Gather:
         if keeper is True:
             attached.keep(self._group, output_tensor)
         lanes = attached.lanes(group)
-        if self._carrier is not None or lanes is None:  # the latter: a group that the mesh did not have before
-            gather = self._carrier or dist.all_gather_into_tensor
+        if self.carrier is not None or lanes is None:  # the latter: a group that the mesh did not have before
+            gather = self.carrier or dist.all_gather_into_tensor
             work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         if kept is not None and attached.near is not None:
@@ -1299,9 +1299,16 @@ def _another_group(process_group: dist.ProcessGroup, device: torch.device, token
 
 
 def _of_pytorch(groups: Sequence[_Group]) -> str:
-    """Which backends of PyTorch's would carry their shards, in words."""
+    """Which backends of PyTorch's would carry their shards, and which collectives of the user's own, in words."""
     names = {group.mesh_info.shard_process_group._get_backend(group.device).name() for group in groups}
-    return f"PyTorch's {' and '.join(sorted(names))}"
+    own = {type(each).__name__ for each in _carriers(groups)} - {"DefaultAllGather", "DefaultReduceScatter"}
+    return f"PyTorch's {' and '.join(sorted(names))}" + "".join(f", {name}" for name in sorted(own))
+
+
+def _carriers(groups: Sequence[_Group]) -> list[Any]:
+    """What FSDP would have asked to gather and to scatter."""
+    asked = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
+    return [getattr(each, "carrier", each) for each in asked]
 
 
 def _description(group: _Group) -> list[tuple[Any, ...]]:

@@ -3,8 +3,8 @@
 The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
 long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word, "evaluated", the
 model and a part of it are evaluated between backward pass and update, and some passes fail; with "reordered" modules
-are used in another order from step 20 on; with "method" the model is called through a method of its own. Rank 0 prints
-every setting that ran, in order.
+are used in another order from step 20 on; with "method" the model is called through a method of its own; with
+"prefetched" the script has said what to gather ahead. Rank 0 prints every setting that ran, in order.
 """
 
 import functools
@@ -37,6 +37,8 @@ def main(which: str, word: str, what: str = "") -> None:
     model, alone = sharded((Scoring if what == "method" else Tower)(blocks=2)), Tower(blocks=2)
     if what == "method":
         register_fsdp_forward_method(model, "score")
+    if what == "prefetched":
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
     seen: list[str] = []
     now_s = 0.0
 

@@ -144,6 +144,14 @@ def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks:
 
 
 @pytest.mark.integration
+def test_how_far_to_gather_ahead_is_not_tried_where_the_script_says_it(run_ranks: RunRanks) -> None:
+    steps = {"SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1"}
+    found = settings_run(run_ranks, "slow", "gathers 2 ahead", "prefetched", **steps)
+    assert len(set(found)) > 1
+    assert {re.search("gathers .* behind", setting)[0] for setting in found} == {"gathers 2 ahead and 1 behind"}  # type: ignore[index]
+
+
+@pytest.mark.integration
 def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(run_ranks: RunRanks) -> None:
     env = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
     job = run_ranks("fsdp_tuned.py", 2, "fast", "kept", "reordered", env=env, timeout_s=90)
