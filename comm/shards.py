@@ -243,6 +243,10 @@ def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: Transport
     return _OverSockets(control, router, timeout_s=timeout_s)
 
 
+LEAST_PIECE_BYTES = 16 << 10
+"""Of what one connection carries: to cut smaller pieces takes more time than to send them."""
+
+
 class _Finisher(Worker):
     """A thread that does what follows when pieces have come, in the order in which they were submitted."""
 
@@ -364,16 +368,17 @@ class _OverSockets(ShardLanes):
         self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int
     ) -> Callable[[], None]:
         """Sends `sent[r]` to each other rank r and receives `received[r]` from it; the result waits for that."""
-        numel, streams = sent[0].numel(), self._streams
-        bounds = [numel * stream // streams for stream in range(streams + 1)]
+        numel, first = sent[0].numel(), next(self._tags)
+        pieces = max(1, min(self._streams, numel * sent[0].itemsize // LEAST_PIECE_BYTES))
+        bounds = [numel * piece // pieces for piece in range(pieces + 1)]
         waits = []
-        for stream, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds), first):
             # A piece of another length or label is another message, for which nobody waits: no rank writes behind its
             # memory, or takes one module's numbers for another's.
             tag = (next(self._tags) * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
-                pieces = [[row[start:stop] for row in rows] for rows in (sent, received)]
-                waits.append(self._sockets.trade(*pieces, stream=stream, tag=tag))
+                parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
+                waits.append(self._sockets.trade(*parts, stream=number % self._streams, tag=tag))
 
         def wait() -> None:
             for each in waits:
@@ -457,6 +462,7 @@ class _Wholes:
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
         self._held: dict[int, int] = {}  # the gather that this rank holds each of them for
+        self._over = [0] * WHOLES  # gathers of each of them that are over for this rank, but for the one it holds
         self.number = 0  # of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
@@ -475,7 +481,14 @@ class _Wholes:
         return torch.from_numpy(taken)
 
     def _release(self, place: int) -> None:
-        self._released[self._me][place] = self._held.pop(place) + 1
+        number = self._held.pop(place)
+        self._let_go(place, number + 1)
+
+    def _let_go(self, place: int, number: int) -> None:
+        """Of all gathers before that one, unless one of them is held. Any thread calls it, at any time."""
+        self._over[place] = max(self._over[place], number)
+        if place not in self._held:
+            self._released[self._me][place] = self._over[place]
 
     def next(self) -> torch.Tensor:
         """Of the next gather, which begins: where it goes, as bytes. Who has not taken it lets go of it at the end."""
@@ -485,7 +498,7 @@ class _Wholes:
 
     def end(self, number: int) -> None:
         """All shards of that gather have been read, by a rank that has not taken the memory."""
-        self._released[self._me][number % WHOLES] = number + 1
+        self._let_go(number % WHOLES, number + 1)
 
 
 class _InSharedMemory(ShardLanes):

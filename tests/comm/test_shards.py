@@ -59,7 +59,7 @@ LEVELS = [*((size, kind, None) for size in (2, 3, 4) for kind in KINDS), (4, Tra
 @settings(max_examples=4, deadline=None)
 @given(
     operations=st.lists(
-        st.tuples(st.booleans(), st.integers(0, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8
+        st.tuples(st.booleans(), st.integers(0, 9000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8
     ),
     streams=st.integers(1, 4),
 )
@@ -101,6 +101,29 @@ def test_operations_under_way_at_the_same_time_give_what_one_process_gives(
             torch.testing.assert_close(one, other, **close)
 
     with_lanes(size, kind, act, local_size=local_size)
+
+
+def test_what_a_rank_has_gathered_is_its_own_until_it_lets_go_of_it_however_many_gathers_follow() -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        lanes.reserve(shard_bytes=800, whole_bytes=800)
+
+        def gathered(number: int) -> torch.Tensor:
+            whole = lanes.gather_memory(200, torch.float64)
+            lanes.gather(whole.chunk(2), drawn(rank, number, 100, torch.float64)).wait()
+            return whole
+
+        def wanted(number: int) -> torch.Tensor:
+            return torch.cat([drawn(other, number, 100, torch.float64) for other in range(2)])
+
+        held = gathered(0)
+        if rank == 1:
+            del held
+        for number in range(1, 20):
+            assert torch.equal(gathered(number), wanted(number))
+        if rank == 0:
+            assert torch.equal(held, wanted(0))
+
+    with_lanes(2, TransportKind.SHARED_MEMORY, act)
 
 
 @pytest.mark.lengthy
