@@ -368,14 +368,15 @@ class _OverSockets(ShardLanes):
         self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int
     ) -> Callable[[], None]:
         """Sends `sent[r]` to each other rank r and receives `received[r]` from it; the result waits for that."""
-        numel, first = sent[0].numel(), next(self._tags)
+        numel = sent[0].numel()
         pieces = max(1, min(self._streams, numel * sent[0].itemsize // LEAST_PIECE_BYTES))
         bounds = [numel * piece // pieces for piece in range(pieces + 1)]
         waits = []
-        for number, (start, stop) in enumerate(itertools.pairwise(bounds), first):
+        for start, stop in itertools.pairwise(bounds):
+            number = next(self._tags)
             # A piece of another length or label is another message, for which nobody waits: no rank writes behind its
             # memory, or takes one module's numbers for another's.
-            tag = (next(self._tags) * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
+            tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
                 waits.append(self._sockets.trade(*parts, stream=number % self._streams, tag=tag))
@@ -481,8 +482,7 @@ class _Wholes:
         return torch.from_numpy(taken)
 
     def _release(self, place: int) -> None:
-        number = self._held.pop(place)
-        self._let_go(place, number + 1)
+        self._let_go(place, self._held.pop(place) + 1)
 
     def _let_go(self, place: int, number: int) -> None:
         """Of all gathers before that one, unless one of them is held. Any thread calls it, at any time."""
