@@ -164,11 +164,9 @@ class Trained:
 
 def expected(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does to compare settings with what is expected of them, and with what the tuner keeps."""
-    compute_s, connections = options["compute_s"], options["connections"]
     found = {name: kept_by_tuner(name, options) for name in (TUNED, KEEPING)}
-    trained = Trained(UNTUNED, compute_s=compute_s, connections=connections)
-    for _ in range(3):
-        trained.step()
+    trained = ready(UNTUNED, options)
+    trained.step()
     attached = fsdp.attached(trained.model)
     assert attached is not None
     lanes, default = attached.lanes(trained.group), attached.knobs
@@ -210,13 +208,18 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
 
 def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
     """Collective: what a search keeps."""
-    os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
-    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
-    for _ in range(options["warmup"] + PROOF):
-        trained.step()
-    attached = fsdp.attached(trained.model)
+    attached = fsdp.attached(ready(name, options).model)
     assert attached is not None
     return attached.knobs
+
+
+def ready(name: str, options: Mapping[str, Any]) -> Trained:
+    """Collective: a contender whose search is over, or which has run twice."""
+    os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
+    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
+    for _ in range(options["warmup"] + PROOF if name in SEARCHING else 2):
+        trained.step()
+    return trained
 
 
 def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> None:
@@ -246,13 +249,8 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """What each rank does: measures the link, builds the contenders, and lets them alternate."""
     if options["expected"]:
         return expected(comm, options)
-    os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
     payload = payload_bytes_per_s(comm) if options["emulated"] else None
-    contenders: dict[str, Trained] = {}
-    for name in options["contenders"]:
-        contenders[name] = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
-        for _ in range(options["warmup"] + PROOF if name in SEARCHING else 2):
-            contenders[name].step()
+    contenders = {name: ready(name, options) for name in options["contenders"]}
     steps = {name: contender.step for name, contender in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"])
     return {

@@ -42,14 +42,14 @@ from sirtaki.autotune.meta.session import SessionResult, WarmupSession
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.nccl_streams.transport import ALLOWANCES, ctas_for
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind, Unit
-from sirtaki.engine.tuning.plans import WAY_BYTES, promising_ways
+from sirtaki.engine.tuning.plans import WAY_BYTES, for_each_class, promising_ways
 from sirtaki.errors import PlanError
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (None, *ALLOWANCES)
 CTAS = tuple(map(ctas_for, THREADS))
-ALL_WAYS = tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in NcclWay)
+ALL_WAYS = for_each_class(tuple(NcclWay))
 SIZES = tuple(1 << power for power in range(10, 29))
 """Bytes, of which NCCL's times are told."""
 
@@ -282,8 +282,7 @@ def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None
     """Adds a row and a bar for each job on that table."""
     for name in JOBS:
         landscape = job(table, name)
-        without = job(table, name)
-        without.space = replace(without.space, nccl=())
+        without = replace(landscape, space=replace(landscape.space, nccl=()))
         best_s = min(map(landscape.span_s, in_every_way(landscape)))
         kept = [tune(landscape, noise=noise, seed=seed).knobs for seed in range(seeds)]
         kept_without = [tune(without, noise=noise, seed=seed).knobs for seed in range(seeds)]

@@ -510,7 +510,7 @@ class Attached:
         What the user has set stays.
         """
         groups = [each.group for each in self._sharded]
-        if any(type(each).__name__ != "DefaultReduceScatter" for each in _carriers(groups)[1::2]):
+        if {_carrier(each._reduce_scatter_comm) for each in groups} - {"DefaultReduceScatter"}:
             return (1,), 1
         apart = any(getattr(each.mesh_info, "reduce_scatter_process_group", "unknown") for each in groups)
         world: Any = dist.group.WORLD
@@ -1301,14 +1301,14 @@ def _another_group(process_group: dist.ProcessGroup, device: torch.device, token
 def _of_pytorch(groups: Sequence[_Group]) -> str:
     """Which backends of PyTorch's would carry their shards, and which collectives of the user's own, in words."""
     names = {group.mesh_info.shard_process_group._get_backend(group.device).name() for group in groups}
-    own = {type(each).__name__ for each in _carriers(groups)} - {"DefaultAllGather", "DefaultReduceScatter"}
+    carriers = {_carrier(each) for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)}
+    own = carriers - {"DefaultAllGather", "DefaultReduceScatter"}
     return f"PyTorch's {' and '.join(sorted(names))}" + "".join(f", {name}" for name in sorted(own))
 
 
-def _carriers(groups: Sequence[_Group]) -> list[Any]:
-    """What FSDP would have asked to gather and to scatter."""
-    asked = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
-    return [getattr(each, "carrier", each) for each in asked]
+def _carrier(asked: Any) -> str:
+    """The class of what carries shards where FSDP asks so, Sirtaki's own stand-ins left out."""
+    return type(getattr(asked, "carrier", asked)).__name__
 
 
 def _description(group: _Group) -> list[tuple[Any, ...]]:

@@ -134,11 +134,12 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
         most_streams=tuple((route, limits[route]) for route in routes if limits[route] < limit),
-        nccl=_for_each_class(router.nccl_ways()) if limit > 1 else (),
+        nccl=for_each_class(router.nccl_ways()) if limit > 1 else (),
     )
 
 
-def _for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
+def for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
+    """Each way, for units of each size class."""
     return tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in ways)
 
 
@@ -994,10 +995,12 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
         space = still_possible(space, router)
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
-        if space.nccl and control.one_node:  # where NCCL decides right by its own model, and links are no bottleneck
-            space = replace(space, nccl=())
-        elif space.nccl:
-            seconds = probe_ways(control, router, space.routes[0], largest_bytes=space.unit_bytes[1])
+        if space.nccl:
+            largest_bytes = space.unit_bytes[1]
+            # On one node NCCL decides right by its own model, and links are no bottleneck.
+            seconds = (
+                {} if control.one_node else probe_ways(control, router, space.routes[0], largest_bytes=largest_bytes)
+            )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
     except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
         logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
