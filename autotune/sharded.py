@@ -45,6 +45,8 @@ class ShardKnobs:
         near: modules that keep them spread over the ranks of each node, which gather them there for the backward pass
             (ZeRO++'s hpZ: Wang et al., 2023); places, too.
         scattering: so many modules' gradients may be scattered at the same time.
+        joined: modules that are gathered, and scattered, as one with the module before them; places, too. What is said
+            of modules ahead, behind and scattered then holds for such buckets.
         gathers: by which compressor shards are packed that are gathered; empty = they travel as they are.
         scatters: the same of gradients that are scattered.
     """
@@ -55,8 +57,15 @@ class ShardKnobs:
     kept: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     scattering: int = 1
+    joined: tuple[int, ...] = ()
     gathers: str = ""
     scatters: str = ""
+
+    def buckets(self, modules: int) -> list[range]:
+        """Places of the modules that are gathered as one, for all of so many modules, in the order of use."""
+        joined = frozenset(self.joined)
+        starts = [place for place in range(modules) if place not in joined]
+        return [range(start, stop) for start, stop in itertools.pairwise([*starts, modules])]
 
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
@@ -78,6 +87,8 @@ class ShardKnobs:
         packed = packed and f", {packed}"
         if self.scattering > 1:
             kept += f", {self.scattering} scatters at a time"
+        if self.joined:
+            kept += f", {len(self.joined)} sent with the module before"
         return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}{packed}"
 
 
@@ -95,6 +106,7 @@ class ShardSpace:
         node_ranks: ranks of each node, if they can keep parameters together; else 0.
         lossy: compressors that the user allows.
         scattering: so many modules' gradients can be scattered at the same time.
+        joinable: modules that can be gathered and scattered as one with the module before them; places, too.
         gathered_ahead: how far in the forward and in the backward pass, if that is not to be changed.
     """
 
@@ -106,6 +118,7 @@ class ShardSpace:
     node_ranks: int = 0
     lossy: tuple[str, ...] = ()
     scattering: int = MOST_SCATTERING
+    joinable: tuple[int, ...] = ()
     gathered_ahead: tuple[int, int] | None = None
 
     def __contains__(self, knobs: ShardKnobs) -> bool:
@@ -117,6 +130,7 @@ class ShardSpace:
             and set(knobs.kept) <= set(self.dropped)
             and set(knobs.near) <= (set(self.dropped).difference(knobs.kept) if self.node_ranks else set())
             and 1 <= knobs.scattering <= self.scattering
+            and set(knobs.joined) <= set(self.joinable)
             and {knobs.gathers, knobs.scatters} <= {"", *self.lossy}
             and self.extra_bytes(knobs) <= self.memory_bytes
         )
@@ -126,16 +140,33 @@ class ShardSpace:
 
         In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
         the next one: four times its size; the forward pass stays below that with two gathered ahead. Each further
-        scatter has a tensor of its own.
+        scatter has a tensor of its own. Of modules that are joined, the parameters of two buckets are there, and once
+        more what is gathered or scattered as one; few bytes of that count as nothing.
         """
-        largest = max(self.whole_bytes, default=0)
+        largest = bucket = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
+        joint = 0
+        if knobs.joined:
+            buckets = [one for one in knobs.buckets(self.modules) if len(one) > 1]
+            bucket = max(sum(self.whole_bytes[place] for place in one) for one in buckets)
+            joint = max(0, 3 * (bucket + max(bucket, largest)) - 4 * largest)
         # The last module is used again at once: it would have been gathered for that.
         kept = sum(self.whole_bytes[place] for place in knobs.kept if place < self.modules - 1)
         near = sum(-(-self.whole_bytes[place] // self.node_ranks) for place in knobs.near)
         if knobs.near:  # two are on the way to the others of the node
             near += 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
-        return max(forward, backward) * largest + kept + near
+        joint += max(forward, backward) * (max(largest, bucket) - largest)
+        return max(forward, backward) * largest + kept + near + (joint if joint > LITTLE_BYTES else 0)
+
+    def joining(self, bucket_bytes: int) -> tuple[int, ...]:
+        """Modules joined with those before them while together they have no more bytes than that."""
+        joined, size = list[int](), 0
+        for place, more in enumerate(self.whole_bytes):
+            together = place in self.joinable and size + more <= bucket_bytes
+            size = more + (size if together else 0)
+            if together:
+                joined.append(place)
+        return tuple(joined)
 
     def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
         """With as many modules kept as memory allows, the last ones first, by each rank or (`near`) by nodes."""
@@ -155,6 +186,7 @@ class ShardSpace:
         beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
         candidates = [
             *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
+            *(replace(knobs, joined=self.joining(size)) for size in (*BUCKET_BYTES, 0)),
             *sorted((most, nearest), key=lambda one: -len(one.kept) - len(one.near)),
             *(last, bare),
             *(replace(knobs, scattering=number) for number in range(self.scattering, 0, -1)),
@@ -164,7 +196,14 @@ class ShardSpace:
             *(replace(knobs, ahead=knobs.ahead + step) for step in (1, -1)),
             *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),
         ]
-        return (one for one in candidates if one != knobs and one in self)
+        return (one for one in dict.fromkeys(candidates) if one != knobs and one in self)
+
+
+LITTLE_BYTES = 2 << 20
+"""Of joined modules, above what they take one by one: less than what connections take."""
+
+BUCKET_BYTES = (1 << 20, 1 << 18)
+"""Of modules that are joined: from some hundred thousand bytes on, messages take longer than to begin them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +268,7 @@ class ShardedStep:
 
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
         """What no setting that differs in one thing is expected to beat, from the best kept modules on."""
-        candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default))
+        candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default), *self._joining(space, default))
         best, best_s = default, math.inf
         while True:
             spans_s = {one: self.expected_s(space, one) for one in candidates}
@@ -293,6 +332,76 @@ class ShardedStep:
             states = _undominated(after)
         best = min(states, key=lambda state: max(state.begun_s, state.free_s))
         return replace(knobs, kept=best.kept, near=best.near)
+
+    def _joining(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
+        """With the modules joined that a dynamic programme joins, in buckets as large as memory allows, or smaller.
+
+        Of two buckets that follow each other, with one gathered ahead, the earlier one computes in the forward pass
+        while the network gathers the later one; in the backward pass the later one computes while it gathers the
+        earlier one and scatters what is done. Whatever takes longer counts, and the sum of that is the least:
+
+            forward     Σ max(compute of b, gather of b + 1)
+            backward    Σ max(compute of b + 1, gather of b + scatter of b + 1)
+        """
+        if not space.joinable:
+            return
+        bare = replace(knobs, ahead=1, joined=())
+        for bucket_bytes in BUCKET_BYTES:
+            joined = self.joined(space, bare, bucket_bytes)
+            yield from (
+                one for one in (replace(bare, joined=joined, ahead=n) for n in (1, 2)) if joined and one in space
+            )
+
+    def joined(self, space: ShardSpace, knobs: ShardKnobs, bucket_bytes: int) -> tuple[int, ...]:
+        """The modules that are best joined with those before them, as above, in buckets of no more bytes than that."""
+        rate, latency_s, count = self.link.bytes_per_s(knobs.streams), self.link.latency_s, space.modules
+        dropped, joinable = set(space.dropped).difference(knobs.kept, knobs.near), frozenset(space.joinable)
+        packed = [packed_share(codec) for codec in knobs.codecs]
+
+        def sums(values: Sequence[float], times: float = 1.0) -> list[float]:
+            return [times * total for total in itertools.accumulate(values, initial=0.0)]
+
+        whole_bytes = sums(space.whole_bytes)
+        forward_s, backward_s = sums(self.forward_s), sums(self.backward_s)
+        gathered_s = sums(self.gathered_bytes, packed[0] / rate)
+        again = [size if place in dropped else 0 for place, size in enumerate(self.gathered_bytes)]
+        again_s = sums(again, packed[0] / rate)
+        scattered_s = sums(self.scattered_bytes, packed[1] * self.link.scatter_times / rate)
+
+        def of(totals: Sequence[float], bucket: range) -> float:
+            return totals[bucket.stop] - totals[bucket.start]
+
+        def sent(totals: Sequence[float], bucket: range) -> float:
+            span_s = of(totals, bucket)
+            return span_s + latency_s if span_s else 0.0
+
+        def both_s(bucket: range, later: range) -> float:
+            forth_s = max(of(forward_s, bucket), sent(gathered_s, later))
+            return forth_s + max(of(backward_s, later), sent(again_s, bucket) + sent(scattered_s, later))
+
+        # The least of all ways to a bucket, by where it ends, and the bucket before it.
+        best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
+        for start in range(count):
+            for bucket in (range(start, stop) for stop in range(start + 1, count + 1)):
+                if len(bucket) > 1 and (bucket[-1] not in joinable or of(whole_bytes, bucket) > bucket_bytes):
+                    break
+                ways: list[tuple[float, range | None]] = [
+                    (spent_s + both_s(other, bucket), other) for other, (spent_s, _) in best[start].items()
+                ]
+                if not start:
+                    spent_s = sent(gathered_s, bucket) + of(backward_s, bucket) + sent(scattered_s, bucket)
+                    ways = [(spent_s, None)]
+                best[bucket.stop][bucket] = min(ways, key=lambda way: way[0])
+        end_s = {
+            bucket: spent_s + of(forward_s, bucket) + sent(again_s, bucket)
+            for bucket, (spent_s, _) in best[count].items()
+        }
+        last: range | None = min(end_s, key=end_s.__getitem__)
+        joined = list[int]()
+        while last is not None:
+            joined += last[1:]
+            _, last = best[last.stop][last]
+        return tuple(sorted(joined))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +473,7 @@ class _Played:
     def __init__(self, step: ShardedStep, space: ShardSpace, knobs: ShardKnobs) -> None:
         self._step, self._knobs, self._link = step, knobs, step.link
         self._dropped = frozenset(space.dropped).difference(knobs.kept)
+        self._buckets = knobs.buckets(space.modules)
         self._nodes, self._edges = list[Node](), list[Edge]()
         self._rate = step.link.bytes_per_s(knobs.streams)
         self._packed = [packed_share(codec) for codec in knobs.codecs]
@@ -378,38 +488,45 @@ class _Played:
         )
 
     def _forward(self) -> None:
-        count, gathers = len(self._step.forward_s), list[int]()
-        for place, seconds in enumerate(self._step.forward_s):
-            if place == len(gathers):
-                gathers.append(self._gather(place))
-            self._compute(Phase.FORWARD, 0.0, after=[gathers[place]])
-            while len(gathers) < min(count, place + 1 + self._knobs.ahead):
-                gathers.append(self._gather(len(gathers)))
-            self._compute(Phase.FORWARD, seconds)
+        buckets, gathers = self._buckets, list[list[int]]()
+        for number, bucket in enumerate(buckets):
+            if number == len(gathers):
+                gathers.append(self._gather(bucket))
+            self._compute(Phase.FORWARD, 0.0, after=gathers[number])
+            while len(gathers) < min(len(buckets), number + 1 + self._knobs.ahead):
+                gathers.append(self._gather(buckets[len(gathers)]))
+            self._compute(Phase.FORWARD, sum(self._step.forward_s[place] for place in bucket))
 
     def _backward(self) -> None:
-        step, knobs, count = self._step, self._knobs, len(self._step.backward_s)
-        gathers, scatters = dict[int, int](), list[int]()
-        for place in reversed(range(count)):
-            for other in range(place, max(-1, place - knobs.behind - 1), -1):
+        step, knobs, buckets = self._step, self._knobs, self._buckets
+        gathers, scatters = dict[int, list[int]](), list[int]()
+        for number, bucket in reversed(list(enumerate(buckets))):
+            for other in range(number, max(-1, number - knobs.behind - 1), -1):
                 # One that is ahead leaves when this one has come.
-                if other == place - 1:
-                    self._compute(Phase.BACKWARD, 0.0, after=[gathers[place]] if place in gathers else [])
-                if other in self._dropped and other not in gathers:
-                    gathers[other] = self._gather(other, near=other in knobs.near)
-            self._compute(Phase.BACKWARD, step.backward_s[place], after=[gathers[place]] if place in gathers else [])
-            if step.scattered_bytes[place]:
+                if other == number - 1:
+                    self._compute(Phase.BACKWARD, 0.0, after=gathers[number])
+                if other not in gathers:
+                    near = [place for place in buckets[other] if place in knobs.near]
+                    far = [place for place in buckets[other] if place in self._dropped.difference(near)]
+                    gathers[other] = self._gather(far)
+                    for place in near:
+                        gathers[other] += self._gather([place], near=True)
+            self._compute(Phase.BACKWARD, sum(step.backward_s[place] for place in bucket), after=gathers[number])
+            if size := sum(step.scattered_bytes[place] for place in bucket):
                 waited = scatters[-knobs.scattering :][:1] if len(scatters) >= knobs.scattering else []
                 self._compute(Phase.BACKWARD, 0.0, after=waited)
-                seconds = self._packed[1] * step.scattered_bytes[place] * self._link.scatter_times / self._rate
+                seconds = self._packed[1] * size * self._link.scatter_times / self._rate
                 scatters.append(self._send(SCATTERING, NETWORK, seconds))
         self._compute(Phase.OTHER, 0.0, after=scatters)
 
-    def _gather(self, place: int, *, near: bool = False) -> int:
-        size = self._step.gathered_bytes[place]
+    def _gather(self, places: Sequence[int], *, near: bool = False) -> list[int]:
+        """What is waited for: nothing if these are no modules."""
+        size = sum(self._step.gathered_bytes[place] for place in places)
+        if not places:
+            return []
         if near:
-            return self._send(GATHERING, NODE, size / self._link.near_bytes_per_s)
-        return self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate)
+            return [self._send(GATHERING, NODE, size / self._link.near_bytes_per_s)]
+        return [self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate)]
 
     def _send(self, lane: int, server: int, seconds: float) -> int:
         """Leaves when what has been computed until now is done."""

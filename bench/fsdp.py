@@ -5,9 +5,10 @@
 A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
 (`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), on two nodes of two ranks ("nodes", 200,
 and "nodes-slow", 100, where shards may also travel as if each rank were a node: "one level"), and on this host with
-four ranks. "asleep": 150 ms of each step are slept, as a GPU would leave the processor free. All contenders live in the
-same processes and take turns; a sample is a block of steps on the slowest rank. By hand: two blocks gathered ahead,
-scatters in a group of their own, the interface listed four times; and parameters kept.
+four ranks. "asleep": 150 ms of each step are slept, as a GPU would leave the processor free. "small": 32 blocks of 51
+KB and a root of 1 MB, link and flow 200. All contenders live in the same processes and take turns; a sample is a block
+of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of their own, the interface listed
+four times; and parameters kept.
 
 `--expected`: how long steps take with a dozen settings, how long they were expected to take after one traced step, and
 how the settings that the tuner keeps, without memory for it and with, compare with the fastest of them.
@@ -39,6 +40,9 @@ from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.torch import fsdp
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
+SMALL = {"small": (32, 32)}
+"""Width and blocks of other models."""
+
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
 LOSSY, ONE_LEVEL, KEEPING = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level", "tuned, SIRTAKI_FSDP_MEMORY=1GiB"
 NEAR = "tuned, SIRTAKI_FSDP_MEMORY=15MiB"
@@ -49,6 +53,7 @@ CASES: dict[str, tuple[LabShape | None, float]] = {
     "equal-asleep": (NETWORKS["equal"], 0.15),
     "nodes": (replace(NETWORKS["equal"], nodes=2), 0.0),
     "nodes-slow": (LabShape(nodes=2, link_bits_per_s=10**8, flow_bits_per_s=10**8), 0.0),
+    "small": (NETWORKS["equal"], 0.0),
     "host": (None, 0.0),
 }
 SIRTAKIS = {
@@ -89,8 +94,8 @@ class _Sleep(torch.autograd.Function):
 class Block(nn.TransformerEncoderLayer):
     """One of the transformer's, which sleeps so long in its forward pass, and twice that in its backward pass."""
 
-    def __init__(self, sleep_s: float) -> None:
-        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+    def __init__(self, sleep_s: float, width: int) -> None:
+        super().__init__(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.sleep_s = sleep_s
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -104,10 +109,10 @@ class Block(nn.TransformerEncoderLayer):
 class Transformer(nn.Module):
     """A language model whose head is its embedding."""
 
-    def __init__(self, compute_s: float) -> None:
+    def __init__(self, compute_s: float, width: int, blocks: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(compute_s / 3 / BLOCKS) for _ in range(BLOCKS))
+        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(compute_s / 3 / blocks, width) for _ in range(blocks))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """The loss of `(batch, length)` words."""
@@ -121,11 +126,11 @@ class Transformer(nn.Module):
 class Trained:
     """A sharded model and its optimizer."""
 
-    def __init__(self, name: str, *, compute_s: float, connections: int) -> None:
+    def __init__(self, name: str, *, compute_s: float, connections: int, of: tuple[int, int]) -> None:
         """Collective."""
         by_hand = name in (BY_HAND, KEPT)
         torch.manual_seed(1)
-        self.model = Transformer(compute_s)
+        self.model = Transformer(compute_s, *of)
         given = os.environ.get("GLOO_SOCKET_IFNAME")
         interfaces = ",".join(["eth0"] * connections) if by_hand and connections > 1 else given
         with environment("GLOO_SOCKET_IFNAME", interfaces):
@@ -216,7 +221,8 @@ def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
 def ready(name: str, options: Mapping[str, Any]) -> Trained:
     """Collective: a contender whose search is over, or which has run twice."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
-    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"])
+    width, blocks = options["of"]
+    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks))
     for _ in range(options["warmup"] + PROOF if name in SEARCHING else 2):
         trained.step()
     return trained
@@ -272,6 +278,7 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
         **options,
         "contenders": contenders,
         "compute_s": compute_s,
+        "of": SMALL.get(case, (WIDTH, BLOCKS)),
         "connections": connections,
         "emulated": shape is not None,
     }
@@ -300,6 +307,8 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
             if name in samples:
                 report.bar(f"{case}: tuned / {name}", ratio(samples, TUNED, name), 0.90)
 
+    if case in SMALL and {TUNED, UNTUNED} <= samples.keys():
+        report.bar(f"{case}: tuned / untuned", ratio(samples, TUNED, UNTUNED), 0.75)
     if KEEPING in samples and case == "capped":
         report.bar(f"{case}: {KEEPING} / Gloo", ratio(samples, KEEPING, GLOO), 0.16)
     if {UNTUNED, ONE_LEVEL} <= samples.keys():

@@ -13,6 +13,10 @@ each number crosses the network once for a node and not once for each of its ran
     gather     shards of the ranks with my local rank on other nodes ─▶ what my neighbours have got from theirs
     scatter    sums over my node, of the rows of all ranks with my local rank ─▶ sums over the nodes, of mine
 
+Small tensors of several gathers or scatters may travel as one (`JointGather`, `JointScatter`): they are copied together
+before and apart again afterwards, which takes less time than a message for each. They are packed only if each of them
+would be.
+
 What goes over sockets may be packed in fewer bytes (a `Codec`): a shard before it is sent, and each row of a tensor
 that is scattered (ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are made of what was unpacked, in float32. What is
 lost is not given back: a rank has no room for what it owes of the other ranks' shards.
@@ -219,6 +223,107 @@ class ShardLanes(ABC):
 
     def _under_way(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
         return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout_s, problems)
+
+
+class JointGather:
+    """Gathers of several tensors of one dtype between the same ranks that travel as one.
+
+    Attributes:
+        sent: it is under way, and takes no more.
+    """
+
+    sent = False
+
+    def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None, label: int) -> None:
+        """Arguments as of `ShardLanes.gather`."""
+        self.lanes, self.dtype, self._codec, self._label = lanes, dtype, codec, label
+        self._shards: list[torch.Tensor] = []
+        self._numel = 0
+        self._came: list[torch.Tensor] = []  # of each rank, one tensor after the other
+
+    def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor) -> Callable[[], None]:
+        """One more, as `ShardLanes.gather` takes it; what comes back fills its rows, once this has been waited for."""
+        start, stop = self._numel, self._numel + shard.numel()
+        self._shards.append(shard.detach())
+        self._numel = stop
+
+        def put() -> None:
+            for row, common in zip(rows, self._came, strict=True):
+                row.detach().copy_(common[start:stop])
+
+        return put
+
+    def send(self) -> None:
+        """Collective: begins."""
+        if not self.sent:
+            self.sent, ranks = True, self.lanes.control
+            self._came = list(self.lanes.gather_memory(self._numel * ranks.size, self.dtype).view(ranks.size, -1))
+            mine = torch.cat(self._shards, out=self._came[ranks.rank])
+            codec = self._codec if min(shard.numel() for shard in self._shards) >= FEWEST else None
+            self._shards = []
+            self._work = self.lanes.gather(self._came, mine, codec=codec, label=self._label)
+
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.sent and self._work.is_done()
+
+    def wait(self) -> None:
+        """Blocks until all have come; begins if that has not been done. May be called again.
+
+        Raises:
+            CommError: as `ShardWork.wait`.
+        """
+        self.send()
+        self._work.wait()
+
+
+class JointScatter:
+    """Scatters of several tensors of one dtype between the same ranks that travel as one.
+
+    Attributes:
+        sent: it is under way, and takes no more.
+    """
+
+    sent = False
+
+    def __init__(
+        self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None, label: int
+    ) -> None:
+        """Arguments as of `ShardLanes.scatter`."""
+        self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
+        self._codec, self._label = codec, label
+        self._wholes: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """One more, as `ShardLanes.scatter` takes it, in memory that nobody writes to until the scatter begins."""
+        self._wholes.append(whole.detach().view(self.lanes.control.size, -1))
+        self._parts.append(part.detach().view(-1))
+
+    def send(self) -> None:
+        """Collective: begins."""
+        if not self.sent:
+            self.sent, size = True, self.lanes.control.size
+            numel = sum(part.numel() for part in self._parts)
+            memory = self.lanes.scatter_memory(numel * size, self.dtype).view(size, -1)
+            torch.cat(self._wholes, dim=1, out=memory)
+            codec = self._codec if min(part.numel() for part in self._parts) >= FEWEST else None
+            self._wholes, self._sums = [], torch.empty(numel, dtype=self.dtype)
+            self._work = self.lanes.scatter(
+                memory, self._sums, op=self.op, scale=self.scale, codec=codec, label=self._label
+            )
+
+    def wait(self) -> None:
+        """Blocks until all parts have their sums; begins if that has not been done. May be called again.
+
+        Raises:
+            CommError: as `ShardWork.wait`.
+        """
+        self.send()
+        self._work.wait()
+        parts, self._parts = self._parts, []
+        if parts:
+            torch._foreach_copy_(parts, list(torch.split(self._sums, [part.numel() for part in parts])))
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:

@@ -601,7 +601,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         modules: how many are sharded.
         streams: as the next three, and `scattering`, as `autotune.sharded.ShardKnobs` has them.
         gain: over the untuned setting, as a share of its step; 0 where that was kept.
-        near: modules whose parameters each node keeps, as there.
+        near: modules whose parameters each node keeps, as there; `joined` likewise.
         gathers: as the next one as `autotune.sharded.ShardKnobs` has it: a compressor that the key names.
     """
 
@@ -620,6 +620,7 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     gathers: Text = ""
     scatters: Text = ""
     scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
+    joined: _Places = ()
 
     def _one_for_each(self) -> tuple[str, ...]:
         return (str(self.memory_bytes),)
@@ -631,6 +632,8 @@ class ShardWay(Way, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         kept = [*self.kept, *self.near]
         if len(set(kept)) < len(kept) or any(place >= self.modules for place in kept):
             return f"kept: modules {self.kept} and {self.near} of {self.modules}"
+        if list(self.joined) != sorted({*self.joined} & {*range(1, self.modules)}):
+            return f"joined: modules {self.joined} of {self.modules}"
         wrong = (name for name in ("ahead", "behind") if getattr(self, name) > most)
         return next((f"{name}: {getattr(self, name)} of {self.modules} modules" for name in wrong), "")
 

@@ -367,7 +367,7 @@ def _words(way: RowWay) -> str:
 
 def _setting(way: ShardWay) -> str:
     numbers = {name: getattr(way, name) for name in ("streams", "ahead", "behind")}
-    numbers |= {"kept": len(way.kept), "scattering": way.scattering, "near": len(way.near)}
+    numbers |= {"kept": len(way.kept), "scattering": way.scattering, "near": len(way.near), "joined": len(way.joined)}
     used = {"gathers": way.gathers, "scatters": way.scatters}
     return _pairs((name, value) for name, value in (numbers | used).items() if value or name == "kept")
 

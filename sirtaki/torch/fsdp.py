@@ -65,7 +65,7 @@ from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.shards import Loss, ShardLanes, ShardWork
+from sirtaki.comm.shards import JointGather, JointScatter, Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.console import (
     NO_LOG,
@@ -188,6 +188,20 @@ class _Sharded:
     group: _Group
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """Modules that travel as one: places in the order of use.
+
+    Attributes:
+        first, last: of them.
+        again: the first one that is gathered again for the backward pass.
+    """
+
+    first: int
+    last: int
+    again: int
+
+
 class Attached:
     """The sharded modules of one model, and what carries their shards."""
 
@@ -207,7 +221,12 @@ class Attached:
         self._sharded, self._carries = sharded, carries
         self._scatter_groups: dict[Ranks, dist.ProcessGroup] | None = None  # of scatters alone, carried by PyTorch
         self._connections = _Connections(settings, carries=carries)
-        self._pending: list[ShardWork] = []  # scatters that nobody has waited for
+        self._pending: list[ShardWork | JointScatter] = []  # scatters that nobody has waited for
+        self._buckets: dict[_Group, _Bucket] = {}  # of several modules, which travel as one
+        self._gathering: JointGather | None = None  # the last bucket that modules were added to, of either kind
+        self._scattering: JointScatter | None = None
+        self._gathered_bucket: _Bucket | None = None
+        self._scattered_bucket: _Bucket | None = None
         self._used: list[int] = []  # modules in this forward pass, in order
         self._order: list[int] | None = None  # of the modules in each forward pass; empty = there is none
         self._places: dict[_Group, int] = {}  # in that order
@@ -302,7 +321,7 @@ class Attached:
         if self.trace is not None:
             self.trace.note(number, scattered=True)
 
-    def wait_for(self, work: ShardWork) -> None:
+    def wait_for(self, work: ShardWork | JointGather | JointScatter) -> None:
         """Until it is done.
 
         Raises:
@@ -371,7 +390,7 @@ class Attached:
                 self._set_ahead()
                 return
         if self._order != used or len(set(used)) < len(used):
-            self._order, self._places = [], {}
+            self._order, self._places, self._buckets = [], {}, {}
             for each in self._sharded:
                 self._set_prefetch(each, [], [])
             self._tuning.give_up(why)
@@ -442,14 +461,29 @@ class Attached:
         self.knobs = knobs
         gathers, scatters = knobs.codecs
         self.packing = self.given[0] or gathers, self.given[1] or scatters
+        self._buckets = {}
         if self._order:
             self._set_ahead()
 
     def _set_ahead(self) -> None:
+        """The first module of a bucket has others gathered ahead, in the backward pass the last one."""
         order, knobs = self.sharded, self.knobs
-        for place, each in enumerate(order):
-            behind = order[max(0, place - knobs.behind) : place][::-1] if knobs.behind > 1 else []
-            self._set_prefetch(each, order[place + 1 : place + 1 + knobs.ahead], behind)
+        buckets = knobs.buckets(len(order))
+        for number, bucket in enumerate(buckets):
+            for place in bucket:
+                self._set_prefetch(order[place], [], [])
+            last = buckets[min(number + knobs.ahead, len(buckets) - 1)][-1]
+            ahead = [order[place] for place in range(bucket[0] + 1, last + 1)]
+            first = buckets[max(0, number - knobs.behind)][0]
+            behind = [order[place] for place in range(bucket[-1] - 1, first - 1, -1)]
+            if len(bucket) == 1:
+                self._set_prefetch(order[bucket[0]], ahead, behind if knobs.behind > 1 or knobs.joined else [])
+                continue
+            self._set_prefetch(order[bucket[0]], ahead, [])
+            self._set_prefetch(order[bucket[-1]], [], behind)
+            again = [place for place in bucket if place in self.dropped and place not in (*knobs.kept, *knobs.near)]
+            one = _Bucket(first=bucket[0], last=bucket[-1], again=min(again, default=bucket[0]))
+            self._buckets.update({order[place].group: one for place in bucket})
 
     def _set_prefetch(self, each: _Sharded, ahead: Sequence[_Sharded], behind: Sequence[_Sharded]) -> None:
         if self.sets_prefetch:
@@ -556,15 +590,108 @@ class Attached:
             link=link,
         )
 
+    # ── modules that travel as one ───────────────────────────────────────────────────────────────────────────────
+
+    def joins(self, group: _Group) -> bool:
+        """Whether its parameters are gathered, and its gradients scattered, as one with those of other modules."""
+        return group in self._buckets
+
+    def gather(
+        self, group: _Group, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor, number: int
+    ) -> tuple[ShardWork | JointGather, Callable[[], None]]:
+        """Collective: begins, or begins with the last one of a bucket; what to do when it has come.
+
+        FSDP asks for the modules of a bucket one after the other; if it waits for one before, that begins it.
+        """
+        bucket, joint, (codec, _) = self._buckets.get(group), self._gathering, self.packing
+        if joint is not None and (bucket is None or self._gathered_bucket is not bucket):
+            joint.send()
+        if bucket is None:
+            self._gathering = None
+            return lanes.gather(rows, shard, codec=codec, label=number), _nothing
+        if joint is None or joint.sent or joint.lanes is not lanes or joint.dtype != shard.dtype:
+            if joint is not None:
+                joint.send()
+            self._gathering = joint = JointGather(lanes, shard.dtype, codec=codec, label=number)
+            self._gathered_bucket = bucket
+        put = joint.add(rows, shard)
+        backward = torch._C._current_graph_task_id() != -1
+        if self._places[group] == (bucket.again if backward else bucket.last):
+            joint.send()
+        return joint, put
+
+    def scatter(
+        self,
+        group: _Group,
+        lanes: ShardLanes,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        number: int,
+        waits: bool,
+    ) -> None:
+        """Collective: begins, or begins with the last one of a bucket, in the backward pass, which waits for it.
+
+        Args:
+            group: whose gradients they are.
+            lanes: between its ranks.
+            whole: as the next three as `ShardLanes.scatter` takes it.
+            part: for the sum.
+            op: how elements are combined.
+            scale: what the result is multiplied by.
+            number: of the module.
+            waits: for this one, at once.
+        """
+        bucket, joint, (_, codec) = self._buckets.get(group), self._scattering, self.packing
+        if joint is not None and (
+            bucket is None
+            or waits
+            or bucket is not self._scattered_bucket
+            or (joint.lanes, joint.dtype, joint.op, joint.scale) != (lanes, whole.dtype, op, scale)
+        ):
+            self._send_scatters()
+        if bucket is None or waits:
+            work = lanes.scatter(whole, part, op=op, scale=scale, codec=codec, label=number)
+            if waits:
+                self.wait_for(work)
+            else:
+                self._put_off(work)
+            return
+        if self._scattering is None:
+            Variable._execution_engine.queue_callback(self.wait)
+            self._scattering = JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec, label=number)
+            self._scattered_bucket = bucket
+        self._scattering.add(whole, part)
+        if self._places[group] == bucket.first:
+            self._send_scatters()
+
+    def _send_scatters(self) -> None:
+        joint, self._scattering = self._scattering, None
+        if joint is not None:
+            self.wait_but(self.knobs.scattering - 1)
+            joint.send()
+            self._pending.append(joint)
+
     # ── scatters that nobody waits for ───────────────────────────────────────────────────────────────────────────
 
-    def put_off(self, work: ShardWork) -> None:
+    def _put_off(self, work: ShardWork) -> None:
         """Waits for the scatter when the backward pass ends, in which this is called."""
         Variable._execution_engine.queue_callback(self.wait)
         self._pending.append(work)
 
-    def wait(self, *, but: int = 0) -> None:
-        """Waits for all scatters that were put off, but so many of the last ones.
+    def wait(self) -> None:
+        """Waits for all scatters that were put off; those of a bucket begin, if they have not.
+
+        Raises:
+            CommError: one of them failed.
+        """
+        self._send_scatters()
+        self.wait_but(0)
+
+    def wait_but(self, but: int) -> None:
+        """Waits for all scatters that were put off and have begun, but so many of the last ones.
 
         Raises:
             CommError: one of them failed.
@@ -578,6 +705,14 @@ class Attached:
     def whole_bytes(self) -> tuple[int, ...]:
         """Of each module's gathered parameters, in the order of use."""
         return tuple(_bytes_of(each.group)[0] for each in self.sharded)
+
+    @property
+    def joinable(self) -> tuple[int, ...]:
+        """Places of modules whose shards go to the same ranks as those of the module before, as the same numbers."""
+        if not self._carries or not self.sets_prefetch:
+            return ()
+        alike = [_alike(each.group) for each in self.sharded]
+        return tuple(place for place in range(1, len(alike)) if alike[place - 1] == alike[place])
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -627,7 +762,7 @@ class StepTrace:
         self._now: int | None = None  # used in the forward pass
         self._twice = False
 
-    def wait(self, work: ShardWork) -> None:
+    def wait(self, work: ShardWork | JointGather | JointScatter) -> None:
         """Until it is done."""
         begun_s = time.perf_counter()
         work.wait()
@@ -789,6 +924,7 @@ class _Tuning:
             node_ranks=0 if attached.near is None else attached.node_ranks,
             lossy=lossy,
             scattering=scattering,
+            joinable=attached.joinable,
             gathered_ahead=None if attached.sets_prefetch else (default.ahead, default.behind),
         )
         if topology:
@@ -999,15 +1135,16 @@ class _Use:
 class GatherWork(dist.Work):
     """What FSDP waits for before it uses a module."""
 
-    def __init__(self, attached: Attached, work: ShardWork, then: Callable[[], None]) -> None:
+    def __init__(self, attached: Attached, work: ShardWork | JointGather, *then: Callable[[], None]) -> None:
         super().__init__()
         self._attached, self._work, self._then = attached, work, then
 
     def wait(self, timeout: object = None) -> bool:
         """Blocks until all shards have come; however long that takes, as FSDP names no limit."""
         self._attached.wait_for(self._work)
-        then, self._then = self._then, _nothing
-        then()
+        then, self._then = self._then, ()
+        for each in then:
+            each()
         return True
 
     def is_completed(self) -> bool:
@@ -1038,7 +1175,12 @@ class _Gather:
             memory: torch.Tensor = self.carrier.allocate(size, dtype=dtype, device=device)
             return memory
         lanes = self._attached.lanes(self._group._all_gather_process_group)
-        if lanes is None or kept is not None or self._attached.keeper_of(self._group):
+        if (
+            lanes is None
+            or kept is not None
+            or self._attached.keeper_of(self._group)
+            or self._attached.joins(self._group)
+        ):
             return torch.empty(numel, dtype=dtype, device=device)
         return lanes.gather_memory(numel, dtype)
 
@@ -1060,11 +1202,11 @@ class _Gather:
             return work
         if kept is not None and attached.near is not None:
             rows = output_tensor.chunk(attached.near.control.size)
-            return GatherWork(attached, attached.near.gather(rows, kept, label=self._number), _nothing)
-        codec, _ = attached.packing
+            return GatherWork(attached, attached.near.gather(rows, kept, label=self._number))
         then = partial(self._keep_part, keeper.control, output_tensor) if isinstance(keeper, ShardLanes) else _nothing
         rows = output_tensor.chunk(group.size())
-        return GatherWork(attached, lanes.gather(rows, input_tensor, codec=codec, label=self._number), then)
+        under_way, put = attached.gather(self._group, lanes, rows, input_tensor, self._number)
+        return GatherWork(attached, under_way, put, then)
 
     def _keep_part(self, control: ControlPlane, whole: torch.Tensor) -> None:
         self._attached.keep(self._group, whole.chunk(control.size)[control.rank].clone())
@@ -1079,8 +1221,10 @@ class _Scatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP asks for the whole gradient first, then for this rank's part of the sum."""
-        self._attached.wait(but=self._attached.knobs.scattering - 1)  # before there is memory for more of them
         (numel,) = size
+        if self._attached.joins(self._group):
+            return torch.empty(numel, dtype=dtype, device=device)
+        self._attached.wait_but(self._attached.knobs.scattering - 1)  # before there is memory for more of them
         lanes = self._attached.lanes(self._group._reduce_scatter_process_group)
         whole, self._whole = self._whole, None
         if lanes is None or (
@@ -1105,12 +1249,17 @@ class _Scatter:
             return
         kind, scale = recipe
         self._attached.note_scatter(self._number)
-        _, codec = self._attached.packing
-        work = lanes.scatter(input_tensor, output_tensor, op=kind, scale=scale, codec=codec, label=self._number)
-        if scale != 1.0 and self._nobody_looks(output_tensor.dtype):  # FSDP divides the sum itself where there is none
-            self._attached.put_off(work)
-        else:
-            self._attached.wait_for(work)
+        self._attached.scatter(
+            self._group,
+            lanes,
+            input_tensor,
+            output_tensor,
+            op=kind,
+            scale=scale,
+            number=self._number,
+            # FSDP divides the sum itself where there is no factor.
+            waits=scale == 1.0 or not self._nobody_looks(output_tensor.dtype),
+        )
 
     def _nobody_looks(self, dtype: torch.dtype) -> bool:
         """FSDP only hands the result on, as the gradient of parameters."""
@@ -1317,6 +1466,13 @@ def _description(group: _Group) -> list[tuple[Any, ...]]:
         (tuple(each.sharded_param.shape), str(each.sharded_param.dtype), each.sharded_param.requires_grad)
         for each in group.fsdp_params
     ]
+
+
+def _alike(group: _Group) -> tuple[object, ...]:
+    """What modules must have in common to be joined."""
+    policy = group.mp_policy
+    dtypes = {policy.param_dtype or each.sharded_param.dtype for each in group.fsdp_params}
+    return _ranks_of(group.mesh_info.shard_process_group), group._use_post_forward_mesh, dtypes, policy.reduce_dtype
 
 
 def _bytes_of(group: _Group) -> tuple[int, int]:

@@ -126,6 +126,44 @@ def test_with_too_small_a_budget_nothing_is_tried(budget: int) -> None:
     assert (session.done, session.knobs) == (True, DEFAULT)
 
 
+def test_modules_are_joined_up_to_so_many_bytes_and_never_with_what_travels_otherwise() -> None:
+    space = replace(SPACE, whole_bytes=(60, 30, 20, 10, 100, 10, 10, 10, 10), joinable=(1, 2, 3, 4, 5, 6, 8))
+    assert space.joining(60) == (2, 3, 6, 8)
+    assert ShardKnobs(streams=1, joined=(2, 3, 6, 8)).buckets(9) == [
+        range(1),
+        range(1, 4),
+        range(4, 5),
+        range(5, 7),
+        range(7, 9),
+    ]
+    assert space.joining(0) == ()
+    assert replace(DEFAULT, joined=(7,)) not in space
+
+
+def test_joined_modules_are_found_where_messages_cost_more_than_their_bytes() -> None:
+    def span_s(knobs: ShardKnobs) -> float:
+        return 0.01 * len(knobs.buckets(9)) + 0.001 * knobs.streams
+
+    space = replace(SPACE, joinable=tuple(range(1, 9)), streams=(3,))
+    session, steps = played(span_s, space=space, noise=0.01)
+    assert session.knobs.joined == space.joinable
+    assert "8 sent with the module before" in session.knobs.describe()
+    assert steps <= 200
+
+
+def test_joined_modules_take_no_more_memory_than_is_allowed() -> None:
+    """But for some that is less than what connections take."""
+    mib = 1 << 20
+    space = replace(SPACE, joinable=tuple(range(1, 9)), whole_bytes=(30 * mib, *[4 * mib] * 8))
+    pairs, all_but_the_root = (2, 4, 6, 8), tuple(range(2, 9))
+    assert space.extra_bytes(replace(DEFAULT, joined=pairs)) == 0, "less than what the root takes"
+    assert space.extra_bytes(replace(DEFAULT, joined=all_but_the_root)) == 3 * 2 * 32 * mib - 4 * 30 * mib
+    small = replace(space, whole_bytes=(1000,) * 9)
+    assert small.extra_bytes(replace(DEFAULT, joined=all_but_the_root)) == 0
+    assert replace(DEFAULT, joined=all_but_the_root) in small
+    assert replace(DEFAULT, joined=all_but_the_root) not in space
+
+
 def drawn(rng: np.random.Generator, modules: int, *, node_ranks: int = 0) -> tuple[ShardedStep, ShardSpace]:
     """A step whose first module FSDP keeps itself, on a link that one connection does not fill."""
     sizes = tuple(int(size) for size in rng.choice([3e6, 2e5, 1e6, 2e7], modules, p=[0.7, 0.1, 0.1, 0.1]))
@@ -190,6 +228,37 @@ def test_what_is_expected_to_be_fastest_is_nearly_the_best_of_all_settings(node_
         behind.append(step.expected_s(space, found) / best_s - 1.0)
     assert np.mean(behind) < 0.005
     assert max(behind) < 0.03
+
+
+def test_modules_are_joined_nearly_as_well_as_in_the_best_of_all_ways() -> None:
+    """As the replayed step says, of all ways to cut eight modules into buckets; the programme knows less."""
+    rng, behind, before = np.random.default_rng(3), [], []
+    for _ in range(20):
+        sizes = tuple(int(size) for size in rng.choice([4e3, 3e4, 2e5, 1e6], 8, p=[0.4, 0.3, 0.2, 0.1]))
+        step, space = drawn(rng, 8)
+        link = replace(step.link, latency_s=float(rng.choice([2e-4, 2e-3])))
+        spans_s = [tuple(span_s / 30 for span_s in each) for each in (step.forward_s, step.backward_s)]
+        step = ShardedStep(
+            forward_s=spans_s[0],
+            backward_s=spans_s[1],
+            rest_s=0.001,
+            gathered_bytes=sizes,
+            scattered_bytes=sizes,
+            link=link,
+        )
+        space = replace(space, whole_bytes=sizes, joinable=tuple(range(1, 8)), memory_bytes=int(rng.choice([0, 4e6])))
+        default = ShardKnobs(streams=4, ahead=2)
+        settings = [
+            replace(default, joined=joined) for n in range(8) for joined in itertools.combinations(range(1, 8), n)
+        ]
+        best_s = min(step.expected_s(space, one) for one in settings if one in space)
+        found = (replace(default, joined=step.joined(space, default, size)) for size in (10**4, 10**5, 10**6, 10**7))
+        found_s = min(step.expected_s(space, one) for one in found if one in space)
+        behind.append(found_s / best_s - 1.0)
+        before.append(step.expected_s(space, default) / best_s - 1.0)
+    assert np.mean(before) > 0.1
+    assert np.mean(behind) < 0.04
+    assert max(behind) < 0.15
 
 
 def test_a_search_that_knows_the_step_needs_few_steps_and_drops_what_was_wrong() -> None:

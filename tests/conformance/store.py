@@ -244,6 +244,7 @@ def make_shard_way(*, ranks: int = 4, created_s: float = 1.7e9) -> ShardWay:
         behind=1,
         kept=(0, 1, 2, 3, 4),
         near=(5, 7),
+        joined=(2,),
         gain=0.25,
         created_s=created_s,
     )
@@ -260,6 +261,9 @@ def keeps_settings_of_sharded_training_beside_ways_of_rows(store: Store) -> None
     assert store.save_way(newer := structs.replace(ways[0], kept=(), created_s=1.72e9))
     assert not store.save_way(ways[0])
     assert store.find(ways[0].id[:12]) == newer
+    for wrong in ((0,), (9,), (3, 3), (3, 2)):
+        with pytest.raises(RegistryError, match="joined: modules "):
+            store.save_way(structs.replace(ways[0], joined=wrong, created_s=1.73e9))
     for wrong in ((9,), (3, 3), (7,)):
         with pytest.raises(RegistryError, match="kept: modules "):
             store.save_way(structs.replace(ways[0], kept=wrong, created_s=1.73e9))

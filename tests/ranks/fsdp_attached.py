@@ -8,11 +8,14 @@ import functools
 import gc
 import itertools
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,9 @@ from sirtaki.torch.compression import Compression
 STEPS = 5
 CARRIES = os.environ.get("SIRTAKI_TEST_CARRIES") != "0"
 """Whether Sirtaki carries the shards of the cases' models; else PyTorch does, and Sirtaki sets when."""
+
+JOINS = os.environ.get("SIRTAKI_TEST_JOINS") == "1"
+"""Whether modules are gathered, and scattered, together with others, with another setting in each step."""
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 Make = Callable[[], nn.Module]
@@ -84,7 +90,22 @@ def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = 
     fully_shard(model, mesh=mesh, **options)
     if attach:
         fsdp.attach(model, carries=None if CARRIES else False)
+        if JOINS:
+            joining(model)
     return model
+
+
+def joining(model: nn.Module) -> None:
+    """In each pass other modules of it travel as one."""
+    found, draw = fsdp.attached(model), random.Random(5)
+    assert found is not None
+
+    def choose(module: nn.Module, args: object) -> None:
+        joined = tuple(place for place in found.joinable if draw.random() < 0.7)
+        setting = {"ahead": draw.randint(0, 3), "behind": draw.randint(1, 3), "scattering": draw.randint(1, 2)}
+        found.set(replace(found.knobs, joined=joined, **setting))
+
+    model.register_forward_pre_hook(choose)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +295,8 @@ def keeping(model: nn.Module) -> nn.Module:
         lanes = found.lanes(dist.group.WORLD)
         assert (lanes is not None) == CARRIES
         places = {"kept" if found.near is None else "near": found.dropped}
-        found.run(ShardKnobs(streams=1 if CARRIES else 2, ahead=2, scattering=2, **places), lanes)
+        joined = found.knobs.joined
+        found.run(ShardKnobs(streams=1 if CARRIES else 2, ahead=2, scattering=2, joined=joined, **places), lanes)
 
     model.register_forward_pre_hook(choose)
     return model
@@ -304,7 +326,7 @@ def parameters_that_are_kept_are_not_gathered_for_the_backward_pass() -> None:
     found = fsdp.attached(model)
     assert found is not None
     lanes = found.lanes(dist.group.WORLD)
-    if lanes is None:  # PyTorch carries the shards
+    if lanes is None or JOINS:  # PyTorch carries the shards
         return
     gather, gathered = lanes.gather, []
     lanes.gather = lambda *args, **options: (gathered.append(0), gather(*args, **options))[1]  # type: ignore[method-assign]
@@ -314,6 +336,33 @@ def parameters_that_are_kept_are_not_gathered_for_the_backward_pass() -> None:
         loss(model, dist.get_rank(), step).backward()
         counts.append(len(gathered))
     assert counts == [9, 7], counts  # two modules are gathered before `choose` is called
+
+
+def modules_that_are_joined_travel_as_one() -> None:
+    def messages(*, hooked: bool) -> tuple[int, int]:
+        """Gathers and scatters of a step in which three blocks are joined with the first one."""
+        model = sharded(Tower(torch.float32))
+        found = fsdp.attached(model)
+        assert found is not None
+        lanes = found.lanes(dist.group.WORLD)
+        loss(model, dist.get_rank(), 0).backward()  # in which the order of modules shows
+        model.zero_grad()
+        assert found.joinable == (1, 2, 3, 4)
+        found.run(replace(found.knobs, joined=(2, 3, 4)), lanes)
+        for parameter in model.blocks[2].parameters() if hooked else ():
+            parameter.register_post_accumulate_grad_hook(lambda each: None)
+        with (
+            mock.patch.object(lanes, "gather", wraps=lanes.gather) as gather,
+            mock.patch.object(lanes, "scatter", wraps=lanes.scatter) as scatter,
+        ):
+            loss(model, dist.get_rank(), 1).backward()
+        return gather.call_count, scatter.call_count
+
+    if CARRIES and not JOINS:
+        # The root and the blocks; for the backward pass the last block comes alone, as it is used at once.
+        assert messages(hooked=False) == (2 + 2, 2)
+        # A gradient that is looked at earlier does not wait for those of other blocks.
+        assert messages(hooked=True) == (2 + 2, 4)
 
 
 def a_forward_pass_without_a_backward_pass_leaves_sharded_parameters() -> None:
@@ -541,6 +590,7 @@ CASES = (
     modules_may_be_evaluated_between_steps_and_used_in_another_order,
     parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
     parameters_that_are_kept_are_not_gathered_for_the_backward_pass,
+    modules_that_are_joined_travel_as_one,
     a_forward_pass_without_a_backward_pass_leaves_sharded_parameters,
     updates_between_forward_and_backward_pass_are_seen_as_without_sirtaki,
     parts_that_are_called_alone_keep_nothing,

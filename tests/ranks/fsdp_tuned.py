@@ -3,7 +3,7 @@
 The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
 long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word, "evaluated", the
 model and a part of it are evaluated between backward pass and update, and some passes fail; with "reordered" modules
-are used in another order from step 20 on; with "method" the model is called through a method of its own; with
+are used in another order from step 50 on; with "method" the model is called through a method of its own; with
 "prefetched" the script has said what to gather ahead. Rank 0 prints every setting that ran, in order.
 """
 
@@ -71,7 +71,7 @@ def main(which: str, word: str, what: str = "") -> None:
         now_s = begun_s
 
     def reorder() -> None:
-        if what == "reordered" and len(steps_made) == 20:
+        if what == "reordered" and len(steps_made) == 50:
             for each in (model, alone):
                 each.forward = functools.partial(forward_in, each, list(each.blocks)[::-1])
         steps_made.append(0)

@@ -100,7 +100,7 @@ def test_settings_of_sharded_training_are_shown_and_carried_elsewhere(run: Run, 
     way, file, elsewhere = make_shard_way(), tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
     store.save_way(way)
     line = run("shards").splitlines()[1]
-    setting = "streams=2, ahead=3, behind=1, kept=5, scattering=1, near=2"
+    setting = "streams=2, ahead=3, behind=1, kept=5, scattering=1, near=2, joined=1"
     shown = [way.id[:8], "cdcdcdcd", "9", "4", "gloo", "1 MB", setting, "25%"]
     assert re.split(" {2,}", line.strip())[:-1] == shown
     assert json.loads(run("shards", "--json")) == [{"id": way.id, **way.to_json()}]

@@ -23,6 +23,9 @@ SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
 
 JOBS = (
     Job(2, env=SHARED),
+    integration(Job(2, "joined", env={**SOCKETS, "SIRTAKI_TEST_JOINS": "1"})),
+    slow(Job(3, "joined", env={**SHARED, "SIRTAKI_TEST_JOINS": "1"})),
+    slow(Job(4, "joined", env={**SHARED, "SIRTAKI_LOCAL_SIZE": "2", "SIRTAKI_TEST_JOINS": "1"})),
     integration(Job(2, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
     slow(Job(3, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
     slow(Job(4, "carried by PyTorch", env={**SHARED, "SIRTAKI_TEST_CARRIES": "0"})),
@@ -64,7 +67,7 @@ def test_a_rank_that_ends_in_the_middle_of_a_search_is_named_to_those_who_wait(
 
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
     """Those that a search has run, in order; the last one is what it has kept."""
-    tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
+    tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
@@ -108,6 +111,8 @@ def test_a_search_keeps_the_fastest_setting_and_the_results_are_those_of_one_pro
     assert "kept" not in found[0]
     assert "2 kept" in found[-1]
     assert len(set(found)) > 2
+    joined = "2 sent with the module before"
+    assert joined in settings_run(run_ranks, "fast", joined, "evaluated", ranks=ranks, **env)[-1]
     found = settings_run(run_ranks, "fast", "2 kept", ranks=ranks, **env, SIRTAKI_FSDP_MEMORY="1")
     assert not any("2 kept" in setting for setting in found)
     assert len(set(found)) > 1
@@ -153,7 +158,7 @@ def test_how_far_to_gather_ahead_is_not_tried_where_the_script_says_it(run_ranks
 
 @pytest.mark.integration
 def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(run_ranks: RunRanks) -> None:
-    env = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
+    env = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
     job = run_ranks("fsdp_tuned.py", 2, "fast", "kept", "reordered", env=env, timeout_s=90)
     found = job.stdout.splitlines()
     assert any("kept" in setting for setting in found)
@@ -164,7 +169,7 @@ def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(
 @pytest.mark.integration
 def test_between_nodes_parameters_may_be_kept_by_each_node_where_memory_allows(run_ranks: RunRanks) -> None:
     near = "1 kept by each node"
-    found = settings_run(run_ranks, "fast", near, ranks=4, SIRTAKI_LOCAL_SIZE="2", SIRTAKI_WARMUP_ITERATIONS="65")
+    found = settings_run(run_ranks, "fast", near, ranks=4, SIRTAKI_LOCAL_SIZE="2", SIRTAKI_WARMUP_ITERATIONS="130")
     assert found[-1].endswith(f"1 kept, {near}")
 
 
