@@ -12,11 +12,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -67,6 +67,64 @@ class Checkpoint:
         return tree
 
 
+class Pace:
+    """How fast a thread writes beside training: it rests after each slice, and most of the time is in nobody's way.
+
+    What is written and read back goes through the memory and the caches that a step needs, on whichever processor.
+    """
+
+    def __init__(self, rests: float = 0.0, at_most_s: float = 0.0) -> None:
+        """Of one thread, which need not be the one that calls this.
+
+        Args:
+            rests: seconds to rest for each that the thread's processor has worked.
+            at_most_s: to rest in all.
+        """
+        self._rests, self._left_s = rests, at_most_s
+        self._hurry = threading.Event()
+        self._since_s: float | None = None
+
+    def rest(self) -> None:
+        """After a slice, by the thread that writes."""
+        worked_s = 0.0 if self._since_s is None else time.thread_time() - self._since_s
+        rest_s = min(self._left_s, self._rests * worked_s, LONGEST_REST_S)
+        if rest_s > 0.0 and threading.main_thread().is_alive():  # else the process waits for this thread to end
+            self._hurry.wait(rest_s)
+            self._left_s -= rest_s
+        self._since_s = time.thread_time()
+
+    def hurry(self) -> None:
+        """By any thread: somebody waits, so there is no rest any more."""
+        self._hurry.set()
+
+
+class _Written:
+    """A file that is written in slices, as `torch.save` wants one; knows its size and digest."""
+
+    def __init__(self, file: BinaryIO, pace: Pace) -> None:
+        self._file, self._pace = file, pace
+        self.size, self.sha256 = 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        for part in _slices(memoryview(data).cast("B")):
+            self.sha256.update(part)
+            self._file.write(part)
+            self._pace.rest()
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+SLICE_BYTES, LONGEST_REST_S = 1 << 20, 0.1
+"""What is written or read back at a time, and how long the rest after it is at most."""
+
+
+def _slices(data: memoryview) -> Iterator[memoryview]:
+    return (data[start : start + SLICE_BYTES] for start in range(0, len(data), SLICE_BYTES))
+
+
 class CheckpointFolder:
     """Where the checkpoints of one job lie."""
 
@@ -74,15 +132,21 @@ class CheckpointFolder:
         """The folder need not be there."""
         self.path = path
 
-    def write(self, number: int, tree: Mapping[str, Any]) -> None:
+    def write(self, number: int, tree: Mapping[str, Any], pace: Pace | None = None) -> None:
         """Writes one beside the others, has it appear at once, and reads it back; then the oldest go.
 
         Those with larger numbers are of a line that this job did not go on from: they are put aside, so that what is
         written last is what a later job finds.
 
+        Args:
+            number: of the commit.
+            tree: what is written.
+            pace: of the thread that calls this; None = as fast as can be.
+
         Raises:
             OSError: it could not be written or is not what was written; the others are as they were.
         """
+        pace = pace or Pace()
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(f"{_UNFINISHED}*"):  # by a writer that is gone
             shutil.rmtree(left, ignore_errors=True)
@@ -90,13 +154,15 @@ class CheckpointFolder:
         try:
             unfinished.mkdir()
             state = unfinished / STATE
-            torch.save(dict(tree), state)
-            told = {"bytes": state.stat().st_size, "sha256": _digest(state), "at": time.time()}
+            with state.open("wb") as file:
+                written = _Written(file, pace)
+                torch.save(dict(tree), cast(IO[bytes], written))
+            told = {"bytes": written.size, "sha256": written.sha256.hexdigest(), "at": time.time()}
             manifest = {"version": VERSION, "number": number, **told}
             (unfinished / MANIFEST).write_text(json.dumps(manifest) + "\n")
-            for file in (state, unfinished / MANIFEST, unfinished):
-                _sync(file)
-            if problem := _problem(unfinished):
+            for place in (state, unfinished / MANIFEST, unfinished):
+                _sync(place)
+            if problem := _problem(unfinished, pace):
                 raise OSError(f"read back, {problem}")
             shutil.rmtree(final, ignore_errors=True)  # of a job that went on from an older one
             unfinished.rename(final)
@@ -154,7 +220,7 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
-def _problem(path: Path) -> str:
+def _problem(path: Path, pace: Pace | None = None) -> str:
     """Why it cannot be used; empty if it can.
 
     Raises:
@@ -165,7 +231,7 @@ def _problem(path: Path) -> str:
         size, digest = manifest["bytes"], manifest["sha256"]
         if (path / STATE).stat().st_size != size:
             return f"{STATE} has {(path / STATE).stat().st_size} bytes, not {size}"
-        if _digest(path / STATE) != digest:
+        if _digest(path / STATE, pace or Pace()) != digest:
             return f"{STATE} is not what was written"
     except PermissionError:
         raise
@@ -174,10 +240,14 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+def _digest(path: Path, pace: Pace) -> str:
+    found, part = hashlib.sha256(), memoryview(bytearray(SLICE_BYTES))
+    with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # as it lies on the disk, where it does already
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while count := file.readinto(part):
+            found.update(part[:count])
+            pace.rest()
+    return found.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -232,6 +302,9 @@ GENERATORS = "generators"
 YIELDING = 10
 """The niceness of the thread that writes."""
 
+RESTS, RESTING = 2.0, 0.25
+"""So much longer than it works it rests, and for that share of the time between two checkpoints at most."""
+
 TERMINATED = 128 + signal.SIGTERM
 
 AGAIN_S = 2.0
@@ -263,6 +336,7 @@ class Checkpoints:
         self._every_s, self._clock = every_s, clock
         self._last_s = clock()
         self._writing: threading.Thread | None = None
+        self._pace = Pace()
         self._told_s: float | None = None
 
     @property
@@ -273,15 +347,15 @@ class Checkpoints:
 
     def write(self, number: int, tree: Tree) -> None:
         """Has a thread write it; `tree` is nobody else's. What goes wrong is told, and the ones before stay."""
-        self._last_s = self._clock()
-        self._writing = threading.Thread(target=self._write, args=(number, tree), name="sirtaki-checkpoint")
+        self._last_s, self._pace = self._clock(), Pace(RESTS, RESTING * self._every_s)
+        self._writing = threading.Thread(target=self._write, args=(number, tree, self._pace), name="sirtaki-checkpoint")
         self._writing.start()
 
-    def _write(self, number: int, tree: Tree) -> None:
+    def _write(self, number: int, tree: Tree, pace: Pace) -> None:
         begin_s = self._clock()
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)  # of this thread: training comes first
         try:
-            self.folder.write(number, tree)
+            self.folder.write(number, tree, pace)
         except Exception as err:  # what cannot be pickled, too; training goes on
             logger.warning(
                 "commit %d could not be written to %s, the one before stays: %s", number, self.folder.path, err
@@ -290,7 +364,8 @@ class Checkpoints:
             logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
 
     def wait(self) -> None:
-        """Until what is being written is on disk."""
+        """Until what is being written is on disk, which is soon: it rests no more."""
+        self._pace.hurry()
         if self._writing is not None:
             self._writing.join()
 

@@ -4,11 +4,15 @@ import importlib
 import os
 import random
 import re
+import resource
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -152,13 +156,24 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
 ) -> None:
     folder = folder_with(tmp_path, 1)
 
-    def full(tree: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(tree: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file data: No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left"):
         folder.write(2, {})
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+def test_a_write_that_the_disk_takes_half_of_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+    folder, limits = folder_with(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.write(2, {"weights": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
@@ -333,6 +348,49 @@ def test_one_is_due_after_a_while_and_not_while_another_is_written(
     kept.write(2, {})
     kept.wait()
     assert not kept.due
+
+
+def test_a_write_rests_beside_training_until_somebody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "RESTS", 1e9)
+    monkeypatch.setattr(checkpoints, "LONGEST_REST_S", 50.0)
+    kept = Checkpoints(CheckpointFolder(tmp_path), every_s=1e9)
+    kept.write(1, {"weights": torch.ones(1 << 20)})
+    try:
+        while not list(tmp_path.glob(f"writing-*/{STATE}")):
+            time.sleep(0.001)
+        assert CheckpointFolder(tmp_path).newest() is None
+    finally:
+        kept.wait()
+    newest = CheckpointFolder(tmp_path).newest()
+    assert newest is not None
+    assert torch.equal(newest.load()["weights"], torch.ones(1 << 20))
+
+
+def test_a_write_rests_for_no_longer_than_a_share_of_the_time_between_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "RESTS", 1e9)
+    now_s = [0.0]
+    kept = Checkpoints(CheckpointFolder(tmp_path), every_s=0.01, clock=lambda: now_s[0])
+    kept.write(1, {"weights": torch.ones(1 << 20)})
+    now_s[0] = 1.0
+    while not kept.due:
+        time.sleep(0.001)
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+@pytest.mark.lengthy
+def test_a_script_that_ends_does_not_wait_for_rests(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, torch; from sirtaki.torch.elastic import checkpoints as c; "
+        "c.RESTS, c.LONGEST_REST_S = 1e9, 1.0; "
+        f"c.Checkpoints(c.CheckpointFolder(pathlib.Path({str(tmp_path)!r})), every_s=1e9).write(1, "
+        "{'weights': torch.ones(1 << 24)})"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    assert names(tmp_path) == ["checkpoint-00000001"]
 
 
 @pytest.mark.parametrize("what", ["no folder can be made", "it cannot be pickled"])
