@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -36,6 +38,29 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     from .store import Store
 
     return Store(url_or_path or str(default_path()), read_only=read_only)
+
+
+def load_ahead() -> None:
+    """Has a thread import what a look-up takes, networkx and SQLAlchemy: that is 0.2 s of processor time.
+
+    The process forks only after that: in a child, modules that are being imported would stay locked for ever.
+    """
+    global _loading
+    if _loading is None:
+        _loading = threading.Thread(target=_load, name="sirtaki-registry")
+        _loading.start()
+        os.register_at_fork(before=_loading.join)
+
+
+_loading: threading.Thread | None = None
+
+
+def _load() -> None:
+    with contextlib.suppress(Exception):  # whoever needs it imports it, and says what is wrong
+        import networkx  # noqa: F401
+        import sqlalchemy.dialects.sqlite  # noqa: F401
+
+        from . import store  # noqa: F401
 
 
 logger = logging.getLogger(__name__)

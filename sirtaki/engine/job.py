@@ -32,7 +32,8 @@ from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.console import start_logging
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
-from sirtaki.settings import NEVER_S, Settings
+from sirtaki.registry.safe_store import load_ahead
+from sirtaki.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.watch import watchers
 from sirtaki.watch.presence import Presence
 from sirtaki.watch.watchers import Totals
@@ -417,6 +418,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
             raise ConfigError("ranks are named, but in an elastic job the launcher says who takes part")
         _job = _next_generation(settings, elastic)
     control = _job.control
+    if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
+        load_ahead()  # while the script builds its model and reads its first batch, else all ranks would wait for it
     # Scripts read these, as under horovodrun.
     for name, value in (
         ("RANK", control.rank),

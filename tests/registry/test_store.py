@@ -705,3 +705,13 @@ if __name__ == "__main__":
         write_at_once(sys.argv[2], int(sys.argv[3]))
     else:
         kill_while_writing(sys.argv[2])
+
+
+@pytest.mark.lengthy
+def test_a_process_that_forks_while_a_lookup_is_prepared_can_import_the_same_in_the_child() -> None:
+    code = (
+        "import os, signal, sys; from sirtaki.registry.safe_store import load_ahead; load_ahead(); child = os.fork()\n"
+        "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "signal.alarm(20); import networkx, sqlalchemy.orm; os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -50,6 +50,15 @@ def test_a_rank_alone_loads_neither_mpi_nor_what_only_tuning_needs(tmp_path: Pat
     assert done.stdout.split() == ["1", "set()"]
 
 
+@pytest.mark.parametrize(("registry", "loaded"), [("on", 1), ("off", 0)])
+def test_rank_0_loads_what_a_lookup_takes_while_the_script_goes_on(
+    run_ranks: RunRanks, tmp_path: Path, registry: str, loaded: int
+) -> None:
+    registry = str(tmp_path / "registry.db") if registry == "on" else "off"
+    env = {**OVER_MESH, "SIRTAKI_WARMUP_ITERATIONS": "100", "SIRTAKI_REGISTRY": registry}
+    assert run_ranks("loads_ahead.py", 2, env=env).stdout.count("loads ahead") == loaded
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "says"),
     [
