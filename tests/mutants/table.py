@@ -398,8 +398,8 @@ MUTANTS = (
     Mutant(
         "a skipped fsync of the manifest",
         CHECKPOINTS,
-        "for file in (state, unfinished / MANIFEST, unfinished):",
-        "for file in (state, unfinished):",
+        "for place in (state, unfinished / MANIFEST, unfinished):",
+        "for place in (state, unfinished):",
         f"{OF_CHECKPOINTS} on_disk",
     ),
     Mutant(
@@ -412,15 +412,15 @@ MUTANTS = (
     Mutant(
         "what was written is not read back",
         CHECKPOINTS,
-        "if problem := _problem(unfinished):",
-        "if (problem := _problem(unfinished)) is None:",
+        "if problem := _problem(unfinished, pace):",
+        "if (problem := _problem(unfinished, pace)) is None:",
         f"{OF_CHECKPOINTS} read_back",
     ),
     Mutant(
         "a changed byte that is not noticed",
         CHECKPOINTS,
-        "if _digest(path / STATE) != digest:",
-        "if len(_digest(path / STATE)) != len(digest):",
+        "if _digest(path / STATE, pace or Pace()) != digest:",
+        "if len(_digest(path / STATE, pace or Pace())) != len(digest):",
         f"{OF_CHECKPOINTS} damaged",
     ),
     Mutant(
@@ -440,8 +440,8 @@ MUTANTS = (
     Mutant(
         "one is due as soon as the one before is written",
         CHECKPOINTS,
-        "        self._last_s = self._clock()\n",
-        "",
+        "        self._last_s, self._pace = self._clock(), Pace(",
+        "        self._pace = Pace(",
         f"{OF_CHECKPOINTS} is_due",
     ),
     Mutant(
