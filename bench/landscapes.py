@@ -10,6 +10,7 @@ space, the same training iterations and the same noise (4 %), and each seed is a
 
 - *regret*: true time of the setting kept over the best of all uniform ones, less one; never below zero.
 - *within 3 %*: training iterations until the setting that would be kept is that good; the share of runs that end so.
+- *first plan*: what a planner proposes that runs first, of those jobs in which one has.
 - *cost*: time that the warm-up took over what its iterations would have taken untuned.
 - *paired*: regret less that of another contender on the same job with the same seed, in points (hundredths), and its
   interval (95 %).
@@ -93,6 +94,7 @@ def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """One contender over all families; means are means over families."""
     regrets = by_family(rows, name, "regret")
     mine = [row for row in rows if row["contender"] == name]
+    planned = [row["first_plan"] for row in mine if row.get("first_plan") is not None]
     found = [math.inf if row["found_at"] is None else row["found_at"] for row in mine]
     return {
         "contender": name,
@@ -101,6 +103,7 @@ def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "ends within 3 %": statistics.fmean(row["regret"] <= CLOSE for row in mine),
         "median iterations to 3 %": statistics.median(found),
         "cost of the warm-up": statistics.fmean(row["cost"] for row in mine),
+        "regret of the first plan": statistics.fmean(planned) if planned else math.nan,
         "worst / default": max(row["over_default"] for row in mine),
         "runs": len(mine),
     }

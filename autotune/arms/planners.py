@@ -126,13 +126,13 @@ class Planner(ABC):
             plans.append((span_s, Proposal(arm=self.name, knobs=knobs, reason=reason)))
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
-    def allocations(self, model: PlanningModel) -> tuple[int | None, ...]:
+    def allocations(self, model: PlanningModel, route: Route) -> tuple[int | None, ...]:
         """LIBRA's R: the thread counts to choose from. Only None where nobody has measured what they do.
 
         None, NCCL's own choice, is no count: the model takes it for the one that it resembles, so it would win ties.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
-        return counts if counts and model.contention is not None else (None,)
+        return counts if counts and model.contention_on(route) is not None else (None,)
 
     def _knobs(self, layout: GradientLayout, route: Route, cuts: tuple[Cut, ...]) -> Knobs:
         used = 1 + max(cut.stream for cut in cuts)
@@ -368,7 +368,8 @@ class AscWfbpN(Planner):
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
         best = min(dict.fromkeys(self._candidates(model, route)), key=cost)  # the first of equals
-        return min((tuple(structs.replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
+        allocations = self.allocations(model, route)
+        return min((tuple(structs.replace(cut, threads=r) for cut in best) for r in allocations), key=cost)
 
     def _candidates(self, model: PlanningModel, route: Route) -> Iterator[tuple[Cut, ...]]:
         layout, ready_s, link = model.layout, model.profile.issuable_s, model.links[route]
@@ -590,19 +591,19 @@ class Libra(Planner):
         """The programme's groups, each unit with its threads, for one stream or for enough to fill the link."""
         link, simulator = model.links[route], model.simulator(route)
         candidates = [
-            self._cuts_on(model, link, streams)
+            self._cuts_on(model, route, streams)
             for streams in dict.fromkeys((self.space.streams[0], self._enough(link, route)))
         ]
         return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
 
-    def _cuts_on(self, model: PlanningModel, link: LinkModel, streams: int) -> tuple[Cut, ...]:
-        allocations = self.allocations(model)
-        ends, choices = self._plan_groups(model, link, stage_model(model, link, allocations, streams=streams))
+    def _cuts_on(self, model: PlanningModel, route: Route, streams: int) -> tuple[Cut, ...]:
+        allocations = self.allocations(model, route)
+        ends, choices = self._plan_groups(model, route, stage_model(model, route, allocations, streams=streams))
         threads = [allocations[choice] for choice in choices]
         return cuts_for_groups(model.layout, ends, streams=streams, slices=streams, threads=threads)
 
     def _plan_groups(
-        self, model: PlanningModel, link: LinkModel, stages: StageModel
+        self, model: PlanningModel, route: Route, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Ends and thread allocations of the groups."""
         compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
@@ -627,7 +628,7 @@ class LibraM(Libra):
     name = "libra_m"
 
     def _plan_groups(
-        self, model: PlanningModel, link: LinkModel, stages: StageModel
+        self, model: PlanningModel, route: Route, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
         compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
         groups = merge_gradients(
@@ -642,11 +643,10 @@ class LibraM(Libra):
         return plan.ends, plan.choices
 
 
-def stage_model(
-    model: PlanningModel, link: LinkModel, allocations: Sequence[int | None], *, streams: int
-) -> StageModel:
+def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | None], *, streams: int) -> StageModel:
     """What overlapping costs for each allocation when a group fills `streams` streams side by side."""
-    gain, contention = link.total_bytes_per_s(streams) / link.throughput[0], model.contention
+    link, contention = model.links[route], model.contention_on(route)
+    gain = link.total_bytes_per_s(streams) / link.throughput[0]
     if contention is None:
         rate = np.array([gain * link.throughput[0]])
         return StageModel(alpha_s=link.startup_s, overlapped_J=rate, alone_J=rate, speed_J=np.ones(1))

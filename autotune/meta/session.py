@@ -24,6 +24,7 @@ DEFAULT_ARM = "default"  # whose trial the untuned default is
 REGISTRY_ARM = "registry"  # whose trials remembered settings are
 PLAN_ARM = "plan"  # whose trial a plan is that the user has given
 REFINEMENT_ARM = "refinement"  # whose trials the neighbours of the fastest setting are
+DRAW_ARM = "random draw"  # whose trials settings are that planners learn contention from
 FINALS_ARM = "finals"  # whose trials repeated measurements are
 
 
@@ -465,6 +466,13 @@ _Script = Generator[Assignment, Sequence[float], None]
 """Yields what is to run, and is sent the measured spans."""
 
 
+def _seeds(similar: Sequence[Knobs], draws: Sequence[Knobs]) -> list[Proposal]:
+    return [
+        *(Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar),
+        *(Proposal(arm=DRAW_ARM, knobs=knobs, reason="to learn contention") for knobs in draws),
+    ]
+
+
 class WarmupSession:
     """Spends a budget of iterations on finding the best knobs.
 
@@ -479,6 +487,7 @@ class WarmupSession:
         exact: the registry's setting for this very job, run at once in paired turns with the default: it is kept if it
             is faster, and proved now or by that job. If the link has changed, a short search follows, from there on.
         seeds: settings of similar jobs; the first proposals.
+        draws: settings from which something is to be learnt before the arm is asked; the next ones (`skip_draws`).
         given: the user's: the very first one; beside `exact` it is compared with that, too.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
@@ -498,6 +507,7 @@ class WarmupSession:
         measured_iterations: int = 2,
         exact: Remembered | None = None,
         seeds: Sequence[Knobs] = (),
+        draws: Sequence[Knobs] = (),
         given: Knobs | None = None,
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
@@ -522,7 +532,8 @@ class WarmupSession:
         self._running = default if retune else None
         self._called = "the setting that ran" if retune else "the default"
         self._exact = exact
-        self._space, self._seeds, self._given = space, list(seeds), given
+        self._space, self._given = space, given
+        self._seeds = _seeds(seeds, draws)
         self._has_refused = False
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
@@ -596,21 +607,28 @@ class WarmupSession:
         """Training iterations until the end, those that have run included, if nothing ends it earlier."""
         return self._iterations
 
-    def begin_search(self, arm: Arm, *, space: KnobSpace, seeds: Sequence[Knobs] = ()) -> None:
+    def begin_search(
+        self, arm: Arm, *, space: KnobSpace, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
+    ) -> None:
         """Goes on from `Purpose.SEARCH`, as if nothing had been found but with what was measured.
 
         Args:
             arm: proposes; is told what has run so far.
             space: what may be proposed, narrower perhaps than before.
             seeds: settings of similar jobs; the first proposals.
+            draws: as at the beginning.
 
         Raises:
             TuningError: the session has not asked for it.
         """
         if self._assignment.purpose is not Purpose.SEARCH:
             raise TuningError(f"a search begins after {Purpose.SEARCH}, not after {self._assignment.purpose}")
-        self._arm, self._space, self._seeds = arm, space, list(seeds)
+        self._arm, self._space, self._seeds = arm, space, _seeds(seeds, draws)
         self._advance(())
+
+    def skip_draws(self) -> None:
+        """Those that have not run would teach nothing."""
+        self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
 
     # ── the course of events ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -767,7 +785,7 @@ class WarmupSession:
             if given is not None:
                 proposal = Proposal(arm=PLAN_ARM, knobs=given, reason="the plan that was given")
             elif self._seeds:
-                proposal = Proposal(arm=REGISTRY_ARM, knobs=self._seeds.pop(0), reason="a similar job's")
+                proposal = self._seeds.pop(0)
             elif self._arm is not None and (asked := self._arm.ask(1)):
                 proposal = asked[0]
             else:

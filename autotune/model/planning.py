@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, Transp
 from sirtaki.errors import PlanError, TuningError
 from sirtaki.measures import LinkModel, ring_bytes
 
-from ..knobs import Knobs
+from ..knobs import Knobs, KnobSpace
 from ..trial import Trial, TrialStatus
 from .fits import MAX_RESIDUAL, ContentionModel, RateCurve, root_mean_square
 from .replayer import SharedHost
@@ -34,8 +34,10 @@ class PlanningModel:
         layout: gradients in the order in which they become ready.
         profile: when they do.
         links: cost of the routes that have been measured; at least one.
-        contention: LIBRA's model, or None where computation and communication do not slow each other down, or
-            nobody has measured it.
+        contention: LIBRA's model as probes have shown it, or None where computation and communication do not slow each
+            other down, or nobody has probed it.
+        learnt: of routes on which training has shown it (`with_contention_learnt`); there it takes the place of
+            `contention`.
         host: that all ranks share, where they communicate on the processors that compute; else None.
 
     Raises:
@@ -46,6 +48,7 @@ class PlanningModel:
     profile: Profile
     links: Mapping[Route, LinkModel]
     contention: ContentionModel | None = None
+    learnt: Mapping[Route, ContentionModel] = field(default_factory=dict)
     host: SharedHost | None = None
 
     def __post_init__(self) -> None:
@@ -59,9 +62,13 @@ class PlanningModel:
             layout=self.layout,
             profile=self.profile,
             link=self.links[route],
-            contention=self.contention,
+            contention=self.contention_on(route),
             host=self.host,
         )
+
+    def contention_on(self, route: Route) -> ContentionModel | None:
+        """As training has shown it on that route, else as probes have."""
+        return self.learnt.get(route, self.contention)
 
     def expected_s(self, knobs: Knobs) -> float | None:
         """Span by simulation; None on a route that nobody has probed, and of compressed units and those whose way NCCL
@@ -97,7 +104,7 @@ class PlanningModel:
             return True
         if any(link.differs_from(other.links[route]) for route, link in self.links.items()):
             return True
-        if (self.contention, self.host) != (other.contention, other.host):
+        if (self.contention, self.learnt, self.host) != (other.contention, other.learnt, other.host):
             return True
         tolerance_s = 0.1 * max(self.profile.compute_s, other.profile.compute_s)
         pairs = zip(self.profile.ready_s, other.profile.ready_s, strict=True)
@@ -109,8 +116,13 @@ class PlanningModel:
             "layout": asdict(self.layout),
             "profile": asdict(self.profile),
             "links": [
-                {"transport": transport.value, "algorithm": algorithm.value, "link": asdict(link)}
-                for (transport, algorithm), link in self.links.items()
+                {
+                    "transport": route[0].value,
+                    "algorithm": route[1].value,
+                    "link": asdict(link),
+                    "learnt": asdict(self.learnt[route]) if route in self.learnt else None,
+                }
+                for route, link in self.links.items()
             ],
             "contention": None if self.contention is None else asdict(self.contention),
             "host": None if self.host is None else asdict(self.host),
@@ -124,15 +136,16 @@ class PlanningModel:
             TuningError: a field is missing or has a value that is invalid.
         """
         try:
+            routes = [(TransportKind(entry["transport"]), Algorithm(entry["algorithm"])) for entry in data["links"]]
+            learnt = [msgspec.convert(entry.get("learnt"), ContentionModel | None) for entry in data["links"]]
             return cls(
                 layout=msgspec.convert(data["layout"], GradientLayout),
                 profile=msgspec.convert(data["profile"], Profile),
                 links={
-                    (TransportKind(entry["transport"]), Algorithm(entry["algorithm"])): LinkModel.from_json(
-                        entry["link"]
-                    )
-                    for entry in data["links"]
+                    route: LinkModel.from_json(entry["link"])
+                    for route, entry in zip(routes, data["links"], strict=True)
                 },
+                learnt={route: one for route, one in zip(routes, learnt, strict=True) if one is not None},
                 contention=msgspec.convert(data.get("contention"), ContentionModel | None),
                 host=msgspec.convert(data.get("host"), SharedHost | None),
             )
@@ -327,7 +340,7 @@ def calibrate_link(
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
     """The model with what trials tell more of than probes fitted to them (LIBRA's algorithm 2).
 
-    First contention, where the job has probed it and thread counts were tried, then each link. Either stays as it is
+    First contention, where the job has probed or learnt it, then each link. Either stays as it is
     where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
     """
     for route in model.links:
@@ -348,21 +361,18 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
 
 
 def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
-    if model.contention is None:
-        raise TuningError("nobody has probed contention")
-    contention = calibrate_contention(
-        model.links[route],
-        layout=model.layout,
-        profile=model.profile,
-        trials=trials,
-        default_threads=model.contention.default_threads,
-    )
-    return replace(model, contention=contention)
+    if model.contention_on(route) is None:
+        raise TuningError("spans alone do not tell contention from a slow link, and nobody has probed it")
+    return with_contention_learnt(model, route, [Observation(knobs=each.knobs, span_s=each.span_s) for each in trials])
 
 
 def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
     link = calibrate_link(
-        model.links[route], layout=model.layout, profile=model.profile, trials=trials, contention=model.contention
+        model.links[route],
+        layout=model.layout,
+        profile=model.profile,
+        trials=trials,
+        contention=model.contention_on(route),
     )
     return replace(model, links={**model.links, route: link})
 
@@ -386,67 +396,193 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
     return corrected
 
 
-def calibrate_contention(
-    link: LinkModel,
-    *,
-    layout: GradientLayout,
-    profile: Profile,
-    trials: Sequence[Trial],
-    default_threads: int = 512,
-) -> ContentionModel:
-    """LIBRA's g, p and q (eq. 5-6) from trials with different thread counts, without timing any overlap by itself.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an iteration of training took with a setting.
 
-    Five numbers are fitted, with the simulator as the model: α2; γ1, γ2 / γ1 and γ3 of p; and the factor by which
-    q is faster. α1 is 1: without threads there is no contention. Spans tell these apart only as far as they matter to
-    spans, so the curves may be off where no trial went.
+    Attributes:
+        knobs: the setting.
+        span_s: from the first ready gradient to the last reduced one.
+        backward_s: from the first ready gradient to the end of the backward pass; not a number = nobody has seen.
+    """
+
+    knobs: Knobs
+    span_s: float
+    backward_s: float = math.nan
+
+
+LEAST_MISS = 0.02  # by which the best of simulators misses: what is nearer says nothing
+SURE = 0.99  # that what was measured cannot be noise around the model as it was
+MOST_SLOWED = 0.95  # of the computation's speed, by the most threads that were seen
+_NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
+
+
+def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Observation]) -> PlanningModel:
+    """The model with the contention that training itself has met on a route (LIBRA, algorithm 2, line 3).
+
+    Two numbers are fitted, with the simulator as the model, each beginning with what probes have shown: by how much a
+    thread slows the computation down (α2), and by how much the computation slows an all-reduce down (p over q). Where
+    nobody has probed contention, as on the processors of hosts, an all-reduce counts as one thread on each stream. A
+    third number is how long the backward pass takes undisturbed; of observations that do not tell of backward passes,
+    the factor by which probes have missed the rates takes its place.
 
     Raises:
-        TuningError: fewer than six trials ran, there are fewer than three thread counts among them, or the
-            fitted model misses them by more than `MAX_RESIDUAL`.
+        TuningError: there are fewer than three settings, the fit misses them by more than `MAX_RESIDUAL`, or noise
+            alone would explain by how much it is better than the model as it was.
     """
-    plans, spans_s = _measured(layout, trials, at_least=6)
-    counts = {unit.threads or default_threads for plan in plans for unit in plan.units}
-    if len(counts) < 3:
-        raise TuningError(f"contention can be fitted to three thread counts or more, not to {sorted(counts)}")
-    rate, most = link.throughput[0], max(counts)
-
-    def model(x: NDArray[np.float64], residual: float = 0.0) -> ContentionModel:
-        gamma_1 = rate * math.exp(x[1])
-        overlapped = RateCurve(gamma_1=gamma_1, gamma_2=gamma_1 * float(x[2]), gamma_3=math.exp(x[3]))
-        faster = math.exp(x[4])
-        alone = RateCurve(
-            gamma_1=overlapped.gamma_1 * faster, gamma_2=overlapped.gamma_2 * faster, gamma_3=overlapped.gamma_3
-        )
-        return ContentionModel(
-            alpha_1=1.0,
-            alpha_2=float(x[0]) / most,
-            overlapped=overlapped,
-            alone=alone,
-            default_threads=default_threads,
-            residual=residual,
-        )
-
-    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        simulator = Simulator(layout=layout, profile=profile, link=link, contention=model(x))
-        return np.asarray(np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1)
-
-    best = min(
-        (
-            scipy.optimize.least_squares(
-                errors,
-                x0=[0.2, 0.0, 0.7, log_gamma_3, 0.05],
-                bounds=([0, -2, 0, -8, 0], [0.95, 2, 0.999, 0, 0.7]),
-                diff_step=0.02,
-                max_nfev=15,
-            )
-            for log_gamma_3 in (-4.5, -2.5)
-        ),
-        key=lambda fit: float(fit.cost),
+    times_s: dict[Knobs, list[tuple[float, float]]] = {}
+    for one in seen:
+        if one.knobs.route == route and math.isfinite(one.span_s):
+            times_s.setdefault(one.knobs, []).append((one.span_s, one.backward_s))
+    if len(times_s) < 3:
+        raise TuningError(f"contention can be learnt from three settings or more, not from {len(times_s)}")
+    times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
+    plans = [knobs.to_plan(model.layout) for knobs in times_s]
+    measured = np.log(np.maximum([np.median(each, axis=0) for each in times_s.values()], 1e-9))  # (n_settings, 2)
+    paces = bool(np.isfinite(measured).all())
+    rate = model.links[route].throughput[0]
+    base = model.contention_on(route) or ContentionModel(
+        alpha_1=1.0,
+        alpha_2=0.0,
+        overlapped=replace(_NO_EFFECT, gamma_1=rate),
+        alone=replace(_NO_EFFECT, gamma_1=rate),
+        default_threads=1,
     )
-    residual = root_mean_square(best.fun)
-    if residual > MAX_RESIDUAL:
-        raise TuningError(f"contention misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
-    return model(best.x, residual)
+    threads = max(plan.streams * max(unit.threads or base.default_threads for unit in plan.units) for plan in plans)
+
+    def corrected(x: NDArray[np.float64]) -> PlanningModel:
+        beside, factor = math.exp(x[1]), 1.0 if paces else math.exp(x[2])
+        contention = replace(
+            base,
+            alpha_2=base.alpha_2 + float(x[0]) / threads,
+            overlapped=_faster(base.overlapped, beside * factor),
+            alone=_faster(base.alone, factor),
+        )
+        pace = math.exp(x[2]) if paces else 1.0
+        return replace(model, profile=model.profile.times(pace), learnt={**model.learnt, route: contention})
+
+    def missed(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        told = [corrected(x).simulator(route).run(plan) for plan in plans]
+        both = np.log(np.maximum([(one.span_s, one.compute_end_s - one.first_ready_s) for one in told], 1e-9))
+        return np.asarray(((both - measured) if paces else (both - measured)[:, :1]).ravel())
+
+    def fitted(x: NDArray[np.float64], free: Sequence[int]) -> NDArray[np.float64]:
+        def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
+            x[free] = values
+            return np.concatenate([missed(x), KEPT_BACK * x[:2]])
+
+        fit = scipy.optimize.least_squares(
+            errors,
+            x0=np.clip(start[free], low[free], high[free]),
+            bounds=(low[free], high[free]),
+            diff_step=0.02,
+            loss="soft_l1",
+            f_scale=0.1,
+            max_nfev=_MAX_EVALUATIONS,
+        )
+        x[free] = fit.x
+        return x
+
+    slowed = base.alpha_2 * threads
+    reach = math.log(base.alone.gamma_1 / base.overlapped.gamma_1)
+    low = np.array([-slowed - 1e-9, -1.5, -1.0])
+    high = np.array([max(MOST_SLOWED - slowed, 0.0) + 1e-9, max(reach, 0.0) + 1e-9, 0.1 if paces else 1.0])
+    start = np.array([0.05, -0.05, -0.05 if paces else 0.0])
+    as_it_was, learnt = fitted(np.zeros(3), [2] if paces else []), fitted(np.zeros(3), [0, 1, 2])
+    before, after = missed(as_it_was), missed(learnt)
+    if (residual := root_mean_square(after)) > MAX_RESIDUAL:
+        raise TuningError(f"contention misses the iterations by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
+    # Of F's distribution with 2 degrees of freedom and so many; what a simulator never meets counts as noise.
+    left = len(after) - 3
+    explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_MISS**2)
+    if left < 1 or explained <= (1.0 - SURE) ** (-2.0 / left) - 1.0:
+        raise TuningError(f"contention is not clear from {len(plans)} settings")
+    found = corrected(learnt)
+    return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
+
+
+def _faster(curve: RateCurve, factor: float) -> RateCurve:
+    return replace(curve, gamma_1=factor * curve.gamma_1, gamma_2=factor * curve.gamma_2)
+
+
+DRAWS = 3
+"""Settings that a warm-up draws to learn contention from; with the default they are four."""
+
+DRAWN_STREAMS, DRAWN_UNITS = 2, 4
+"""Factors by which a drawn setting may be off the default's streams, and its threads and units."""
+
+DRAWN_SLOWER = 1.1
+"""Of the default's time, what a drawn setting is expected to take at most."""
+
+
+ROUNDS = 3
+"""In which each allowance is drawn once, with units of another size, as long as there are too few draws."""
+
+
+class ContentionLearner:
+    """Learns contention while training runs (LIBRA, algorithm 2): from the default and settings near it, at random.
+
+    Attributes:
+        draws: settings on the default's route that should run first, with other streams, threads and units; none that
+            the model expects to be clearly slower, and none where it knows nothing of that route, or where ranks
+            communicate on the processors that compute, of which `SharedHost` knows as much as training shows.
+    """
+
+    def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
+        self._route, self._seen = default.route, list[Observation]()
+        self.draws: tuple[Knobs, ...] = ()
+        known = model.contention_on(default.route) is not None or space.threads[1:] == ()
+        if known and model.host is None and default.route in model.links and model.layout.numel:
+            self.draws = tuple(_drawn(model, space, default, rng))
+
+    def note(self, observation: Observation) -> bool:
+        """Takes in what an iteration took; whether it is the one with which every draw has been seen."""
+        before = {one.knobs for one in self._seen}
+        self._seen.append(observation)
+        unseen = [knobs for knobs in self.draws if knobs not in before]
+        return unseen == [observation.knobs]
+
+    def met_by(self, model: PlanningModel) -> bool:
+        """Whether the model misses what was seen by no more than `OFF`: then draws would teach nothing."""
+        spans_s: dict[Knobs, list[float]] = {}
+        for one in self._seen:
+            spans_s.setdefault(one.knobs, []).append(one.span_s)
+        simulator = model.simulator(self._route) if self.draws else None
+        told_s = {knobs: simulator.run_knobs(knobs).span_s for knobs in spans_s} if simulator else {}
+        return all(abs(math.log(told_s[knobs] / median(spans_s[knobs]))) <= OFF for knobs in told_s)
+
+    def learn(self, model: PlanningModel) -> PlanningModel:
+        """The model with what was seen; as it is where that is not clear."""
+        try:
+            return with_contention_learnt(model, self._route, self._seen)
+        except TuningError as err:
+            logger.debug("contention stays as it was: %s", err)
+            return model
+
+
+def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:
+    """Settings near the default, each with an allowance (streams and threads) of its own as far as there are any."""
+    simulator, (low, high) = model.simulator(default.route), space.unit_bytes
+    at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
+    near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
+    allowances = [(streams, threads) for streams in near for threads in space.threads]
+    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))  # which comes last
+    if not allowances:
+        return
+    others = len(allowances) - 1
+    plans, count = {default.to_plan(model.layout)}, 0
+    for place in [*(place for _ in range(ROUNDS) for place in rng.permutation(others).tolist()), *[others] * ROUNDS]:
+        streams, threads = allowances[place]
+        octaves = math.log2(DRAWN_UNITS) * float(rng.uniform(-1.0, 1.0))
+        unit_bytes = min(max(round(default.unit_bytes * 2.0**octaves), low), high)
+        knobs = replace(default, unit_bytes=unit_bytes, streams=streams, threads=threads)
+        plan = knobs.to_plan(model.layout)
+        if plan not in plans and simulator.run_knobs(knobs).span_s <= at_most_s:
+            plans.add(plan)
+            yield knobs
+            count += 1
+            if count == DRAWS:
+                return
 
 
 def _measured(

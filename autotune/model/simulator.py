@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
@@ -60,6 +60,12 @@ class Profile:
             raise TuningError(f"durations must be finite and not negative, the smallest is {min(durations_s)} s")
         ready_s = tuple(accumulate(durations_s))
         return cls(ready_s=ready_s, compute_s=ready_s[-1] if ready_s else 0.0, forward_s=forward_s)
+
+    def times(self, factor: float) -> Profile:
+        """The same pass, so many times as long."""
+        return replace(
+            self, ready_s=tuple(factor * time_s for time_s in self.ready_s), compute_s=factor * self.compute_s
+        )
 
     @property
     def issuable_s(self) -> tuple[float, ...]:

@@ -11,17 +11,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
-from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.meta.session import SHORT, Purpose, WarmupSession
+from sirtaki.autotune.model.planning import ContentionLearner, Observation
 from sirtaki.autotune.trial import Arm
 
 from .landscape import Landscape
 
 CLOSE = 0.03
 """Share of the best within which a setting counts as found."""
+
+SEED = 0
+"""Of the settings that a warm-up draws."""
 
 MEASURED = 2
 """Iterations of a trial that are measured, after one that is not, where a contender does not say otherwise."""
@@ -60,6 +64,15 @@ class Course:
             self.iterations += 1
         return spans_s
 
+    def observed(self, knobs: Knobs, span_s: float) -> Observation:
+        """A measured span with its backward pass, which scatters as much."""
+        scape = self.landscape
+        if scape.backward_s is None:
+            return Observation(knobs=knobs, span_s=span_s)
+        rng = np.random.default_rng([self.iterations, 6])
+        backward_s = scape.backward_s(knobs) * math.exp(self.noise * rng.standard_normal())
+        return Observation(knobs=knobs, span_s=span_s, backward_s=backward_s)
+
     def would_keep(self, knobs: Knobs) -> None:
         """What would run on if the warm-up ended now."""
         if math.isinf(self.found_at) and self.landscape.regret(knobs) <= CLOSE:
@@ -88,15 +101,25 @@ MakeArm = Callable[[Landscape, KnobSpace, Sequence[Arm], int, int], Arm | None]
 
 
 def in_session(
-    landscape: Landscape, budget: int, noise: float, seed: int, *, make_arm: MakeArm, planners: bool
+    landscape: Landscape,
+    budget: int,
+    noise: float,
+    seed: int,
+    *,
+    make_arm: MakeArm,
+    planners: bool,
+    learns: bool = True,
 ) -> dict[str, Any]:
     """A warm-up session as a job runs it."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
-    space, plans = landscape.space, list[Arm]()
+    space, plans, learner = landscape.space, list[Planner](), None
     if planners:
         space, model = landscape.probed(noise, np.random.default_rng([seed, 3]))
         if model is not None:
             plans += make_planners(space=space, model=model, presumed=landscape.presumed)
+            if learns and landscape.presumed and budget >= SHORT:
+                rng = np.random.default_rng(SEED)
+                learner = ContentionLearner(model, space=space, default=landscape.default, rng=rng)
     session = WarmupSession(
         space=landscape.space,
         default=landscape.default,
@@ -104,12 +127,26 @@ def in_session(
         rng=np.random.default_rng(seed),
         budget_iterations=budget,
         seeds=landscape.seeds,
+        draws=() if learner is None else learner.draws,
     )
+    first_plan = None
     while not session.done:
         now = session.assignment
-        session.record(course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations))
+        if first_plan is None and any(planner.name == now.arm for planner in plans):
+            first_plan = landscape.regret(now.knobs)
+        spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
+        if learner is not None and model is not None:
+            seen = [learner.note(course.observed(now.knobs, span_s)) for span_s in spans_s]
+            if now.purpose is Purpose.DEFAULT and learner.met_by(model):
+                session.skip_draws()
+                learner = None
+            elif any(seen):
+                model, learner = learner.learn(model), None
+                for planner in plans:
+                    planner.update_model(model)
+        session.record(spans_s)
         course.would_keep(session.result.knobs)
-    return course.outcome(session.result.knobs)
+    return {**course.outcome(session.result.knobs), "first_plan": first_plan}
 
 
 def _ensemble(
@@ -284,11 +321,13 @@ class Skopt:
         self._optimizer.tell(place, math.log(span_s))
 
 
+WITHOUT_DRAWS = "sirtaki without draws"
 SIRTAKI, WITHOUT_PLANNERS, AIACC = "sirtaki", "sirtaki without planners", "AIACC's four, as printed"
 EQUAL_SHARES = "equal shares"
 
 SIRTAKIS: dict[str, Contender] = {
     SIRTAKI: partial(in_session, make_arm=_ensemble, planners=True),
+    WITHOUT_DRAWS: partial(in_session, make_arm=_ensemble, planners=True, learns=False),
     WITHOUT_PLANNERS: partial(in_session, make_arm=_ensemble, planners=False),
 }
 OTHERS: dict[str, Contender] = {

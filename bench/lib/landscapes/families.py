@@ -91,13 +91,13 @@ def _replayed(
     space = _space(layout, tuple(now))
     probed = now if idle is None else idle(rate)
 
-    def timed(by_route: Mapping[Route, Physics]) -> Callable[[Knobs], float]:
-        def span_s(knobs: Knobs) -> float:
+    def timed(by_route: Mapping[Route, Physics], which: int = 0) -> Callable[[Knobs], float]:
+        def seconds(knobs: Knobs) -> float:
             messages = _messages(knobs, layout, profile)
-            route = knobs.route
-            return replay(messages, compute_s=profile.compute_s, physics=by_route[route]) - profile.ready_s[0]
+            played = replay(messages, compute_s=profile.compute_s, physics=by_route[knobs.route])
+            return played[which] - profile.ready_s[0]
 
-        return span_s
+        return seconds
 
     return Landscape(
         family=family,
@@ -108,6 +108,7 @@ def _replayed(
         truth=timed(now),
         later=None if later is None else timed(later(rate)),
         changes_at=changes_at,
+        backward_s=timed(now, 1),
         probe=lambda route, size, streams, rounds: round_s(size, streams, rounds, probed[route]),
     )
 

@@ -57,14 +57,15 @@ class Message:
     stream: int
 
 
-def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -> float:
-    """Seconds from the beginning of the backward pass until it and all messages are done.
+def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -> tuple[float, float]:
+    """Seconds from the beginning of the backward pass until it and all messages are done, and until it is itself.
 
     Args:
         messages: in the order in which they are issued; none is ready before the one before it.
         compute_s: the backward pass, undisturbed.
         physics: of the route.
     """
+    computed_s = 0.0
     queues: dict[int, deque[Message]] = {}
     waiting: list[tuple[float, int, float, int]] = []  # latency over at, tie-breaker, work, stream
     moving: list[tuple[float, int, int]] = []  # clock of transmissions at which it is done, tie-breaker, stream
@@ -103,14 +104,14 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
         if moving:
             until_s.append(max(0.0, moving[0][0] - clock) / share)
         if not until_s:
-            return now_s
+            return now_s, computed_s
         step_s = min(until_s)
         now_s += step_s
         clock += step_s * share
         if computing:
             done_s += step_s * pace
             if compute_s - done_s < 1e-12:
-                done_s = compute_s
+                done_s, computed_s = compute_s, now_s
         while waiting and waiting[0][0] <= now_s + 1e-12:
             _, tie, work, stream = heappop(waiting)
             heappush(moving, (clock + work, tie, stream))
@@ -124,7 +125,7 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
 def round_s(size_bytes: float, streams: int, rounds: int, physics: Physics) -> float:
     """Seconds of that many equal messages in a row on each stream, with no computation beside."""
     messages = [Message(0.0, size_bytes, stream) for _ in range(rounds) for stream in range(streams)]
-    return replay(messages, compute_s=0.0, physics=physics)
+    return replay(messages, compute_s=0.0, physics=physics)[0]
 
 
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,6 +159,8 @@ class Landscape:
         changes_at: iteration.
         pace: factor on all settings at an iteration.
         luck: of a measurement.
+        backward_s: seconds from the first gradient until the backward pass ends beside a setting's all-reduces; None =
+            undisturbed.
         probe: seconds of a probe on the idle network: route, bytes, streams, rounds; None = it cannot be probed.
         seeds: what the registry proposes.
         presumed: probes show what a job will see, as far as anyone can tell beforehand; not within one host.
@@ -174,6 +177,7 @@ class Landscape:
     changes_at: int = 0
     pace: Callable[[int], float] = steady
     luck: Luck = lognormal
+    backward_s: Callable[[Knobs], float] | None = None
     probe: Callable[[Route, int, int, int], float] | None = None
     seeds: tuple[Knobs, ...] = ()
     presumed: bool = True

@@ -550,7 +550,12 @@ class ThreadProbe:
 
 
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
-    """Collective: measures no allowance and every one that the router offers, on one stream of `route`."""
+    """Collective: measures no allowance and every one that the router offers, on one stream of `route`.
+
+    Beside a fixed computation, since it must be known before the first trial whether allowances make a difference and
+    so are worth being tuned; how much they slow the training's own computation down is learnt later, from these numbers
+    on (`ContentionLearner`).
+    """
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
     matrix = torch.zeros(MATRIX, MATRIX, device=device.torch_device)

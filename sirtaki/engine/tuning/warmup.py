@@ -23,15 +23,17 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
+    DRAW_ARM,
     PLAN_ARM,
     REFINEMENT_ARM,
     REGISTRY_ARM,
+    SHORT,
     Assignment,
     Purpose,
     SessionResult,
     WarmupSession,
 )
-from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.gradients.buffers import Pace, Reduction
@@ -315,6 +317,7 @@ class TuningCoordinator:
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
+        self._learner: ContentionLearner | None = None  # None where contention is not learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
@@ -402,7 +405,7 @@ class TuningCoordinator:
         """
         logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
         self._retuning, self._stays, self._layouts, self._hit = True, running, layouts, CacheHit()
-        self._bandit, self.model, self._planners = None, None, ()
+        self._bandit, self.model, self._planners, self._learner = None, None, (), None
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimes()
@@ -419,10 +422,15 @@ class TuningCoordinator:
             make_model: fits the planners' model; None = there is none.
         """
         self.model = self._attempt(make_model, None)
-        self._planners = ()
+        self._planners, self._learner = (), None
         if self.model is not None:
             make = functools.partial(make_planners, space=promising, model=self.model, presumed=self._presumed)
             self._planners = self._attempt(make, [])
+            if self._presumed and self._budget_iterations >= SHORT and not self._retuning:
+                learn = functools.partial(ContentionLearner, space=promising, default=self.default)
+                rng = np.random.default_rng(SEED)
+                self._learner = self._attempt(functools.partial(learn, self.model, rng=rng), None)
+        draws = () if self._learner is None else self._learner.draws
         self._tell_pace()
         self._bandit = bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self.model)
@@ -432,10 +440,10 @@ class TuningCoordinator:
         if self._retuning:
             seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if self._session is None:
-            self._begin(space, bandit, seeds)
+            self._begin(space, bandit, seeds, draws)
         else:
             self._cache.disprove()
-            self._session.begin_search(bandit, space=space, seeds=seeds)
+            self._session.begin_search(bandit, space=space, seeds=seeds, draws=draws)
 
     def _attempt(self, action: Callable[[], _T], otherwise: _T) -> _T:
         try:
@@ -466,8 +474,14 @@ class TuningCoordinator:
             return stack.submit(build).result()
 
     @_guarded
-    def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
-        """Tells the session what its assignment has measured until `iteration`."""
+    def record(self, spans_s: Sequence[float], *, iteration: int, backward_s: Sequence[float] = ()) -> None:
+        """Tells the session what its assignment has measured until `iteration`.
+
+        Args:
+            spans_s: of its iterations, `(n_measured,)`; infinite where it could not be run.
+            iteration: the last one.
+            backward_s: of this rank in the same iterations, `(n_measured,)`; empty where none has run.
+        """
         if self._session is None or self._session.done:
             if math.inf in spans_s:  # what stays cannot be run
                 self._session = self._stays = None
@@ -475,6 +489,8 @@ class TuningCoordinator:
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:
             self._tell_pace()
+        if self._learner is not None:
+            self._learn(self._learner, self._session, spans_s, backward_s)
         forecast = self._planners[0].forecast if self._planners else None
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         self._session.record(spans_s)
@@ -503,6 +519,30 @@ class TuningCoordinator:
             self._told_s = time.monotonic()
             tell_progress(logger, describe_progress(self._session, self.times.usual))
 
+    def _learn(
+        self,
+        learner: ContentionLearner,
+        session: WarmupSession,
+        spans_s: Sequence[float],
+        backward_s: Sequence[float],
+    ) -> None:
+        """Notes what the assignment took, and tells the planners what that says of contention once enough has run."""
+        now, model = session.assignment, self.model
+        both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
+        seen = [learner.note(Observation(knobs=now.knobs, span_s=span, backward_s=backward)) for span, backward in both]
+        if model is None:
+            return
+        if now.purpose is Purpose.DEFAULT and self._attempt(lambda: learner.met_by(model), True):
+            session.skip_draws()
+            self._learner = None
+        elif any(seen):
+            self._learner = None
+            self.model = self._attempt(lambda: learner.learn(model), model)
+            for planner in self._planners:
+                planner.update_model(self.model)
+            if not self._retuning:
+                self._log.knows(self.model)
+
     def _tell_pace(self) -> None:
         """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""
         if self.model is None:
@@ -520,7 +560,7 @@ class TuningCoordinator:
 
     def _name(self, arm: str) -> str:
         """An arm, for people."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
+        if arm in (REGISTRY_ARM, DEFAULT_ARM, DRAW_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"
@@ -590,7 +630,9 @@ class TuningCoordinator:
         self._cache.close()
 
     @_guarded
-    def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> None:
+    def _begin(
+        self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
+    ) -> None:
         self._session = WarmupSession(
             space=space,
             default=self._stays or self.default,
@@ -602,6 +644,7 @@ class TuningCoordinator:
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
             seeds=seeds,
+            draws=draws,
             given=None if self._retuning else self.given,
             history=self._hit.history,
             identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),
@@ -618,14 +661,15 @@ class AssignmentUnderWay:
     Attributes:
         assignment: which.
         spans_s: of the iterations that count, each the shortest of all ranks.
+        backward_s: this rank's backward passes of the same iterations.
     """
 
     def __init__(self, assignment: Assignment) -> None:
         """Nothing has run of it."""
-        self.assignment, self.spans_s = assignment, list[float]()
+        self.assignment, self.spans_s, self.backward_s = assignment, list[float](), list[float]()
         self._to_discard = assignment.discarded_iterations
 
-    def note(self, span_s: float, control: ControlPlane) -> bool:
+    def note(self, span_s: float, control: ControlPlane, *, backward_s: float = math.nan) -> bool:
         """Collective: counts an iteration; whether it was the last one.
 
         `span_s` of a rank that has joined is not a number: nothing overlaps then, and the iteration shows nothing.
@@ -638,6 +682,7 @@ class AssignmentUnderWay:
         if shortest_s < 0.0:
             return False
         self.spans_s.append(shortest_s)
+        self.backward_s.append(backward_s)
         return len(self.spans_s) >= self.assignment.measured_iterations
 
 
@@ -936,8 +981,8 @@ class TunedSynchroniser:
         elif not report.ready_s:
             span_s = math.nan if joined else report.span_s
             if self._assignment is not None:
-                if self._assignment.note(span_s, self._control):
-                    self._record(self._assignment.spans_s)
+                if self._assignment.note(span_s, self._control, backward_s=report.backward_s):
+                    self._record(self._assignment.spans_s, self._assignment.backward_s)
                     self._next_assignment()
             else:
                 if self._drift is not None and not self.overlap.trying:
@@ -1047,9 +1092,9 @@ class TunedSynchroniser:
                 found.space, found.promising, lambda: found.model(layouts[0], ready_s, report.backward_s, between_s)
             )
 
-    def _record(self, spans_s: list[float]) -> None:
+    def _record(self, spans_s: Sequence[float], backward_s: Sequence[float] = ()) -> None:
         if self._coordinator is not None:
-            self._coordinator.record(spans_s, iteration=self._sync.iteration)
+            self._coordinator.record(spans_s, iteration=self._sync.iteration, backward_s=backward_s)
             self._coordinator.times.pause()
 
     def _next_assignment(self) -> None:

@@ -14,14 +14,15 @@ import torch
 
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Purpose, WarmupSession
+from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, WarmupSession
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
-from sirtaki.engine.tuning.trial_log import StepTime
+from sirtaki.engine.tuning.trial_log import StepTime, read_log
 from sirtaki.engine.tuning.warmup import (
     RETUNE_ITERATIONS,
     TuningCoordinator,
@@ -216,9 +217,16 @@ MODEL = PlanningModel(
 )
 
 
-def with_usual_arms(make_model: Callable[[], PlanningModel | None], *, presumed: bool = True) -> list[str]:
-    """Who proposes the settings that run."""
-    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
+def with_usual_arms(
+    make_model: Callable[[], PlanningModel | None],
+    *,
+    presumed: bool = True,
+    job: PlanningModel | None = None,
+    log: Path | None = None,
+) -> list[str]:
+    """Who proposes the settings that run; each takes a second, or what it would in that job."""
+    environ = {"SIRTAKI_REGISTRY": "off", **({} if log is None else {"SIRTAKI_TRIAL_LOG": str(log)})}
+    settings = Settings.from_environ(environ)
     coordinator = TuningCoordinator(
         settings,
         TuningCache(settings, [], ["host"] * 2),
@@ -233,13 +241,34 @@ def with_usual_arms(make_model: Callable[[], PlanningModel | None], *, presumed:
     asked = []
     while (now := coordinator.assignment).purpose is not Purpose.KEPT:
         asked.append(now.arm)
-        coordinator.record([1.0] * now.measured_iterations, iteration=len(asked))
+        span_s, backward_s = 1.0, math.nan
+        if job is not None:
+            played = job.simulator(ROUTE).run_knobs(now.knobs)
+            span_s, backward_s = played.span_s, played.compute_end_s - played.first_ready_s
+        times = now.measured_iterations
+        coordinator.record([span_s] * times, iteration=len(asked), backward_s=[backward_s] * times)
+    coordinator.close()
     return asked
 
 
 def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() -> None:
-    assert with_usual_arms(lambda: MODEL)[1] == "asc_wfbp_n"
+    asked = with_usual_arms(lambda: MODEL, job=MODEL)
+    assert asked[1] == "asc_wfbp_n"
+    assert DRAW_ARM not in asked  # the job is as they expect
     assert with_usual_arms(lambda: MODEL, presumed=False)[1] in OUR_ARMS
+
+
+def test_where_the_default_takes_longer_than_planners_expect_draws_come_first(tmp_path: Path) -> None:
+    """What these have shown of communication beside computation is in the log, and in what planners go by."""
+    rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=0.0)
+    slowed = ContentionModel(
+        alpha_1=1.0, alpha_2=0.15, overlapped=replace(rate, gamma_1=3e8), alone=rate, default_threads=1
+    )
+    log = tmp_path / "log.jsonl"
+    asked = with_usual_arms(lambda: MODEL, job=replace(MODEL, contention=slowed), log=log)
+    assert asked[1:4] == [DRAW_ARM] * 3
+    learnt = read_log(log).model.contention_on(ROUTE)
+    assert learnt.overlapped.gamma_1 / learnt.alone.gamma_1 == pytest.approx(0.3, rel=0.15)
 
 
 def test_a_model_that_cannot_be_made_is_told_of_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
