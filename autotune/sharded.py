@@ -140,22 +140,19 @@ class ShardSpace:
 
         In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
         the next one: four times its size; the forward pass stays below that with two gathered ahead. Each further
-        scatter has a tensor of its own. Of modules that are joined, the parameters of two buckets are there, and once
-        more what is gathered or scattered as one; few bytes of that count as nothing.
+        scatter has a tensor of its own. What modules are joined for comes above what they take one by one: the same
+        four times, of a bucket; a few megabytes of that count as nothing.
         """
-        largest = bucket = max(self.whole_bytes, default=0)
+        largest = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
         joint = 0
         if knobs.joined:
             buckets = [one for one in knobs.buckets(self.modules) if len(one) > 1]
-            bucket = max(sum(self.whole_bytes[place] for place in one) for one in buckets)
-            joint = max(0, 3 * (bucket + max(bucket, largest)) - 4 * largest)
-        # The last module is used again at once: it would have been gathered for that.
-        kept = sum(self.whole_bytes[place] for place in knobs.kept if place < self.modules - 1)
+            joint = (4 + backward) * max(sum(self.whole_bytes[place] for place in one) for one in buckets)
+        kept = sum(self.whole_bytes[place] for place in knobs.kept)
         near = sum(-(-self.whole_bytes[place] // self.node_ranks) for place in knobs.near)
         if knobs.near:  # two are on the way to the others of the node
             near += 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
-        joint += max(forward, backward) * (max(largest, bucket) - largest)
         return max(forward, backward) * largest + kept + near + (joint if joint > LITTLE_BYTES else 0)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
@@ -199,8 +196,8 @@ class ShardSpace:
         return (one for one in dict.fromkeys(candidates) if one != knobs and one in self)
 
 
-LITTLE_BYTES = 2 << 20
-"""Of joined modules, above what they take one by one: less than what connections take."""
+LITTLE_BYTES = 4 << 20
+"""Of joined modules, above what they take one by one: about as much as connections take."""
 
 BUCKET_BYTES = (1 << 20, 1 << 18)
 """Of modules that are joined: from some hundred thousand bytes on, messages take longer than to begin them."""
@@ -295,7 +292,10 @@ class ShardedStep:
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
         left = space.memory_bytes - space.extra_bytes(knobs)
-        handed_on = space.extra_bytes(replace(knobs, near=space.dropped[:1])) if node_ranks else 0
+        handed_on = 0
+        if node_ranks and space.dropped:
+            first = -(-space.whole_bytes[space.dropped[0]] // node_ranks)
+            handed_on = space.extra_bytes(replace(knobs, near=space.dropped[:1])) - space.extra_bytes(knobs) - first
         dropped = frozenset(space.dropped)
         packed = [packed_share(codec) for codec in knobs.codecs]
         gather_s = [packed[0] * size / rate for size in self.gathered_bytes]
@@ -309,7 +309,7 @@ class ShardedStep:
             come_s = max(state.free_s, begun_s + latency_s) + gather_s[place]
             yield replace(state, come_s=come_s, free_s=come_s)
             size = space.whole_bytes[place]
-            if (kept_bytes := state.kept_bytes + (size if place < last else 0)) <= left:
+            if (kept_bytes := state.kept_bytes + size) <= left - (handed_on if state.near else 0):
                 yield replace(state, kept=(place, *state.kept), kept_bytes=kept_bytes, come_s=begun_s)
             if node_ranks and (kept_bytes := state.kept_bytes + -(-size // node_ranks)) <= left - handed_on:
                 come_s = begun_s + size / self.link.near_bytes_per_s

@@ -244,7 +244,7 @@ def job(table: NcclTimes, name: str) -> Landscape:
         messages = [
             Message(ready_s[bisect_left(layout.offsets, unit.stop) - 1], 4 * unit.numel, unit.stream) for unit in units
         ]
-        return replay(messages, compute_s=profile.compute_s, physics=physics) - profile.ready_s[0]
+        return replay(messages, compute_s=profile.compute_s, physics=physics)[0] - profile.ready_s[0]
 
     return Landscape(family=name, layout=layout, profile=profile, space=space, default=default, truth=span_s)
 

@@ -378,6 +378,7 @@ class _OverSockets(ShardLanes):
         self._tags = itertools.count()
         self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
         self._scratch: list[torch.Tensor] = []  # of scatters that are over
+        self._largest_scratch = 0
         self.use(1)
 
     def use(self, streams: int) -> None:
@@ -435,7 +436,7 @@ class _OverSockets(ShardLanes):
         def add_up() -> None:
             came()
             reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
-            self._scratch.append(memory)
+            self._put_scratch(memory)
 
         return self._under_way(self._scatters.follow(add_up), "reduce-scatter", whole.numel())
 
@@ -464,10 +465,16 @@ class _OverSockets(ShardLanes):
 
     def _take_scratch(self, size_bytes: int) -> torch.Tensor:
         """What an earlier scatter has used, if it is large enough: fresh memory costs more than what comes into it."""
+        self._largest_scratch = max(self._largest_scratch, size_bytes)
         while self._scratch:
             if (memory := self._scratch.pop()).numel() >= size_bytes:
                 return memory
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def _put_scratch(self, memory: torch.Tensor) -> None:
+        """A scatter is over: what it has used is left for others, but no more than the largest one needs."""
+        if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
+            self._scratch.append(memory)
 
     def _trade(
         self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int

@@ -49,6 +49,12 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(run_ranks: RunRanks, env: d
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_setting_takes_more_memory_than_is_said_of_it(run_ranks: RunRanks, ranks: int) -> None:
+    run_ranks("fsdp_peaks.py", ranks, env={**SOCKETS, "SIRTAKI_TUNE": "0"}, timeout_s=90)
+
+
+@pytest.mark.integration
 def test_a_rank_that_alone_catches_an_exception_and_leaves_a_step_out_does_not_train_with_wrong_shards(
     run_ranks: RunRanks,
 ) -> None:
