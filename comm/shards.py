@@ -234,15 +234,16 @@ class JointGather:
 
     sent = False
 
-    def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None, label: int) -> None:
+    def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
         """Arguments as of `ShardLanes.gather`."""
-        self.lanes, self.dtype, self._codec, self._label = lanes, dtype, codec, label
+        self.lanes, self.dtype, self._codec, self._label = lanes, dtype, codec, 0
         self._shards: list[torch.Tensor] = []
         self._numel = 0
         self._came: list[torch.Tensor] = []  # of each rank, one tensor after the other
 
-    def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor) -> Callable[[], None]:
+    def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
         """One more, as `ShardLanes.gather` takes it; what comes back fills its rows, once this has been waited for."""
+        self._label = _joint_label(self._label, label)
         start, stop = self._numel, self._numel + shard.numel()
         self._shards.append(shard.detach())
         self._numel = stop
@@ -287,16 +288,17 @@ class JointScatter:
     sent = False
 
     def __init__(
-        self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None, label: int
+        self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None
     ) -> None:
         """Arguments as of `ShardLanes.scatter`."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
-        self._codec, self._label = codec, label
+        self._codec, self._label = codec, 0
         self._wholes: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = []
 
-    def add(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def add(self, whole: torch.Tensor, part: torch.Tensor, *, label: int = 0) -> None:
         """One more, as `ShardLanes.scatter` takes it, in memory that nobody writes to until the scatter begins."""
+        self._label = _joint_label(self._label, label)
         self._wholes.append(whole.detach().view(self.lanes.control.size, -1))
         self._parts.append(part.detach().view(-1))
 
@@ -324,6 +326,11 @@ class JointScatter:
         parts, self._parts = self._parts, []
         if parts:
             torch._foreach_copy_(parts, list(torch.split(self._sums, [part.numel() for part in parts])))
+
+
+def _joint_label(label: int, another: int) -> int:
+    """Of what travels as one: another one for other members, of which others may be as large."""
+    return (label * 8191 + another + 1) % (1 << 40)
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:

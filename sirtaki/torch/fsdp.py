@@ -29,7 +29,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
@@ -225,6 +225,7 @@ class Attached:
         self._buckets: dict[_Group, _Bucket] = {}  # of several modules, which travel as one
         self._gathering: JointGather | None = None  # the last bucket that modules were added to, of either kind
         self._scattering: JointScatter | None = None
+        self._hooked: set[_Group] = set()  # on some rank, when modules were joined
         self._gathered_bucket: _Bucket | None = None
         self._scattered_bucket: _Bucket | None = None
         self._used: list[int] = []  # modules in this forward pass, in order
@@ -447,12 +448,24 @@ class Attached:
         """It would be old after the next step."""
         self._kept.clear()
 
-    def holds_any(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether parameters are kept that this optimizer updates."""
-        if not self._kept:
-            return False
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is kept of parameters that it updates is dropped, what a backward pass that has failed left waited for.
+
+        Raises:
+            CommError: a scatter failed.
+        """
+        left = torch._C._current_graph_task_id() == -1 and (self._pending or self._scattering is not None)
+        if not left and not self._kept:
+            return
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        return any(id(each.sharded_param) in updated for group in self._kept for each in group.fsdp_params)
+
+        def updates_any(groups: Iterable[_Group]) -> bool:
+            return any(id(each.sharded_param) in updated for group in groups for each in group.fsdp_params)
+
+        if updates_any(self._kept):
+            self.drop_kept()
+        if left and updates_any(each.group for each in self._sharded):
+            self.wait()
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -504,6 +517,10 @@ class Attached:
                 lanes.use(knobs.streams)
             except TransportError as err:  # on all ranks; what was used before still is
                 logger.debug("%d streams cannot be used: %s", knobs.streams, err)
+        if lanes is not None and knobs.joined:  # what is joined must be the same on all ranks
+            hooked = np.array([float(_is_hooked(each.group)) for each in self._sharded])
+            anywhere = lanes.control.maximum(hooked)
+            self._hooked = {each.group for each, one in zip(self._sharded, anywhere, strict=True) if one}
         self.set(knobs)
 
     def _have_pytorch(self, knobs: ShardKnobs) -> None:
@@ -592,9 +609,27 @@ class Attached:
 
     # ── modules that travel as one ───────────────────────────────────────────────────────────────────────────────
 
+    def is_hooked(self, group: _Group) -> bool:
+        """Whether the user's hooks see its gradients as soon as they are there, on this rank or on another one."""
+        return group in self._hooked or _is_hooked(group)
+
     def joins(self, group: _Group) -> bool:
-        """Whether its parameters are gathered, and its gradients scattered, as one with those of other modules."""
+        """Whether its gradients are scattered as one with those of other modules."""
         return group in self._buckets
+
+    def joins_gathers(self, group: _Group) -> bool:
+        """Whether its parameters are gathered as one with those of other modules."""
+        return self._gathered_with(group) is not None
+
+    def _gathered_with(self, group: _Group) -> _Bucket | None:
+        """What the user has gathered (`unshard`) begins at once, and is waited for on each rank where it likes."""
+        return self._buckets.get(group) if group._training_state.name in ("FORWARD", "PRE_BACKWARD") else None
+
+    def send_gathers(self) -> None:
+        """Collective: those of a bucket begin, if they have not."""
+        joint, self._gathering = self._gathering, None
+        if joint is not None:
+            joint.send()
 
     def gather(
         self, group: _Group, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor, number: int
@@ -603,21 +638,20 @@ class Attached:
 
         FSDP asks for the modules of a bucket one after the other; if it waits for one before, that begins it.
         """
-        bucket, joint, (codec, _) = self._buckets.get(group), self._gathering, self.packing
-        if joint is not None and (bucket is None or self._gathered_bucket is not bucket):
-            joint.send()
+        bucket, joint, (codec, _) = self._gathered_with(group), self._gathering, self.packing
+        if joint is not None and (
+            joint.sent or bucket is not self._gathered_bucket or (joint.lanes, joint.dtype) != (lanes, shard.dtype)
+        ):
+            self.send_gathers()
         if bucket is None:
-            self._gathering = None
             return lanes.gather(rows, shard, codec=codec, label=number), _nothing
-        if joint is None or joint.sent or joint.lanes is not lanes or joint.dtype != shard.dtype:
-            if joint is not None:
-                joint.send()
-            self._gathering = joint = JointGather(lanes, shard.dtype, codec=codec, label=number)
-            self._gathered_bucket = bucket
-        put = joint.add(rows, shard)
+        if self._gathering is None:
+            self._gathering, self._gathered_bucket = JointGather(lanes, shard.dtype, codec=codec), bucket
+        joint = self._gathering
+        put = joint.add(rows, shard, label=number)
         backward = torch._C._current_graph_task_id() != -1
         if self._places[group] == (bucket.again if backward else bucket.last):
-            joint.send()
+            self.send_gathers()
         return joint, put
 
     def scatter(
@@ -651,7 +685,7 @@ class Attached:
             or bucket is not self._scattered_bucket
             or (joint.lanes, joint.dtype, joint.op, joint.scale) != (lanes, whole.dtype, op, scale)
         ):
-            self._send_scatters()
+            self.send_scatters()
         if bucket is None or waits:
             work = lanes.scatter(whole, part, op=op, scale=scale, codec=codec, label=number)
             if waits:
@@ -661,13 +695,14 @@ class Attached:
             return
         if self._scattering is None:
             Variable._execution_engine.queue_callback(self.wait)
-            self._scattering = JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec, label=number)
+            self._scattering = JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
             self._scattered_bucket = bucket
-        self._scattering.add(whole, part)
+        self._scattering.add(whole, part, label=number)
         if self._places[group] == bucket.first:
-            self._send_scatters()
+            self.send_scatters()
 
-    def _send_scatters(self) -> None:
+    def send_scatters(self) -> None:
+        """Collective: those of a bucket begin, if they have not."""
         joint, self._scattering = self._scattering, None
         if joint is not None:
             self.wait_but(self.knobs.scattering - 1)
@@ -687,7 +722,7 @@ class Attached:
         Raises:
             CommError: one of them failed.
         """
-        self._send_scatters()
+        self.send_scatters()
         self.wait_but(0)
 
     def wait_but(self, but: int) -> None:
@@ -1179,9 +1214,10 @@ class _Gather:
             lanes is None
             or kept is not None
             or self._attached.keeper_of(self._group)
-            or self._attached.joins(self._group)
+            or self._attached.joins_gathers(self._group)
         ):
             return torch.empty(numel, dtype=dtype, device=device)
+        self._attached.send_gathers()  # which take memory, too
         return lanes.gather_memory(numel, dtype)
 
     def __call__(
@@ -1224,6 +1260,7 @@ class _Scatter:
         (numel,) = size
         if self._attached.joins(self._group):
             return torch.empty(numel, dtype=dtype, device=device)
+        self._attached.send_scatters()  # which take memory, too
         self._attached.wait_but(self._attached.knobs.scattering - 1)  # before there is memory for more of them
         lanes = self._attached.lanes(self._group._reduce_scatter_process_group)
         whole, self._whole = self._whole, None
@@ -1268,8 +1305,9 @@ class _Scatter:
             dtype == group._orig_dtype
             and group._all_reduce_hook is None
             and not hasattr(group.mesh_info, "replicate_process_group")
+            and not self._attached.is_hooked(group)
             and all(
-                each.sharded_param.grad is None and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+                each.sharded_param.grad is None or not each.sharded_param.grad.to_local().numel()
                 for each in group.fsdp_params
             )
         )
@@ -1403,6 +1441,10 @@ def _is_gathered_again(group: _Group) -> bool:
     return put_away and getattr(group._all_gather_comm, "can_keep", False)  # the user may have put in another one
 
 
+def _is_hooked(group: _Group) -> bool:
+    return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params)
+
+
 def _nothing() -> None:
     """What follows a gather of which no part is kept."""
 
@@ -1489,14 +1531,14 @@ def _bytes_of(group: _Group) -> tuple[int, int]:
 
 
 def _before_updates(attached: Attached) -> RemovableHandle:
-    """Before an optimizer updates parameters that are kept, which would be old then: they are dropped."""
+    """Has `before_update` called for as long as the model exists, which this does not keep."""
     found = weakref.ref(attached)
 
-    def drop_kept(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if (one := found()) is not None and one.holds_any(optimizer):
-            one.drop_kept()
+    def before_update(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if (one := found()) is not None:
+            one.before_update(optimizer)
 
-    return register_optimizer_step_pre_hook(drop_kept)
+    return register_optimizer_step_pre_hook(before_update)
 
 
 def attached(model: nn.Module) -> Attached | None:

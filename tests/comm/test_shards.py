@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sirtaki.comm.compress import Blockwise, Codec
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.shards import Loss, ShardLanes, open_shard_lanes
+from sirtaki.comm.shards import JointGather, JointScatter, Loss, ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.errors import CommError, MismatchError, PeerLostError, StallError
 
@@ -212,6 +212,28 @@ def test_ranks_that_submit_something_else_are_told_so(kind: TransportKind, error
                 lanes.gather([*torch.zeros(2, numel)], torch.zeros(numel), label=label).wait()
 
     with pytest.raises((StallError, PeerLostError) if other == "operation" or kind is TransportKind.GLOO else error):
+        with_lanes(2, kind, act, timeout_s=1.0)
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
+)
+@pytest.mark.parametrize("scatters", [False, True])
+def test_ranks_that_join_other_tensors_of_the_same_sizes_are_told_so(
+    kind: TransportKind, error: type[CommError], scatters: bool
+) -> None:
+    def act(lanes: ShardLanes, rank: int) -> None:
+        lanes.reserve(shard_bytes=4000, whole_bytes=8000)
+        with closing(lanes):
+            scatter = JointScatter(lanes, torch.float32, op=ReduceOp.SUM, scale=1.0, codec=None)
+            gather = JointGather(lanes, torch.float32, codec=None)
+            for label in (1, 2 + rank):
+                scatter.add(torch.zeros(2, 100), torch.zeros(100), label=label)
+                gather.add([*torch.zeros(2, 100)], torch.zeros(100), label=label)
+            (scatter if scatters else gather).wait()
+
+    with pytest.raises((StallError, PeerLostError) if kind is TransportKind.GLOO else error):
         with_lanes(2, kind, act, timeout_s=1.0)
 
 

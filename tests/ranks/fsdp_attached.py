@@ -12,6 +12,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from conformance.training import main, raises
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -365,6 +366,119 @@ def modules_that_are_joined_travel_as_one() -> None:
         assert messages(hooked=True) == (2 + 2, 4)
 
 
+def with_joined(model: nn.Module, *joined: int) -> nn.Module:
+    """From its second forward pass on these places travel with those before them."""
+    found = fsdp.attached(model)
+    assert found is not None
+
+    def choose(module: nn.Module, args: object) -> None:
+        places = tuple(place for place in joined if place in found.joinable)
+        found.run(replace(found.knobs, joined=places), found.lanes(dist.group.WORLD))
+
+    model.register_forward_pre_hook(choose)
+    return model
+
+
+def joined_modules_may_be_frozen() -> None:
+    """Gradients of a bucket begin to be scattered with those of another module, if its first one has none."""
+    for frozen, joined in itertools.product(range(4), ((2, 3, 4), (2,), (3, 4), (2, 4))):
+
+        def partly_frozen(number: int = frozen) -> nn.Module:
+            model = Tower(torch.float32)
+            model.blocks[number].requires_grad_(False)
+            return model
+
+        trains_alike(with_joined(sharded(partly_frozen()), *joined), partly_frozen(), steps=3, tolerance=1e-5)
+
+
+def joined_modules_that_the_user_gathers_are_waited_for_where_each_rank_likes() -> None:
+    model, alone = with_joined(sharded(Tower(torch.float32)), 2, 3, 4), Tower(torch.float32)
+
+    def look() -> None:
+        blocks: list[Any] = [model.blocks[number] for number in (2, 0, 1)]
+        handles = [blocks[0].unshard(async_op=True)]
+        if dist.get_rank() == 0:
+            handles[0].wait()
+        handles += [block.unshard(async_op=True) for block in blocks[1:]]
+        for handle in handles:
+            handle.wait()
+        for number in range(3):
+            for found, wanted in zip(model.blocks[number].parameters(), alone.blocks[number].parameters(), strict=True):
+                torch.testing.assert_close(whole(found), wanted, rtol=1e-5, atol=1e-5)
+            model.blocks[number].reshard()
+
+    trains_alike(model, alone, between=look, tolerance=1e-5)
+
+
+def joined_modules_may_have_hooks_on_one_rank_alone() -> None:
+    model, seen = with_joined(sharded(Tower(torch.float32)), 2, 3, 4), list[torch.Tensor]()
+    watched = model.blocks[1][0].weight
+    if dist.get_rank() == 0:
+        watched.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().clone()))
+    trains_alike(model, Tower(torch.float32), tolerance=1e-5)
+    assert not seen or torch.equal(seen[-1], watched.grad.to_local())
+
+
+def joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero() -> None:
+    """The optimizer of each rank has those parameters of which the rank has something."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.first, self.last = nn.Linear(5, 2), nn.Linear(2, 9)
+            self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return forward_in(self, list(self.blocks), inputs)
+
+    model, alone = with_joined(sharded(Small()), 2, 3, 4), Small()
+    here = [parameter for parameter in model.parameters() if parameter.to_local().numel()]
+    optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in (here, alone.parameters())]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(model, dist.get_rank(), step).backward()
+        torch.stack([loss(alone, rank, step) for rank in ranks()]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(found.detach()), wanted.detach(), rtol=1e-5, atol=1e-5)
+
+
+def what_a_failed_backward_pass_has_scattered_is_there_before_an_update() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return
+
+    def wrap(model: nn.Module, *, attach: bool) -> nn.Module:
+        return with_joined(sharded(model), 2, 3, 4) if attach else sharded(model, attach=False)
+
+    models: list[Any] = [wrap(Tower(torch.float32), attach=attach) for attach in (True, False)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            block = model.blocks[step % 4]
+            fails = block.register_forward_hook(lambda module, args, output: Fails.apply(output)) if step % 2 else None
+            with suppress(ArithmeticError):
+                loss(model, dist.get_rank(), step).backward()
+            optimizer.step()
+            if fails is not None:
+                fails.remove()
+                model.reset_iter_state()
+    for found, wanted in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(whole(found.detach()), whole(wanted.detach()), rtol=1e-5, atol=1e-5)
+
+
 def a_forward_pass_without_a_backward_pass_leaves_sharded_parameters() -> None:
     """A loss that is only logged, while modules keep their parameters."""
     model, alone = keeping(sharded_with_memory(Tower())), Tower()
@@ -591,6 +705,11 @@ CASES = (
     parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
     parameters_that_are_kept_are_not_gathered_for_the_backward_pass,
     modules_that_are_joined_travel_as_one,
+    joined_modules_may_be_frozen,
+    joined_modules_that_the_user_gathers_are_waited_for_where_each_rank_likes,
+    joined_modules_may_have_hooks_on_one_rank_alone,
+    joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero,
+    what_a_failed_backward_pass_has_scattered_is_there_before_an_update,
     a_forward_pass_without_a_backward_pass_leaves_sharded_parameters,
     updates_between_forward_and_backward_pass_are_seen_as_without_sirtaki,
     parts_that_are_called_alone_keep_nothing,
