@@ -236,7 +236,8 @@ class JointGather:
 
     def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
         """Arguments as of `ShardLanes.gather`."""
-        self.lanes, self.dtype, self._codec, self._label = lanes, dtype, codec, 0
+        self.lanes, self.dtype, self._codec = lanes, dtype, codec
+        self._label: int | None = None
         self._shards: list[torch.Tensor] = []
         self._numel = 0
         self._came: list[torch.Tensor] = []  # of each rank, one tensor after the other
@@ -262,7 +263,7 @@ class JointGather:
             mine = torch.cat(self._shards, out=self._came[ranks.rank])
             codec = self._codec if min(shard.numel() for shard in self._shards) >= FEWEST else None
             self._shards = []
-            self._work = self.lanes.gather(self._came, mine, codec=codec, label=self._label)
+            self._work = self.lanes.gather(self._came, mine, codec=codec, label=self._label or 0)
 
     def is_done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -292,7 +293,8 @@ class JointScatter:
     ) -> None:
         """Arguments as of `ShardLanes.scatter`."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
-        self._codec, self._label = codec, 0
+        self._codec = codec
+        self._label: int | None = None
         self._wholes: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = []
 
@@ -312,7 +314,7 @@ class JointScatter:
             codec = self._codec if min(part.numel() for part in self._parts) >= FEWEST else None
             self._wholes, self._sums = [], torch.empty(numel, dtype=self.dtype)
             self._work = self.lanes.scatter(
-                memory, self._sums, op=self.op, scale=self.scale, codec=codec, label=self._label
+                memory, self._sums, op=self.op, scale=self.scale, codec=codec, label=self._label or 0
             )
 
     def wait(self) -> None:
@@ -328,9 +330,9 @@ class JointScatter:
             torch._foreach_copy_(parts, list(torch.split(self._sums, [part.numel() for part in parts])))
 
 
-def _joint_label(label: int, another: int) -> int:
-    """Of what travels as one: another one for other members, of which others may be as large."""
-    return (label * 8191 + another + 1) % (1 << 40)
+def _joint_label(label: int | None, another: int) -> int:
+    """Of what travels as one: of a single member its own, of several another one for other members as large."""
+    return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:
