@@ -156,8 +156,7 @@ def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks:
 
 @pytest.mark.integration
 def test_how_far_to_gather_ahead_is_not_tried_where_the_script_says_it(run_ranks: RunRanks) -> None:
-    steps = {"SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1"}
-    found = settings_run(run_ranks, "slow", "gathers 2 ahead", "prefetched", **steps)
+    found = settings_run(run_ranks, "slow", "gathers 2 ahead", "prefetched")
     assert len(set(found)) > 1
     assert {re.search("gathers .* behind", setting)[0] for setting in found} == {"gathers 2 ahead and 1 behind"}  # type: ignore[index]
 
