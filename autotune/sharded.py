@@ -11,6 +11,7 @@ network or the machine meanwhile happens to both, and what counts is how the ste
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -211,12 +212,14 @@ class ShardLink:
         latency_s: of a gather of next to nothing.
         gathered: bytes of whole parameters that are gathered in a second, by the number of connections to each rank.
         scatter_times: how many times as long as a gather of as many bytes a scatter takes.
+        message_s: of processors, that one gather or scatter more takes, however small.
         near_bytes_per_s: the same as `gathered`, of gathers within a node.
     """
 
     latency_s: float
     gathered: Mapping[int, float]
     scatter_times: float = 1.0
+    message_s: float = 0.0
     near_bytes_per_s: float = 1e12
 
     def bytes_per_s(self, streams: int) -> float:
@@ -262,6 +265,12 @@ class ShardedStep:
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """How long the step takes with that setting."""
         return _Played(self, space, knobs).total_s
+
+    def computed_s(self, bucket: range, *, backward: bool = False) -> float:
+        """How long those modules compute in a pass, less what begins fewer messages where they are joined."""
+        span_s = sum((self.backward_s if backward else self.forward_s)[bucket.start : bucket.stop])
+        messages = (len(bucket) - 1) * (2 if backward else 1)
+        return max(LEAST_COMPUTED * span_s, span_s - messages * self.link.message_s)
 
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
         """What no setting that differs in one thing is expected to beat, from the best kept modules on."""
@@ -362,7 +371,6 @@ class ShardedStep:
             return [times * total for total in itertools.accumulate(values, initial=0.0)]
 
         whole_bytes = sums(space.whole_bytes)
-        forward_s, backward_s = sums(self.forward_s), sums(self.backward_s)
         gathered_s = sums(self.gathered_bytes, packed[0] / rate)
         again = [size if place in dropped else 0 for place, size in enumerate(self.gathered_bytes)]
         again_s = sums(again, packed[0] / rate)
@@ -375,9 +383,13 @@ class ShardedStep:
             span_s = of(totals, bucket)
             return span_s + latency_s if span_s else 0.0
 
+        @functools.cache
+        def computed_s(bucket: range, backward: bool = False) -> float:
+            return self.computed_s(bucket, backward=backward)
+
         def both_s(bucket: range, later: range) -> float:
-            forth_s = max(of(forward_s, bucket), sent(gathered_s, later))
-            return forth_s + max(of(backward_s, later), sent(again_s, bucket) + sent(scattered_s, later))
+            forth_s = max(computed_s(bucket), sent(gathered_s, later))
+            return forth_s + max(computed_s(later, True), sent(again_s, bucket) + sent(scattered_s, later))
 
         # The least of all ways to a bucket, by where it ends, and the bucket before it.
         best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
@@ -389,12 +401,11 @@ class ShardedStep:
                     (spent_s + both_s(other, bucket), other) for other, (spent_s, _) in best[start].items()
                 ]
                 if not start:
-                    spent_s = sent(gathered_s, bucket) + of(backward_s, bucket) + sent(scattered_s, bucket)
+                    spent_s = sent(gathered_s, bucket) + computed_s(bucket, True) + sent(scattered_s, bucket)
                     ways = [(spent_s, None)]
                 best[bucket.stop][bucket] = min(ways, key=lambda way: way[0])
         end_s = {
-            bucket: spent_s + of(forward_s, bucket) + sent(again_s, bucket)
-            for bucket, (spent_s, _) in best[count].items()
+            bucket: spent_s + computed_s(bucket) + sent(again_s, bucket) for bucket, (spent_s, _) in best[count].items()
         }
         last: range | None = min(end_s, key=end_s.__getitem__)
         joined = list[int]()
@@ -457,6 +468,9 @@ class RecordedStep:
             yield space, self.step.fastest(space, bare if bare in space else self.setting)
 
 
+LEAST_COMPUTED = 0.1
+"""The share of traced computation that is left, whatever messages are said to have taken of it."""
+
 LEAST_STEP = 0.002
 """The share of a step that a change must be expected to gain."""
 
@@ -495,7 +509,7 @@ class _Played:
             self._compute(Phase.FORWARD, 0.0, after=gathers[number])
             while len(gathers) < min(len(buckets), number + 1 + self._knobs.ahead):
                 gathers.append(self._gather(buckets[len(gathers)]))
-            self._compute(Phase.FORWARD, sum(self._step.forward_s[place] for place in bucket))
+            self._compute(Phase.FORWARD, self._step.computed_s(bucket))
 
     def _backward(self) -> None:
         step, knobs, buckets = self._step, self._knobs, self._buckets
@@ -511,7 +525,7 @@ class _Played:
                     gathers[other] = self._gather(far)
                     for place in near:
                         gathers[other] += self._gather([place], near=True)
-            self._compute(Phase.BACKWARD, sum(step.backward_s[place] for place in bucket), after=gathers[number])
+            self._compute(Phase.BACKWARD, step.computed_s(bucket, backward=True), after=gathers[number])
             if size := sum(step.scattered_bytes[place] for place in bucket):
                 waited = scatters[-knobs.scattering :][:1] if len(scatters) >= knobs.scattering else []
                 self._compute(Phase.BACKWARD, 0.0, after=waited)

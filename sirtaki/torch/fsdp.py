@@ -1333,6 +1333,9 @@ MOST_LATENCY = 0.5
 PROBES_SHARE = 2.0
 """As many steps' time may be spent on measuring the network, more or less."""
 
+MESSAGES = 16
+"""Small ones that begin one after the other, to see what each of them takes."""
+
 LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
 """Of a whole tensor that is gathered to measure what carries it: at least and at most; and next to nothing."""
 
@@ -1373,6 +1376,12 @@ def measure_link(
     if not min(gather_s, scatter_s) > 0.0 or (near is not None and not near_s > 0.0):
         return None
     latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
+    small = torch.zeros(control.size, SMALL_BYTES // (4 * control.size))
+    control.barrier()
+    start_s = time.perf_counter()
+    for work in [lanes.gather(list(small), small[0].clone()) for _ in range(MESSAGES)]:
+        work.wait()
+    message_s = float(control.maximum(np.array([time.perf_counter() - start_s]))[0]) / MESSAGES
     rates = {now: whole_bytes / (gather_s - latency_s)}
     for count in sorted(streams, key=lambda count: abs(math.log(count / now))):
         if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
@@ -1387,6 +1396,7 @@ def measure_link(
         latency_s=latency_s,
         gathered=rates,
         scatter_times=scatter_s / gather_s,
+        message_s=message_s,
         **({"near_bytes_per_s": whole_bytes / near_s} if near_s else {}),
     )
 

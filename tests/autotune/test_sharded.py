@@ -230,6 +230,26 @@ def test_what_is_expected_to_be_fastest_is_nearly_the_best_of_all_settings(node_
     assert max(behind) < 0.03
 
 
+def test_joined_modules_are_expected_to_save_what_their_messages_take() -> None:
+    link = ShardLink(latency_s=0.0, gathered={1: 100.0}, message_s=0.1)
+    step = ShardedStep(
+        forward_s=(0.5, 0.5),
+        backward_s=(1.0, 0.1),
+        rest_s=0.25,
+        gathered_bytes=(1, 1),
+        scattered_bytes=(1, 1),
+        link=link,
+    )
+    space = ShardSpace(modules=2, streams=(1,), whole_bytes=(1, 1), dropped=(0, 1), joinable=(1,))
+    joined = ShardKnobs(streams=1, joined=(1,))
+    # Two bytes are gathered, then for the backward pass again, then scattered; three messages fewer begin.
+    assert step.expected_s(space, joined) == pytest.approx(0.25 + 3 * 0.02 + 2.1 - 0.3)
+    assert step.computed_s(range(2), backward=True) == pytest.approx(0.9)
+    slow = replace(step, link=replace(link, message_s=9.0))
+    assert slow.computed_s(range(2)) == pytest.approx(0.1), "traced computation is not all of it messages"
+    assert step.fastest(space, ShardKnobs(streams=1, ahead=2)).joined == (1,)
+
+
 def test_modules_are_joined_nearly_as_well_as_in_the_best_of_all_ways() -> None:
     """As the replayed step says, of all ways to cut eight modules into buckets; the programme knows less."""
     rng, behind, before = np.random.default_rng(3), [], []
