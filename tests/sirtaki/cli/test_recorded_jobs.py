@@ -372,13 +372,13 @@ def test_a_traced_step_of_sharded_training_is_asked_for_the_worth_of_memory(
     status, out, _ = optimized(tmp_path, capsys)
     assert status == 0
     lines = [re.split(" {2,}", line.strip()) for line in out.splitlines() if "MiB" in line]
-    assert [line[0] for line in lines] == ["0 MiB", "6 MiB", "11 MiB", "17 MiB", "23 MiB"]
+    assert [line[0] for line in lines] == ["0 MiB", "8 MiB", "15 MiB", "23 MiB", "31 MiB"]
     spans_ms = [float(line[1].split()[0]) for line in lines]
     assert spans_ms == sorted(spans_ms, reverse=True)
     assert spans_ms[-1] < 0.85 * spans_ms[0]
     assert lines[-1][3] == "4 streams, gathers 2 ahead and 1 behind, 4 kept"
     told = json.loads(optimized(tmp_path, capsys, "--json")[1])
-    assert told["by_memory"][0]["step_s"] < told["step_s"], "the last module keeps its parameters for nothing"
+    assert told["by_memory"][0]["step_s"] == told["step_s"], "nothing is kept without memory"
     for damaged in (b"{", b"[]", path.read_bytes().replace(b'"forward_s":[0.01,', b'"forward_s":[')):
         path.write_bytes(damaged)
         status, _, err = optimized(tmp_path, capsys)
