@@ -180,13 +180,15 @@ def test_a_port_answers_until_it_is_closed() -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_data_loaders_worker_does_not_keep_the_port() -> None:
     server = MetricsServer(some(), host="127.0.0.1", port=0, rank=0, size=1)
-    until, ends = os.pipe()
+    (until, ends), (begun, begins) = os.pipe(), os.pipe()
     worker = os.fork()
     if not worker:
         os.close(ends)
+        os.write(begins, b".")
         os.read(until, 1)
         os._exit(0)
     try:
+        os.read(begun, 1)  # before it runs, it holds what was open
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
             assert answer.status == 200
         server.close()
@@ -196,7 +198,8 @@ def test_a_data_loaders_worker_does_not_keep_the_port() -> None:
     finally:
         os.close(ends)
         os.waitpid(worker, 0)
-        os.close(until)
+        for end in (until, begun, begins):
+            os.close(end)
 
 
 def test_a_port_is_opened_without_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
