@@ -152,9 +152,14 @@ class ShardSpace:
             joint = (4 + backward) * max(sum(self.whole_bytes[place] for place in one) for one in buckets)
         kept = sum(self.whole_bytes[place] for place in knobs.kept)
         near = sum(-(-self.whole_bytes[place] // self.node_ranks) for place in knobs.near)
-        if knobs.near:  # two are on the way to the others of the node
-            near += 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
+        if knobs.near:
+            near += self.handed_bytes
         return max(forward, backward) * largest + kept + near + (joint if joint > LITTLE_BYTES else 0)
+
+    @property
+    def handed_bytes(self) -> int:
+        """Of two modules' parts that are on the way to the other ranks of the node, where it keeps parameters."""
+        return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
         """Modules joined with those before them while together they have no more bytes than that."""
@@ -301,10 +306,7 @@ class ShardedStep:
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
         left = space.memory_bytes - space.extra_bytes(knobs)
-        handed_on = 0
-        if node_ranks and space.dropped:
-            first = -(-space.whole_bytes[space.dropped[0]] // node_ranks)
-            handed_on = space.extra_bytes(replace(knobs, near=space.dropped[:1])) - space.extra_bytes(knobs) - first
+        handed_on = space.handed_bytes if node_ranks and space.dropped else 0
         dropped = frozenset(space.dropped)
         packed = [packed_share(codec) for codec in knobs.codecs]
         gather_s = [packed[0] * size / rate for size in self.gathered_bytes]

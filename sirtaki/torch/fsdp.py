@@ -223,11 +223,11 @@ class Attached:
         self._connections = _Connections(settings, carries=carries)
         self._pending: list[ShardWork | JointScatter] = []  # scatters that nobody has waited for
         self._buckets: dict[_Group, _Bucket] = {}  # of several modules, which travel as one
-        self._gathering: JointGather | None = None  # the last bucket that modules were added to, of either kind
-        self._scattering: JointScatter | None = None
-        self._hooked: set[_Group] = set()  # on some rank, when modules were joined
+        self._gathering: JointGather | None = None  # of a bucket that has not begun, and which that is
         self._gathered_bucket: _Bucket | None = None
+        self._scattering: JointScatter | None = None
         self._scattered_bucket: _Bucket | None = None
+        self._hooked: set[_Group] = set()  # on some rank, when modules were joined
         self._used: list[int] = []  # modules in this forward pass, in order
         self._order: list[int] | None = None  # of the modules in each forward pass; empty = there is none
         self._places: dict[_Group, int] = {}  # in that order
