@@ -8,18 +8,23 @@ two cores can carry.
 
 Upwards (eth0) an HTB class shapes the link and one child class per hashed pair of TCP ports caps a flow; downwards
 (the bridge's port) HTB shapes the link only. Segments without payload have a class of their own, as acknowledgements
-that queue behind bulk data would throttle the opposite direction. Nothing exists outside the namespaces, and these
+that queue behind bulk data would throttle the opposite direction. Where packets take time on their way, a program
+stands in the bridge's place and holds them up (`delaying_switch`; netem is not in every kernel). Nothing exists outside the namespaces, and these
 live inside one PID namespace whose first process dies with ours: leaving, Ctrl-C and a crash all end in the kernel
 taking everything away, so there is nothing to find or to clean up later.
 """
 
+import contextlib
 import os
+import select
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +69,9 @@ class LabShape:
         return self.flow_bits_per_s < self.link_bits_per_s
 
     def describe(self) -> str:
-        """Both rates, in words."""
-        return f"link {self.link_bits_per_s / MBIT:g} Mbit/s, flow {self.flow_bits_per_s / MBIT:g} Mbit/s"
+        """Both rates and the delay, in words."""
+        delay = f", {1e3 * self.delay_s:g} ms each way" if self.delay_s else ""
+        return f"link {self.link_bits_per_s / MBIT:g} Mbit/s, flow {self.flow_bits_per_s / MBIT:g} Mbit/s{delay}"
 
 
 NETWORKS = {
@@ -102,6 +108,7 @@ class NetLab:
     def __init__(self, shape: LabShape = LabShape()) -> None:
         self.shape = shape
         self._switch: subprocess.Popen[str] | None = None
+        self._delays: subprocess.Popen[str] | None = None
         self._directory: Path | None = None
         self._node_pids: list[int] = []  # as seen inside the lab's PID namespace
         self._init_pid = 0  # as seen from outside
@@ -122,6 +129,8 @@ class NetLab:
         try:
             self._start_namespaces(self._directory)
             self._shape_links()
+            if self.shape.delay_s > 0:
+                self._delay_packets()
             self._write_agent(self._directory)
         except BaseException:
             self.close()
@@ -139,6 +148,10 @@ class NetLab:
             self._switch.kill()  # its child, the namespace's first process, follows, and all others with it
             self._switch.communicate()
             self._switch = None
+        if self._delays is not None:
+            self._delays.kill()
+            self._delays.wait()
+            self._delays = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -212,7 +225,8 @@ class NetLab:
         """Start the switch's and the nodes' namespaces, connected but not shaped yet."""
         hosts = "".join(f"{self.address(node)} {self.hostname(node)}\n" for node in range(self.shape.nodes))
         (directory / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
-        (directory / "setup").write_text(_setup_script(directory, [self.hostname(n) for n in range(self.shape.nodes)]))
+        names = [self.hostname(node) for node in range(self.shape.nodes)]
+        (directory / "setup").write_text(_setup_script(directory, names, bridged=self.shape.delay_s <= 0))
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._switch = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "sh", str(directory / "setup")],
@@ -237,6 +251,15 @@ class NetLab:
         for node in range(self.shape.nodes):
             self._tc(self._enter_node(node), _uplink(self.shape))
             self._tc([], _downlink(self.shape, f"port{node}"))
+
+    def _delay_packets(self) -> None:
+        ports = [f"port{node}" for node in range(self.shape.nodes)]
+        program = f"from bench.lib.cluster import delaying_switch; delaying_switch({ports!r}, {self.shape.delay_s!r})"
+        command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), "env", f"--chdir={os.getcwd()}", sys.executable, "-c", program]
+        self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._delays.stdout is not None
+        if self._delays.stdout.readline() != "ready\n":
+            raise LabError("the program that holds packets up ended; what it says stands above")
 
     def reshape(self, shape: LabShape) -> None:
         """Gives all links another rate and another cap for each flow, while jobs run; a delay stays what it was."""
@@ -294,7 +317,39 @@ class NetLab:
         return ["nsenter", "--target", str(self._node_pids[node]), "--net", "--mount", "--uts", "--ipc"]
 
 
-def _setup_script(directory: Path, hostnames: Sequence[str]) -> str:
+def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
+    """A switch between network interfaces that forwards each frame so many seconds after it came; never returns.
+
+    Frames keep what the kernel knows of them (a header of virtio's): up to 64 KB of TCP that it has not cut yet are one.
+    """
+    packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # of linux/if_packet.h
+    sockets = []
+    for port in ports:
+        sockets.append(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
+        sockets[-1].setsockopt(packet_level, vnet_header, 1)
+        sockets[-1].setsockopt(packet_level, ignore_outgoing, 1)
+        sockets[-1].setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
+        sockets[-1].setsockopt(socket.SOL_SOCKET, 32, 1 << 26)  # SO_SNDBUFFORCE
+        sockets[-1].bind((port, every_protocol))
+        sockets[-1].setblocking(False)
+    print("ready", flush=True)
+    there: dict[bytes, socket.socket] = {}
+    under_way: deque[tuple[float, socket.socket, bytes]] = deque()
+    while True:
+        wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        for source in select.select(sockets, [], [], wait_s)[0]:
+            frame = source.recv(1 << 17)
+            there[frame[16:22]] = source  # behind virtio's 10 bytes come the addresses, the receiver's first
+            under_way.append((time.monotonic() + delay_s, source, frame))
+        while under_way and under_way[0][0] <= time.monotonic():
+            _, source, frame = under_way.popleft()
+            known = there.get(frame[10:16])
+            for port_socket in [known] if known is not None else [other for other in sockets if other is not source]:
+                with contextlib.suppress(BlockingIOError, OSError):  # a full queue drops, as a switch does
+                    port_socket.send(frame)
+
+
+def _setup_script(directory: Path, hostnames: Sequence[str], *, bridged: bool) -> str:
     """The shell program of the lab's first process: it makes the nodes, joins them, and then only waits."""
     place = shlex.quote(str(directory))
     nodes = "".join(
@@ -305,20 +360,23 @@ unshare --net --uts --ipc --mount sh -eu -c '
 """
         for node, name in enumerate(hostnames)
     )
+    mtu = "" if bridged else "mtu 9000"  # larger frames, as in clouds' networks: fewer for `delaying_switch`
     joins = "".join(
         f"""
 tries=0
 until [ -e {place}/pid{node} ]; do tries=$((tries+1)); [ $tries -lt 500 ]; sleep 0.02; done
 pid=$(cat {place}/pid{node})
-ip link add port{node} type veth peer name eth0 netns $pid
-ip link set port{node} master bridge up
+ip link add port{node} {mtu} type veth peer name eth0 {mtu} netns $pid
+ip link set port{node}{" master bridge" if bridged else ""} up
 nsenter --target $pid --net sh -eu -c '
   ip link set lo up; ip address add 10.77.0.{node + 1}/16 dev eth0; ip link set eth0 up
   sysctl -qw net.ipv4.tcp_congestion_control=cubic || true'
 """
         for node in range(len(hostnames))
     )
-    bridge = "ip link set lo up\nip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
+    bridge = "ip link set lo up\n"
+    if bridged:
+        bridge += "ip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
     return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # and buries orphans
 
 
@@ -355,13 +413,8 @@ def _as_changes(commands: str) -> str:
 
 
 def _downlink(shape: LabShape, port: str) -> str:
-    """`tc` commands for a bridge's port: the link's rate, and the delay."""
-    delays = "".join(
-        f"qdisc add dev {port} parent 1:{leaf:x} netem delay {round(1e6 * shape.delay_s)}us limit 100000\n"
-        for leaf in (ACK_CLASS, OTHER_CLASS)
-        if shape.delay_s > 0
-    )
-    return _link_classes(port, shape) + delays + _filter(port, flow_classifier(flows=False))
+    """`tc` commands for a bridge's port: the link's rate."""
+    return _link_classes(port, shape) + _filter(port, flow_classifier(flows=False))
 
 
 def _filter(device: str, bytecode: str) -> str:
