@@ -9,7 +9,9 @@ two cores can carry.
 Upwards (eth0) an HTB class shapes the link and one child class per hashed pair of TCP ports caps a flow; downwards
 (the bridge's port) HTB shapes the link only. Segments without payload have a class of their own, as acknowledgements
 that queue behind bulk data would throttle the opposite direction. Where packets take time on their way, a program
-stands in the bridge's place and holds them up (`delaying_switch`; netem is not in every kernel). Nothing exists outside the namespaces, and these
+stands in the bridge's place and holds them up (`delaying_switch`; netem is not in every kernel).
+
+Nothing exists outside the namespaces, and these
 live inside one PID namespace whose first process dies with ours: leaving, Ctrl-C and a crash all end in the kernel
 taking everything away, so there is nothing to find or to clean up later.
 """
@@ -255,7 +257,17 @@ class NetLab:
     def _delay_packets(self) -> None:
         ports = [f"port{node}" for node in range(self.shape.nodes)]
         program = f"from bench.lib.cluster import delaying_switch; delaying_switch({ports!r}, {self.shape.delay_s!r})"
-        command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), "env", f"--chdir={os.getcwd()}", sys.executable, "-c", program]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            *self._enter(),
+            "env",
+            f"--chdir={os.getcwd()}",
+            sys.executable,
+            "-c",
+            program,
+        ]
         self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._delays.stdout is not None
         if self._delays.stdout.readline() != "ready\n":
@@ -320,7 +332,7 @@ class NetLab:
 def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
     """A switch between network interfaces that forwards each frame so many seconds after it came; never returns.
 
-    Frames keep what the kernel knows of them (a header of virtio's): up to 64 KB of TCP that it has not cut yet are one.
+    Frames keep what the kernel knows of them (a header of virtio's): what TCP has not cut yet, up to 64 KB, is one.
     """
     packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # of linux/if_packet.h
     sockets = []
@@ -345,7 +357,7 @@ def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
             _, source, frame = under_way.popleft()
             known = there.get(frame[10:16])
             for port_socket in [known] if known is not None else [other for other in sockets if other is not source]:
-                with contextlib.suppress(BlockingIOError, OSError):  # a full queue drops, as a switch does
+                with contextlib.suppress(OSError):  # a full queue drops, as a switch does
                     port_socket.send(frame)
 
 

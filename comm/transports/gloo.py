@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -399,9 +400,15 @@ ONE_HOP_BYTES = 16 << 10
 """Up to here each rank sends all of a unit to every other rank, which saves the way back of what was added up."""
 
 
+AHEAD = 3
+"""Units of one stream whose summands are under way at the same time."""
+
+
 class _Path:
-    """What reduces the units of one stream, one after the other, in two threads: while one unit's sums are on their way
-    back to all ranks, the summands of the next one are under way already."""
+    """What reduces the units of one stream, in two threads.
+
+    While one unit's sums are on their way back to all ranks, the summands of the next ones are under way already.
+    """
 
     def __init__(self, transport: GlooTransport, number: int, rank: int, size: int) -> None:
         """Starts the threads.
@@ -410,43 +417,62 @@ class _Path:
             RuntimeError: one cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
+        self._given = self._begun = 0  # units, counted by whoever gives them and by the thread that begins them
+        self._coming: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None] | None]]] = deque()
+        self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
-        self._tags = itertools.cycle(range(NO_TRADE - 1))
-        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, unit: torch.Tensor, op: ReduceOp, scale: float, what: str) -> Work:
         """Has the unit, which is not empty, reduced in place."""
         work = ThreadWork()
-        self._summands.put(partial(self._reduce, work, unit, op, scale, what))
+        self._given += 1
+        self._summands.put(partial(self._begin, work, unit, op, scale, f"Gloo failed in {what}"))
         return work
 
-    def _reduce(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, what: str) -> None:
-        failed, rank, size, numel = f"Gloo failed in {what}", self._rank, self._size, unit.numel()
+    def _begin(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, failed: str) -> None:
+        """Sends a unit's parts to those that add them up, and goes on with units that were begun before."""
+        self._begun += 1
         work.begun_s = time.perf_counter()
+        work.attempt(lambda: self._coming.append((work, failed, self._send(unit, op, scale))), failed)
+        while self._coming and (len(self._coming) == AHEAD or self._begun == self._given):
+            earlier, failed, add_up = self._coming.popleft()
+            finish: list[Callable[[], None] | None] = []
+            if earlier.attempt(lambda: finish.append(add_up()), failed):  # noqa: B023 - called at once
+                if finish[0] is None:
+                    earlier.finish()
+                else:
+                    self._sums.put(partial(earlier.run, finish[0], failed))
+
+    def _send(self, unit: torch.Tensor, op: ReduceOp, scale: float) -> Callable[[], Callable[[], None] | None]:
+        """Sends a unit's parts to the ranks that add them up.
+
+        Returns:
+            Waits for the summands of this rank's part, adds them up, and returns what waits for the sums of the other
+            parts; None where every rank adds up all.
+        """
+        rank, size, numel = self._rank, self._size, unit.numel()
+        tag = 2 * self._begun % (NO_TRADE - 1)  # and the next one, for the way back
         in_one_hop = numel * unit.itemsize <= ONE_HOP_BYTES or numel < size
-        bounds = [0, numel] if in_one_hop else [numel * part // size for part in range(size + 1)]
+        bounds = [numel * part // size for part in range(size + 1)]
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]
         mine = parts[rank]
-        finish_sums: list[Callable[[], None]] = []
+        needed = (size - 1) * mine.numel() * mine.itemsize
+        memory = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < needed:
+            memory = torch.empty(needed, dtype=torch.uint8)
+        others = list(memory[:needed].view(unit.dtype).view(size - 1, mine.numel()))
+        summands = [*others[:rank], mine, *others[rank:]]
+        came = self._transport.trade(parts, summands, stream=self._number, tag=tag)
 
-        def add_up() -> None:
-            needed = (size - 1) * mine.numel() * mine.itemsize
-            if self._scratch.numel() < needed:
-                self._scratch = torch.empty(needed, dtype=torch.uint8)
-            others = list(self._scratch[:needed].view(unit.dtype).view(size - 1, mine.numel()))
-            summands = [*others[:rank], mine, *others[rank:]]
-            self._transport.trade(parts, summands, stream=self._number, tag=next(self._tags))()
+        def add_up() -> Callable[[], None] | None:
+            came()
             reduce_share(summands, 0, mine.numel(), op=op, scale=scale, outputs=[mine])
-            if not in_one_hop:
-                finish_sums.append(
-                    self._transport.trade([mine] * size, parts, stream=self._number, tag=next(self._tags))
-                )
-
-        if work.attempt(add_up, failed):
+            self._scratch.append(memory)
             if in_one_hop:
-                work.finish()
-            else:
-                self._sums.put(partial(work.run, finish_sums[0], failed))
+                return None
+            return self._transport.trade([mine] * size, parts, stream=self._number, tag=tag + 1)
+
+        return add_up
 
     def end(self) -> bool:
         """Ends the threads; False if one still waits for other ranks."""
@@ -490,4 +516,4 @@ class DirectTransport(GlooTransport):
     def _end(self, streams: list[ProcessGroupGloo]) -> bool:
         paths = self._paths[len(self.streams) :]
         del self._paths[len(self.streams) :]
-        return super()._end(streams) and all([path.end() for path in paths])
+        return super()._end(streams) and [path.end() for path in paths].count(False) == 0
