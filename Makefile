@@ -93,7 +93,7 @@ package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
 
 bench: $(STAMP)
-	for name in hot_path eager first_steps torch_backend step netlab reality registry tuner gpu; do \
+	for name in hot_path eager first_steps torch_backend step netlab reality registry landscapes gpu; do \
 		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:

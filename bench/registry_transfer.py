@@ -1,21 +1,26 @@
-"""What the registry saves a job that nobody has run before: leave-one-out on the tuner's simulated jobs.
+"""What the registry saves a job that nobody has run before: leave-one-out on simulated jobs.
 
     python -m bench.registry --transfer [--without-planners] [--quick] [--check] [--save]
 
-Jobs, noise, budget and session are `bench.tuner`'s; of its 24 jobs those count where the default is not within 3 % of
-the optimum already. Each runs cold, and with a registry (a real one: a SQLite file, model and topology graphs, the
-look-up by edit distance, scaling by the links, the veto of the job's own model) that holds what cold warm-ups, under
-the same noise, have found for
+Each of 24 jobs is a network on a cluster, replayed by `autotune.model.simulator`; a measured span is the simulated
+one times lognormal noise of 3 or 10 %. Those count where the default is not within 3 % of the optimum already. Each
+runs in the real warm-up session with a budget of 100 training iterations, cold, and with a registry (a real one: a
+SQLite file, model and topology graphs, the look-up by edit distance, scaling by the links, the veto of the job's own
+model) that holds what cold warm-ups, under the same noise, have found for
 
 - *sibling*: the next model of its family on the same cluster, such as ResNet-101 for ResNet-50;
 - *size*: the same model on the same fabric with the other two numbers of ranks of 8, 64 and 256;
 - *link*: the same model on as many ranks of other fabrics;
 - *all*: all of these.
 
-It never holds the job itself. A job knows its link, and planners know the job, up to the noise (`bench.tuner`).
-*Without planners* only search techniques compete, and nothing is vetoed: jobs that cannot be modelled.
+It never holds the job itself. A job knows its link, and planners know the job, up to the noise: every number of their
+model is off by it. *Without planners* only search techniques compete, and nothing is vetoed: jobs that cannot be
+modelled.
 
-- *iterations to 3 %* and *regret* are `bench.tuner`'s.
+- *optimum*: exhaustive over the lattice of knobs, units in quarter octaves.
+- *iterations to 3 %*: training iterations until the setting that the session would keep, if it ended then, is truly
+  within 3 % of the optimum for the first time; 0 where the default is; 100 in means where it never is.
+- *regret*: true span of the setting kept at the end over the optimum, less one.
 - *tried*: training iterations spent on the registry's proposals, discarded included.
 - *excess*: iterations to 3 % with the registry, less those of the cold start under the same seed, less tried; both
   count as the whole budget where it is never reached. Never worse than a cold start by more than the cost of the tried
@@ -30,7 +35,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -38,27 +43,20 @@ from typing import Any
 import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser, processes
-from bench.lib.workloads import FABRICS, NETWORKS, RANKS
-from bench.tuner import (
-    BUDGET_ITERATIONS,
-    NOISES,
-    PLANNERS,
-    ROUTE,
-    Job,
-    Outcome,
-    Truth,
-    jobs,
-    misjudged,
-    optimum_s,
-    simulated_job,
-)
-from bench.tuner import run as run_warmup
+from bench.lib.workloads import FABRICS, NETWORKS, RANKS, cluster, workload
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner
 from sirtaki.autotune.arms.techniques import OUR_ARMS
-from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
+from sirtaki.autotune.meta.session import REGISTRY_ARM, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Arm
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
+from sirtaki.engine.tuning.plans import default_knobs
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry import warm_start
 from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.graph import ModelGraph, Node, layout_fingerprint, model_graph
@@ -66,6 +64,21 @@ from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
 
+ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
+THREADS = (512, 1024, 2048, 4096)
+# Two networks on each of the twelve clusters, so that each network comes up at least twice.
+MODELS = (
+    "resnet50",
+    "vgg16",
+    "bert_base",
+    "densenet201",
+    "resnet101",
+    "bert_large",
+    "inception_v4",
+    "gpt2",
+    "xception",
+    "resnet152",
+)
 SIBLINGS = {
     "vgg16": "vgg19",
     "resnet50": "resnet101",
@@ -80,39 +93,92 @@ ASKED = ("sibling", "size")  # those with a bar on iterations
 SCENARIOS = (*ASKED, "link", "all")
 ONE_HOST = "one host"
 DTYPE, DEVICE = "float32", "cuda"
+PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, LibraM, MgWfbp)
+BUDGET_ITERATIONS = 100
+CLOSE = 0.03  # share of the optimum within which a setting counts as found
+NOISES = (0.03, 0.10)
 OTHER_JOBS_SEED = 10_000  # what others found, they found under other luck
 MOST_TRIED = 15
 CLEAR = 3.0  # standard errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+# ── simulated jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
     """A network on a cluster, by name."""
 
     network: str
     fabric: str
     ranks: int
 
-    @classmethod
-    def of(cls, job: Job) -> "Place":
-        """The one that `simulated_job` made."""
-        network, fabric, ranks = job.name.split(", ")
-        return cls(network=network, fabric=fabric, ranks=int(ranks.removesuffix(" ranks")))
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.network}, {self.fabric}, {self.ranks} ranks"
 
-    def job(self) -> Job:
-        """The simulated job."""
-        return simulated_job(self.network, self.fabric, self.ranks)
+    @cached_property
+    def model(self) -> PlanningModel:
+        """The truth."""
+        load, link = workload(self.network), cluster(self.fabric, self.ranks).link()
+        contention = _contention(link) if self._has_threads else None
+        return PlanningModel(layout=load.layout, profile=load.profile(), links={ROUTE: link}, contention=contention)
 
-    def model(self) -> ModelGraph:
+    @property
+    def _has_threads(self) -> bool:
+        """Where GPUs communicate by themselves, their threads are a knob."""
+        return "RDMA" in self.fabric
+
+    @cached_property
+    def space(self) -> KnobSpace:
+        """What may be chosen."""
+        largest = min(LARGEST_UNIT_BYTES, self.model.layout.total_bytes)
+        threads = THREADS if self._has_threads else (None,)
+        return KnobSpace(routes=(ROUTE,), unit_bytes=(SMALLEST_UNIT_BYTES, largest), threads=threads)
+
+    @property
+    def default(self) -> Knobs:
+        """What runs untuned."""
+        one_node = self.fabric == ONE_HOST
+        return default_knobs(self.space, total_bytes=self.model.layout.total_bytes, one_node=one_node)
+
+    @cached_property
+    def _spans_s(self) -> dict[Knobs, float]:
+        return {}
+
+    def span_s(self, knobs: Knobs) -> float:
+        """Without noise; each setting is simulated once."""
+        if knobs not in self._spans_s:
+            self._spans_s[knobs] = self.model.simulator(ROUTE).run_knobs(knobs).span_s
+        return self._spans_s[knobs]
+
+    @cached_property
+    def optimum_s(self) -> float:
+        """The shortest span of all settings on the fine lattice."""
+        return min(map(self.span_s, KnobLattice(self.space, steps_per_octave=4).points))
+
+    def is_close(self, knobs: Knobs) -> bool:
+        """Whether a setting is within 3 % of the optimum."""
+        return self.span_s(knobs) <= (1 + CLOSE) * self.optimum_s
+
+    @property
+    def graph(self) -> ModelGraph:
         """A chain of layers with their parameters, as autograd shows a network, without branches."""
         return _layers(self.network)
 
+    @property
     def topology(self) -> Topology:
         """A GPU a rank; hosts of one fabric are of one kind."""
         names = ["host" if self.fabric == ONE_HOST else f"host{rank}" for rank in range(self.ranks)]
         return Topology.from_ranks(names, devices=["GPU"] * self.ranks, host_kinds=dict.fromkeys(names, self.fabric))
 
-    def others(self, scenario: str) -> list["Place"]:
+    @property
+    def layout(self) -> str:
+        """The fingerprint of its gradients."""
+        return layout_fingerprint(self.model.layout.sizes, self.model.layout.itemsize_bytes)
+
+    def others(self, scenario: str) -> list["Job"]:
         """The jobs that the registry knows."""
         known = {
             "sibling": [replace(self, network=SIBLINGS[self.network])] if self.network in SIBLINGS else [],
@@ -123,7 +189,25 @@ class Place:
                 if fabric != self.fabric and ONE_HOST not in (fabric, self.fabric)
             ],
         }
-        return known[scenario] if scenario in known else [place for some in known.values() for place in some]
+        return known[scenario] if scenario in known else [job for some in known.values() for job in some]
+
+
+def jobs(count: int) -> list[Job]:
+    """The first `count` jobs; neighbours in the list differ in fabric, size and network."""
+    clusters = [(fabric, ranks) for ranks in RANKS for fabric in FABRICS]
+    places = [(MODELS[i % len(MODELS)], *clusters[i % len(clusters)]) for i in range(count)]
+    return [Job(network=network, fabric=fabric, ranks=ranks) for network, fabric, ranks in places]
+
+
+def _contention(link: LinkModel) -> ContentionModel:
+    """An assumption of the size that LIBRA's figures 3 and 4 show: 512 threads reach most of the link's rate."""
+    rate = link.throughput[0]
+    return ContentionModel(
+        alpha_1=0.98,
+        alpha_2=1.3e-4,
+        overlapped=RateCurve(gamma_1=0.95 * rate, gamma_2=0.9 * rate, gamma_3=0.02),
+        alone=RateCurve(gamma_1=rate, gamma_2=0.9 * rate, gamma_3=0.03),
+    )
 
 
 @cache
@@ -142,6 +226,33 @@ def _kind(layer: str) -> str:
     return "convolution" if "conv" in last or last.endswith("wise") or layer.startswith("features") else "linear"
 
 
+def misjudged(model: PlanningModel, *, noise: float, rng: np.random.Generator) -> PlanningModel:
+    """The model as it would be measured: every number off by the noise."""
+
+    def off(value: float) -> float:
+        return float(value * math.exp(noise * rng.standard_normal()))
+
+    link = model.links[ROUTE]
+    contention = model.contention
+    if contention is not None:
+        contention = replace(
+            contention,
+            alpha_2=off(contention.alpha_2),
+            overlapped=_scaled(contention.overlapped, off(1.0)),
+            alone=_scaled(contention.alone, off(1.0)),
+        )
+    return PlanningModel(
+        layout=model.layout,
+        profile=Profile.from_durations([off(duration) for duration in model.profile.durations_s]),
+        links={ROUTE: replace(link, alpha_s=off(link.alpha_s), throughput=tuple(map(off, link.throughput)))},
+        contention=contention,
+    )
+
+
+def _scaled(curve: RateCurve, factor: float) -> RateCurve:
+    return replace(curve, gamma_1=factor * curve.gamma_1, gamma_2=factor * curve.gamma_2)
+
+
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -158,13 +269,62 @@ class Luck:
     planners: bool
 
 
-def run(truth: Truth, luck: Luck, seeds: Sequence[Knobs]) -> Outcome:
-    """One warm-up that begins with these settings."""
-    return run_warmup(truth, _arm(truth.job, luck), noise=luck.noise, seed=luck.seed, seeds=seeds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One warm-up.
+
+    Attributes:
+        job: whose.
+        results: what the session would keep after each assignment; the last one is kept.
+        tried: iterations spent on the registry's proposals.
+    """
+
+    job: Job
+    results: Sequence[SessionResult]
+    tried: int
+
+    @property
+    def found_at(self) -> float:
+        """Iterations until within 3 %, infinite if never."""
+        if self.job.is_close(self.job.default):
+            return 0.0
+        return next((one.iterations_used for one in self.results if self.job.is_close(one.knobs)), math.inf)
+
+    @property
+    def regret(self) -> float:
+        """Of the setting kept."""
+        return self.job.span_s(self.results[-1].knobs) / self.job.optimum_s - 1
+
+    @property
+    def counted(self) -> float:
+        """`found_at`, at most the budget."""
+        return min(self.found_at, BUDGET_ITERATIONS)
+
+
+def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
+    """One warm-up, which begins with the settings `seeds`."""
+    rng = np.random.default_rng([luck.seed, 2])
+    session = WarmupSession(
+        space=job.space,
+        default=job.default,
+        arm=_arm(job, luck),
+        rng=rng,
+        budget_iterations=BUDGET_ITERATIONS,
+        seeds=seeds,
+    )
+    results, tried = list[SessionResult](), 0
+    while not session.done:
+        now = session.assignment
+        chance = np.exp(luck.noise * rng.standard_normal(now.measured_iterations))
+        session.record([job.span_s(now.knobs) * factor for factor in chance.tolist()])
+        if now.arm == REGISTRY_ARM and now.purpose is Purpose.TRIAL:
+            tried += now.discarded_iterations + now.measured_iterations
+        results.append(session.result)
+    return Outcome(job=job, results=results, tried=tried)
 
 
 def _arm(job: Job, luck: Luck) -> Arm:
-    """As `bench.tuner` builds the bandit, but planners plan when they are asked: most never are."""
+    """The bandit, whose planners plan when they are asked: most never are."""
     model = _measured(job, luck)
     return default_arms(
         space=job.space,
@@ -176,43 +336,40 @@ def _arm(job: Job, luck: Luck) -> Arm:
 
 
 def _measured(job: Job, luck: Luck) -> PlanningModel:
-    """What this job's planners know, as `bench.tuner` tells them."""
+    """What this job's planners know."""
     return misjudged(job.model, noise=luck.noise, rng=np.random.default_rng([luck.seed, 1]))
 
 
 @cache
-def entry_of(place: Place, luck: Luck) -> Entry:
+def entry_of(job: Job, luck: Luck) -> Entry:
     """What a cold warm-up of another job leaves in the registry."""
-    job = place.job()
-    result = run(Truth(job, optimum_s=1.0), luck, seeds=()).result
-    model, topology = place.model(), place.topology()
+    result = run(job, luck).results[-1]
     return Entry(
-        key=make_key(model, topology, dtype=DTYPE, device=DEVICE),
-        model=model,
-        topology=topology,
+        key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
+        model=job.graph,
+        topology=job.topology,
         knobs=result.knobs.to_json(),
         best_span_s=result.best_span_s,
         default_span_s=result.default_span_s,
         noise_s=result.noise_s,
         n_trials=result.n_trials,
         arm=result.arm,
-        layout=layout_fingerprint(job.model.layout.sizes, job.model.layout.itemsize_bytes),
+        layout=job.layout,
         link=_measured(job, luck).links[ROUTE],
     )
 
 
-def proposals(place: Place, entries: Sequence[Entry], luck: Luck) -> list[Knobs]:
+def proposals(job: Job, entries: Sequence[Entry], luck: Luck) -> list[Knobs]:
     """What a job tries first if these entries are in the registry: the same steps as in `sirtaki.torch`."""
-    job, model, topology = place.job(), place.model(), place.topology()
     measured = _measured(job, luck)
     asked = warm_start.Job(
-        key=make_key(model, topology, dtype=DTYPE, device=DEVICE),
-        model=model,
-        topology=topology,
-        layout=layout_fingerprint(job.model.layout.sizes, job.model.layout.itemsize_bytes),
+        key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
+        model=job.graph,
+        topology=job.topology,
+        layout=job.layout,
         links={route_names(ROUTE): measured.links[ROUTE]} if luck.planners else {},
         permitted=permitted_by(job.space),
-        name=place.network,
+        name=job.network,
     )
     starts = adapted_all(_look_up(asked, entries), asked)
     found = first_proposals(
@@ -235,30 +392,29 @@ def _look_up(asked: warm_start.Job, entries: Sequence[Entry]) -> list[Neighbour]
 class Task:
     """All runs of one job, done by one process."""
 
-    place: Place
+    job: Job
     seeds: tuple[int, ...]
     without_planners: bool
 
 
 def run_task(task: Task) -> list[dict[str, Any]]:
     """One JSON-ready row a scenario, with and without planners; none where the default is close to the optimum."""
-    job = task.place.job()
-    truth = Truth(job, optimum_s=optimum_s(job))
-    if truth.is_close(job.default):
+    job = task.job
+    if job.is_close(job.default):
         return []
     rows = []
     for planners, noise in product((True, False) if task.without_planners else (True,), NOISES):
         lucks = [Luck(noise=noise, seed=seed, planners=planners) for seed in task.seeds]
-        cold = [run(truth, luck, seeds=()) for luck in lucks]
+        cold = [run(job, luck) for luck in lucks]
         for scenario in SCENARIOS if planners else ASKED:
-            others = task.place.others(scenario)
+            others = job.others(scenario)
             if not others:
                 continue
             warm = []
             for luck in lucks:
                 elsewhere = replace(luck, seed=luck.seed + OTHER_JOBS_SEED)
-                seeds = proposals(task.place, [entry_of(other, elsewhere) for other in others], luck)
-                warm.append(run(truth, luck, seeds=seeds))
+                seeds = proposals(job, [entry_of(other, elsewhere) for other in others], luck)
+                warm.append(run(job, luck, seeds))
             rows.append(
                 {
                     "job": job.name,
@@ -316,7 +472,7 @@ def standard_errors(samples: Sequence[float]) -> float:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """What issue 4 asks of the warm start."""
+    """What is asked of the warm start."""
     asked = [row for row in rows if row["planners"]]
     found = []
     for row in asked:
@@ -342,7 +498,7 @@ def main() -> int:
     args = flags.parse_args()
     n_jobs, n_seeds = (8, 3) if args.quick else (args.jobs, args.seeds)
     seeds = tuple(range(args.seed, args.seed + n_seeds))
-    tasks = [Task(place=Place.of(job), seeds=seeds, without_planners=args.without_planners) for job in jobs(n_jobs)]
+    tasks = [Task(job=job, seeds=seeds, without_planners=args.without_planners) for job in jobs(n_jobs)]
     with processes(args.workers) as pool:
         runs = [row for rows in pool.map(run_task, tasks) for row in rows]
     rows = [

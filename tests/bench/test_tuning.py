@@ -1,4 +1,4 @@
-"""The tuner's benchmarks: jobs and their models' errors, peers, what the registry saves, and recorded landscapes."""
+"""The tuner's benchmarks: what the registry saves jobs of whose model planners are not sure, and landscapes."""
 
 import json
 import math
@@ -11,30 +11,12 @@ from bench.lib.landscapes import families
 from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.landscape import Message, Physics, replay
 from bench.lib.landscapes.recorded import estimated, recorded, recordings
-from bench.registry_transfer import SCENARIOS, Luck, Place
-from bench.registry_transfer import run as run_transfer
+from bench.registry_transfer import ROUTE, SCENARIOS, Job, Luck, jobs, misjudged, run
 from bench.sweep import model_rank_correlation
-from bench.tuner import (
-    ROUTE,
-    Job,
-    Listed,
-    Truth,
-    bars,
-    contenders,
-    jobs,
-    misjudged,
-    optimum_s,
-    run,
-    summary,
-)
-from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace
-from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.simulator import Profile
-from sirtaki.autotune.trial import Proposal
-from sirtaki.comm.plan import GradientLayout, TransportKind
-from sirtaki.measures import LinkModel
+from sirtaki.autotune.knobs import KIB, Knobs
+from sirtaki.comm.plan import TransportKind
 
-PLACE = Place(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
+JOB = Job(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
 PLAIN = Physics(capacity=lambda n, computing: 100.0, latency_s=lambda size: 1.0)
 SIZES = (64 * KIB, 128 * KIB, 256 * KIB)
 EVERY_FAMILY = pytest.mark.parametrize(
@@ -46,97 +28,35 @@ def knobs(size: int, streams: int) -> Knobs:
     return Knobs(unit_bytes=size, streams=streams, transport=TransportKind.GLOO)
 
 
-@pytest.fixture(scope="module")
-def job() -> Job:
-    """Twenty gradients over a link that four flows fill."""
-    layout = GradientLayout(sizes=(256 * KIB,) * 20)
-    link = LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9, 3e9, 4e9))
-    space = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 16 * MIB), streams=(1, 2, 4, 8))
-    default = Knobs(unit_bytes=16 * MIB, streams=1, transport=ROUTE[0])
-    model = PlanningModel(layout=layout, profile=Profile.from_durations([1e-3] * 20), links={ROUTE: link})
-    return Job(name="small", space=space, default=default, model=model)
-
-
-@pytest.fixture(scope="module")
-def truth(job: Job) -> Truth:
-    return Truth(job, optimum_s=optimum_s(job))
-
-
-def test_no_setting_of_the_searched_lattice_beats_the_optimum(truth: Truth) -> None:
-    settings = KnobLattice(truth.job.space).points
-    assert min(map(truth.span_s, settings)) >= truth.optimum_s
-
-
-def test_planners_get_a_model_that_is_off_by_the_noise(job: Job) -> None:
-    wrong = misjudged(job.model, noise=0.1, rng=np.random.default_rng(0))
-    truth, believed = np.array(job.model.links[ROUTE].throughput), np.array(wrong.links[ROUTE].throughput)
-    assert np.all(believed != truth)
-    assert np.all(np.abs(np.log(believed / truth)) < 0.5)
-    assert wrong.profile != job.model.profile
-    assert misjudged(job.model, noise=0.0, rng=np.random.default_rng(0)).links == job.model.links
-
-
-def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -> None:
-    best = min(KnobLattice(truth.job.space).points, key=truth.span_s)
-    found = run(truth, Listed("good", [Proposal(arm="good", knobs=best)]), noise=0.03, seed=0)
-    nothing = run(truth, Listed("idle", []), noise=0.03, seed=0)
-    assert 3 < found.found_at <= found.iterations
-    assert found.regret < 0.03
-    assert math.isinf(nothing.found_at)
-    assert nothing.over_default <= 1.0  # what lies next to the default runs all the same
-
-
-@pytest.mark.lengthy
-@pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n"])
-def test_every_kind_of_contender_runs(name: str, truth: Truth) -> None:
-    make = contenders()[name]
-    outcome = run(truth, make(truth.job, 0.03, 1), noise=0.03, seed=1)
-    assert outcome == run(truth, make(truth.job, 0.03, 1), noise=0.03, seed=1)
-    assert outcome.iterations <= 100
-
-
-def test_the_summary_takes_runs_that_never_come_close_for_what_they_are() -> None:
-    row = {
-        "contender": "bandit",
-        "noise": 0.1,
-        "iterations_to_3_percent": [4.0, None, 8.0],
-        "regret": [0.01, 0.5, 0.0],
-        "over_default": [0.5, 1.05, 0.9],
-        "iterations": [50, 100, 60],
-    }
-    ours = summary([row], "bandit")
-    assert ours["median_iterations_to_3_percent"] == 8.0
-    assert ours["mean_iterations_to_3_percent"] == pytest.approx((4 + 100 + 8) / 3)
-    assert ours["within_3_percent_at_the_end"] == pytest.approx(2 / 3)
-    assert ours["worst_loss_to_default_in_noises"] == pytest.approx(0.5)
-    worse = summary([{**row, "contender": "grid", "regret": [0.2, 0.6, 0.1]}], "grid")
-    met = {bar.claim: bar.met for bar in bars([ours, worse])}
-    assert met["bandit: share of runs not within 3 %"] is False
-    assert met["bandit: mean regret, less the best single arm's"] is True
-
-
 # ── What the registry saves ────────────────────
 
 
+def test_planners_get_a_model_that_is_off_by_the_noise() -> None:
+    wrong = misjudged(JOB.model, noise=0.1, rng=np.random.default_rng(0))
+    truth, believed = np.array(JOB.model.links[ROUTE].throughput), np.array(wrong.links[ROUTE].throughput)
+    assert np.all(believed != truth)
+    assert np.all(np.abs(np.log(believed / truth)) < 0.5)
+    assert wrong.profile != JOB.model.profile
+    assert misjudged(JOB.model, noise=0.0, rng=np.random.default_rng(0)).links == JOB.model.links
+
+
 def test_no_registry_holds_the_job_itself_nor_another_kind_of_similarity() -> None:
-    for place in map(Place.of, jobs(24)):
+    for job in jobs(24):
         for scenario in SCENARIOS:
-            assert place not in place.others(scenario)
-        assert all((other.network, other.fabric) == (place.network, place.fabric) for other in place.others("size"))
-        assert all((other.fabric, other.ranks) == (place.fabric, place.ranks) for other in place.others("sibling"))
-        assert len(place.others("size")) == 2
+            assert job not in job.others(scenario)
+        assert all((other.network, other.fabric) == (job.network, job.fabric) for other in job.others("size"))
+        assert all((other.fabric, other.ranks) == (job.fabric, job.ranks) for other in job.others("sibling"))
+        assert len(job.others("size")) == 2
 
 
 @pytest.mark.lengthy
 def test_a_seed_that_is_the_optimum_is_found_by_its_first_measurement() -> None:
-    job = PLACE.job()
-    truth = Truth(job, optimum_s=optimum_s(job))
-    best = min(
-        (Knobs(unit_bytes=1 << n, streams=8, transport=job.default.transport) for n in range(20, 25)), key=truth.span_s
-    )
-    assert truth.is_close(best)
-    outcome = run_transfer(truth, Luck(noise=0.0, seed=0, planners=False), seeds=[best])
+    settings = (Knobs(unit_bytes=1 << n, streams=8, transport=ROUTE[0]) for n in range(20, 25))
+    best = min(settings, key=JOB.span_s)
+    assert JOB.is_close(best)
+    outcome = run(JOB, Luck(noise=0.0, seed=0, planners=False), seeds=[best])
     assert outcome.found_at == 5  # three of the default, a discarded and a measured one
+    assert outcome.regret < 0.03
     assert 2 <= outcome.tried <= 5
 
 
