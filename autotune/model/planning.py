@@ -529,35 +529,39 @@ class ContentionLearner:
     """
 
     def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
-        self._route, self._seen = default.route, list[Observation]()
+        self._default, self._seen = default, list[Observation]()
         self.draws: tuple[Knobs, ...] = ()
         known = model.contention_on(default.route) is not None or space.threads[1:] == ()
         if known and model.host is None and default.route in model.links and model.layout.numel:
             self.draws = tuple(_drawn(model, space, default, rng))
 
-    def note(self, observation: Observation) -> bool:
-        """Takes in what an iteration took; whether it is the one with which every draw has been seen."""
-        before = {one.knobs for one in self._seen}
-        self._seen.append(observation)
-        unseen = [knobs for knobs in self.draws if knobs not in before]
-        return unseen == [observation.knobs]
+    def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
+        """The model with what iterations of a setting, and those before, say of contention.
 
-    def met_by(self, model: PlanningModel) -> bool:
-        """Whether the model misses what was seen by no more than `OFF`: then draws would teach nothing."""
-        spans_s: dict[Knobs, list[float]] = {}
-        for one in self._seen:
-            spans_s.setdefault(one.knobs, []).append(one.span_s)
-        simulator = model.simulator(self._route) if self.draws else None
-        told_s = {knobs: simulator.run_knobs(knobs).span_s for knobs in spans_s} if simulator else {}
-        return all(abs(math.log(told_s[knobs] / median(spans_s[knobs]))) <= OFF for knobs in told_s)
+        Args:
+            model: as planners have it.
+            seen: of one setting; the default runs first.
 
-    def learn(self, model: PlanningModel) -> PlanningModel:
-        """The model with what was seen; as it is where that is not clear."""
+        Returns:
+            None until that is known: after the default where the model misses it by no more than `OFF`, so that draws
+            would teach nothing, else once every draw has run. The model as it was where nothing is learnt.
+        """
+        self._seen += seen
+        ran = {one.knobs for one in self._seen}
+        if not self.draws or (ran == {self._default} and self._is_met_by(model)):
+            return model
+        if not ran.issuperset(self.draws):
+            return None
         try:
-            return with_contention_learnt(model, self._route, self._seen)
+            return with_contention_learnt(model, self._default.route, self._seen)
         except TuningError as err:
             logger.debug("contention stays as it was: %s", err)
             return model
+
+    def _is_met_by(self, model: PlanningModel) -> bool:
+        """While only the default has run."""
+        told_s = model.simulator(self._default.route).run_knobs(self._default).span_s
+        return abs(math.log(told_s / median(one.span_s for one in self._seen))) <= OFF
 
 
 def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:

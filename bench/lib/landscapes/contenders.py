@@ -15,7 +15,7 @@ from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
-from sirtaki.autotune.meta.session import SHORT, Purpose, WarmupSession
+from sirtaki.autotune.meta.session import SHORT, WarmupSession
 from sirtaki.autotune.model.planning import ContentionLearner, Observation
 from sirtaki.autotune.trial import Arm
 
@@ -136,12 +136,10 @@ def in_session(
             first_plan = landscape.regret(now.knobs)
         spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
         if learner is not None and model is not None:
-            seen = [learner.note(course.observed(now.knobs, span_s)) for span_s in spans_s]
-            if now.purpose is Purpose.DEFAULT and learner.met_by(model):
+            learnt = learner.learn(model, [course.observed(now.knobs, span_s) for span_s in spans_s])
+            if learnt is not None:
                 session.skip_draws()
-                learner = None
-            elif any(seen):
-                model, learner = learner.learn(model), None
+                model, learner = learnt, None
                 for planner in plans:
                     planner.update_model(model)
         session.record(spans_s)

@@ -527,21 +527,19 @@ class TuningCoordinator:
         backward_s: Sequence[float],
     ) -> None:
         """Notes what the assignment took, and tells the planners what that says of contention once enough has run."""
-        now, model = session.assignment, self.model
+        knobs, model = session.assignment.knobs, self.model
+        assert model is not None  # as there is a learner
         both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
-        seen = [learner.note(Observation(knobs=now.knobs, span_s=span, backward_s=backward)) for span, backward in both]
-        if model is None:
+        seen = [Observation(knobs=knobs, span_s=span, backward_s=backward) for span, backward in both]
+        learnt = self._attempt(lambda: learner.learn(model, seen), self.model)
+        if learnt is None:
             return
-        if now.purpose is Purpose.DEFAULT and self._attempt(lambda: learner.met_by(model), True):
-            session.skip_draws()
-            self._learner = None
-        elif any(seen):
-            self._learner = None
-            self.model = self._attempt(lambda: learner.learn(model), model)
-            for planner in self._planners:
-                planner.update_model(self.model)
-            if not self._retuning:
-                self._log.knows(self.model)
+        session.skip_draws()
+        self._learner, self.model = None, learnt
+        for planner in self._planners:
+            planner.update_model(learnt)
+        if not self._retuning:
+            self._log.knows(learnt)
 
     def _tell_pace(self) -> None:
         """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""

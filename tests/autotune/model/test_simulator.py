@@ -598,12 +598,14 @@ def learnt_from(
     rng, learning = np.random.default_rng(seed), learner(model)
     job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE.times(pace), link=TRIALS_LINK, contention=truth)
     for knobs in (LEARNING_DEFAULT, *learning.draws):
-        played = job.run_knobs(knobs)
+        played, seen = job.run_knobs(knobs), list[Observation]()
         for _ in range(2):
             luck = np.exp(noise * rng.standard_normal(2))
             span_s, backward_s = (luck * (played.span_s, played.compute_end_s - played.first_ready_s)).tolist()
-            learning.note(Observation(knobs=knobs, span_s=span_s, backward_s=backward_s))
-    return learning.learn(model)
+            seen.append(Observation(knobs=knobs, span_s=span_s, backward_s=backward_s))
+        if (learnt := learning.learn(model, seen)) is not None:
+            return learnt
+    raise AssertionError("all draws have run")
 
 
 @pytest.mark.lengthy
