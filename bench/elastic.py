@@ -2,20 +2,16 @@
 
     python -m bench.elastic [--quick] [--check] [--save] [--ranks 3 4 8] [--kills 50]
 
-Each job trains a small net on one host (`bench.lib.elastic`) and commits every five steps. Whenever all ranks are
-there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration without the
-dead one. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the processes
-have written is checked in the end: commits equal on all ranks, none lost that had returned.
-
-torchft (`pip install torchft`) trains the same net beside it in the same run, one process a replica, its lighthouse
-told to look every 50 ms; this benchmark starts its processes again.
+Each job trains a small net on one host (`bench.lib.elastic_training`) and commits every five steps. Whenever all
+ranks are there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration
+without the dead one. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the
+processes have written is checked in the end: commits equal on all ranks, none lost that had returned.
 
 Bars: median recovery ≤ 1 s, worst ≤ 2 s; a join ≤ 2 s; nothing lost.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -31,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from bench.lib.harness import REPOSITORY, Report, Spread, finish, parser
 from bench.lib.ranks import RANK_ENV
@@ -169,6 +166,8 @@ PATIENCE_S = 90.0
 
 LOOK_S, CALM_S = 0.05, 1.0
 
+_Answer = TypeVar("_Answer")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
@@ -192,14 +191,14 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def sirtaki_job(folder: Path, ranks: int) -> Iterator[Callable[[], None]]:
-    """A job under sirtakirun, which starts killed ranks again."""
+def running_job(folder: Path, ranks: int) -> Iterator[None]:
+    """Meanwhile so many ranks train, and write down in this folder what happens."""
     command = [sys.executable, "-m", "sirtaki.run", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
     training = [sys.executable, "-m", "bench.lib.elastic_training", str(folder), str(ENDLESS), str(COMMIT_EVERY)]
     with (folder / "output.txt").open("w") as output:
         job = subprocess.Popen([*command, *training], env=environment(), stdout=output, stderr=output)
         try:
-            yield lambda: None
+            yield
         finally:
             job.send_signal(signal.SIGTERM)
             try:
@@ -207,40 +206,6 @@ def sirtaki_job(folder: Path, ranks: int) -> Iterator[Callable[[], None]]:
             except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
-
-
-@contextmanager
-def torchft_job(folder: Path, ranks: int) -> Iterator[Callable[[], None]]:
-    """As many replicas, which the function given starts again."""
-    from torchft.coordination import LighthouseServer
-
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=50, heartbeat_timeout_ms=1000
-    )
-    replicas: list[subprocess.Popen[bytes]] = []
-    with (folder / "output.txt").open("w") as output:
-
-        def start(number: int) -> subprocess.Popen[bytes]:
-            words = [str(folder), str(ENDLESS), str(number), lighthouse.address()]
-            command = [sys.executable, "-m", "bench.lib.torchft_replica", *words]
-            return subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
-
-        def look() -> None:
-            for number, replica in enumerate(replicas):
-                if replica.poll() is not None:
-                    replicas[number] = start(number)
-
-        replicas += [start(number) for number in range(ranks)]
-        try:
-            yield look
-        finally:
-            for replica in replicas:
-                replica.kill()
-                replica.wait()
-            lighthouse.shutdown()
-
-
-CONTENDERS = {"sirtaki": sirtaki_job, "torchft": torchft_job}
 
 
 def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
@@ -251,18 +216,17 @@ def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
     return time.time() - max(began_s) > CALM_S
 
 
-def wait_until(true: Callable[[], bool], look: Callable[[], None]) -> bool:
-    """False if it is not within `PATIENCE_S`."""
+def wait_until(look: Callable[[], _Answer]) -> _Answer | None:
+    """The first answer that is one; None after `PATIENCE_S`."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while not true():
-        look()
-        if time.monotonic() > deadline_s:
-            return False
+    while time.monotonic() < deadline_s:
+        if found := look():
+            return found
         time.sleep(LOOK_S)
-    return True
+    return None
 
 
-def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Killed:
+def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
     """One job, `kills` kills."""
     rng, found, dead = random.Random(seed), Killed(), set[int]()
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as name:
@@ -272,9 +236,9 @@ def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Kil
         def alive() -> dict[int, list[Event]]:
             return {pid: events for pid, events in diaries.read().items() if pid not in dead}
 
-        with CONTENDERS[contender](folder, ranks) as look:
+        with running_job(folder, ranks):
             for number in range(kills + 1):
-                if not wait_until(lambda: complete(alive(), ranks), look):
+                if not wait_until(lambda: complete(alive(), ranks)):
                     found.faults.append(f"{ranks} ranks were not there in {PATIENCE_S:.0f} s: {tail(folder)}")
                     break
                 if number == kills:
@@ -285,12 +249,13 @@ def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Kil
                 killed_s = time.time()
                 os.kill(victim, signal.SIGKILL)
                 dead.add(victim)
-                end_s = partial(diaries.recovered_at_s, survivors, {victim}, killed_s=killed_s, size=ranks)
-                if not wait_until(lambda wait=end_s: wait() is not None, look):
+                look = partial(diaries.recovered_at_s, survivors, {victim}, killed_s=killed_s, size=ranks)
+                recovered_s = wait_until(look)
+                if recovered_s is None:
                     found.recoveries_s.append(float("inf"))
                     found.faults.append(f"survivors did not go on: {tail(folder)}")
                     break
-                found.recoveries_s.append((end_s() or 0.0) - killed_s)
+                found.recoveries_s.append(recovered_s - killed_s)
         found.joins_s.extend(joins_s(diaries.read()))
         found.faults.extend(faults(diaries.events))
     return found
@@ -306,33 +271,25 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[3, 4, 8])
     flags.add_argument("--kills", type=int, help="in each job")
-    flags.add_argument("--only", choices=CONTENDERS, help="one contender")
     args = flags.parse_args()
     args.kills = args.kills or (5 if args.quick else 50)
     report = Report(name="elastic", settings={"ranks": args.ranks, "kills": args.kills})
-    contenders = [name for name in CONTENDERS if args.only in (None, name)]
-    if "torchft" in contenders and importlib.util.find_spec("torchft") is None:
-        contenders.remove("torchft")
-        report.notes.append("torchft is not installed here (pip install torchft), so it did not run beside")
     for ranks in args.ranks:
-        for contender in contenders:
-            found = kill_one_by_one(contender, ranks, args.kills, seed=args.seed)
-            report.rows.append(
-                {
-                    "contender": contender,
-                    "ranks": ranks,
-                    "kills": len(found.recoveries_s),
-                    "recovery_s": spread(found.recoveries_s),
-                    "worst_s": spread(found.recoveries_s).maximum,
-                    "join_s": spread(found.joins_s),
-                    "faults": len(found.faults),
-                }
-            )
-            told = ", ".join(f"{recovery_s:.2f}" for recovery_s in found.recoveries_s)
-            print(f"{contender}, {ranks} ranks: recovered in {told} s", file=sys.stderr, flush=True)
-            report.notes += [f"{contender}, {ranks} ranks: {fault}" for fault in found.faults[:5]]
-            if contender == "sirtaki":
-                judge(report, found, ranks)
+        found = kill_one_by_one(ranks, args.kills, seed=args.seed)
+        report.rows.append(
+            {
+                "ranks": ranks,
+                "kills": len(found.recoveries_s),
+                "recovery_s": spread(found.recoveries_s),
+                "worst_s": spread(found.recoveries_s).maximum,
+                "join_s": spread(found.joins_s),
+                "faults": len(found.faults),
+            }
+        )
+        told = ", ".join(f"{recovery_s:.2f}" for recovery_s in found.recoveries_s)
+        print(f"{ranks} ranks: recovered in {told} s", file=sys.stderr, flush=True)
+        report.notes += [f"{ranks} ranks: {fault}" for fault in found.faults[:5]]
+        judge(report, found, ranks)
     return finish(report, args)
 
 

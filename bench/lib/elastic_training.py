@@ -1,4 +1,4 @@
-"""The training that all contenders run: a small net, and a line in a file for each thing that has happened.
+"""The training whose ranks are killed: a small net, and a line in a file for each thing that has happened.
 
 python -m bench.lib.elastic_training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
 """
@@ -18,18 +18,6 @@ from torch import nn
 LAYERS, WIDTH, BATCH = 8, 256, 16
 
 
-def make_model() -> nn.Module:
-    """The same in all processes."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-
-def loss_of(model: nn.Module) -> torch.Tensor:
-    """Of a batch of this process's own."""
-    return model(torch.randn(BATCH, WIDTH)).square().mean()
-
-
 class Diary:
     """Lines of one process, `FOLDER/PID.jsonl`, each written at once: they outlive a SIGKILL."""
 
@@ -47,7 +35,9 @@ def main(folder: str, steps: str, commit_every: str) -> None:
     from sirtaki.torch.exceptions import HostsUpdatedInterrupt
 
     hvd.init()
-    model, diary = make_model(), Diary(Path(folder))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, diary = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), Diary(Path(folder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
@@ -62,7 +52,7 @@ def main(folder: str, steps: str, commit_every: str) -> None:
         diary.note("resume", step=state.step, size=hvd.size(), rank=hvd.rank(), hash=digest())
         while state.step < int(steps):
             optimizer.zero_grad()
-            loss_of(model).backward()
+            model(torch.randn(BATCH, WIDTH)).square().mean().backward()
             optimizer.step()
             state.step += 1
             diary.note("step", step=state.step, size=hvd.size())
