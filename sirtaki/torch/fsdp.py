@@ -223,10 +223,8 @@ class Attached:
         self._connections = _Connections(settings, carries=carries)
         self._pending: list[ShardWork | JointScatter] = []  # scatters that nobody has waited for
         self._buckets: dict[_Group, _Bucket] = {}  # of several modules, which travel as one
-        self._gathering: JointGather | None = None  # of a bucket that has not begun, and which that is
-        self._gathered_bucket: _Bucket | None = None
-        self._scattering: JointScatter | None = None
-        self._scattered_bucket: _Bucket | None = None
+        self._gathering: tuple[_Bucket, JointGather] | None = None  # of a bucket that has not begun
+        self._scattering: tuple[_Bucket, JointScatter] | None = None
         self._hooked: set[_Group] = set()  # on some rank, when modules were joined
         self._used: list[int] = []  # modules in this forward pass, in order
         self._order: list[int] | None = None  # of the modules in each forward pass; empty = there is none
@@ -627,9 +625,9 @@ class Attached:
 
     def send_gathers(self) -> None:
         """Collective: those of a bucket begin, if they have not."""
-        joint, self._gathering = self._gathering, None
-        if joint is not None:
-            joint.send()
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering[1].send()
 
     def gather(
         self, group: _Group, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor, number: int
@@ -638,16 +636,16 @@ class Attached:
 
         FSDP asks for the modules of a bucket one after the other; if it waits for one before, that begins it.
         """
-        bucket, joint, (codec, _) = self._gathered_with(group), self._gathering, self.packing
-        if joint is not None and (
-            joint.sent or bucket is not self._gathered_bucket or (joint.lanes, joint.dtype) != (lanes, shard.dtype)
-        ):
-            self.send_gathers()
+        bucket, (codec, _) = self._gathered_with(group), self.packing
+        if self._gathering is not None:
+            begun, joint = self._gathering
+            if joint.sent or bucket is not begun or (joint.lanes, joint.dtype) != (lanes, shard.dtype):
+                self.send_gathers()
         if bucket is None:
             return lanes.gather(rows, shard, codec=codec, label=number), _nothing
         if self._gathering is None:
-            self._gathering, self._gathered_bucket = JointGather(lanes, shard.dtype, codec=codec), bucket
-        joint = self._gathering
+            self._gathering = bucket, JointGather(lanes, shard.dtype, codec=codec)
+        _, joint = self._gathering
         put = joint.add(rows, shard, label=number)
         backward = torch._C._current_graph_task_id() != -1
         if self._places[group] == (bucket.again if backward else bucket.last):
@@ -678,14 +676,12 @@ class Attached:
             number: of the module.
             waits: for this one, at once.
         """
-        bucket, joint, (_, codec) = self._buckets.get(group), self._scattering, self.packing
-        if joint is not None and (
-            bucket is None
-            or waits
-            or bucket is not self._scattered_bucket
-            or (joint.lanes, joint.dtype, joint.op, joint.scale) != (lanes, whole.dtype, op, scale)
-        ):
-            self.send_scatters()
+        bucket, (_, codec) = self._buckets.get(group), self.packing
+        if self._scattering is not None:
+            begun, joint = self._scattering
+            alike = (joint.lanes, joint.dtype, joint.op, joint.scale) == (lanes, whole.dtype, op, scale)
+            if waits or bucket is not begun or not alike:
+                self.send_scatters()
         if bucket is None or waits:
             work = lanes.scatter(whole, part, op=op, scale=scale, codec=codec, label=number)
             if waits:
@@ -695,19 +691,18 @@ class Attached:
             return
         if self._scattering is None:
             Variable._execution_engine.queue_callback(self.wait)
-            self._scattering = JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
-            self._scattered_bucket = bucket
-        self._scattering.add(whole, part, label=number)
+            self._scattering = bucket, JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
+        self._scattering[1].add(whole, part, label=number)
         if self._places[group] == bucket.first:
             self.send_scatters()
 
     def send_scatters(self) -> None:
         """Collective: those of a bucket begin, if they have not."""
-        joint, self._scattering = self._scattering, None
-        if joint is not None:
+        scattering, self._scattering = self._scattering, None
+        if scattering is not None:
             self.wait_but(self.knobs.scattering - 1)
-            joint.send()
-            self._pending.append(joint)
+            scattering[1].send()
+            self._pending.append(scattering[1])
 
     # ── scatters that nobody waits for ───────────────────────────────────────────────────────────────────────────
 
