@@ -124,11 +124,6 @@ def a_compressed_tensor_comes_back_in_its_dtype(rank: int, size: int) -> None:
 
 
 @case
-def integers_are_averaged_as_horovod_does(rank: int, size: int) -> None:
-    assert hvd.allreduce(torch.tensor(rank + 1, dtype=torch.int32)).item() == int(size * (size + 1) / 2 * (1 / size))
-
-
-@case
 def what_overflows_is_infinite_without_a_warning(rank: int, size: int) -> None:
     largest = torch.full((3,), torch.finfo(torch.float32).max)
     with warnings.catch_warnings():
@@ -224,15 +219,6 @@ def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size
     if rank == 0:  # the others have joined, and take part with zeros
         same(hvd.allreduce(torch.ones(many), op=hvd.Sum), torch.ones(many))
     hvd.join()
-
-
-@case
-def names_pair_operations_submitted_in_any_order(rank: int, size: int) -> None:
-    order = [(7 * number + 3 * rank) % 20 for number in range(20)]
-    for _ in range(3):
-        handles = {n: hvd.allreduce_async(torch.full((n,), float(n + rank)), name=f"n{n}", op=hvd.Sum) for n in order}
-        for n, handle in handles.items():
-            same(hvd.synchronize(handle), torch.full((n,), size * n + size * (size - 1) / 2))
 
 
 @case

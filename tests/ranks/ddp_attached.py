@@ -130,37 +130,6 @@ def convolutions_in_channels_last_keep_their_strides() -> None:
     trains_alike(model.to(memory_format=torch.channels_last), loss)
 
 
-def parameters_may_be_unused_on_some_ranks_and_frozen() -> None:
-    loss, model = branches_loss, Branches().double()
-    alone = copy.deepcopy(model)
-    wrapped, reference, optimizer = attached(model, find_unused_parameters=True), sgd(alone), sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        loss(wrapped, dist.get_rank(), step).backward()
-        sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
-        optimizer.step()
-        reference.step()
-        assert_same(model, alone, f"after step {step}")
-    assert all(param.grad is None for param in model.branches[3].parameters())
-
-
-def two_types_travel_beside_each_other() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(9)
-            self.low, self.high = nn.Linear(6, 8), nn.Linear(8, 2).double()
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.high(torch.tanh(self.low(inputs.float())).double())
-
-    model = Mixed()
-    alone, wrapped = copy.deepcopy(model), attached(model)
-    for step in range(3):
-        gradients_alike(model, wrapped, alone, dense_loss, step, rtol=1e-5, atol=1e-6)
-
-
 def two_models_may_be_trained_in_turns() -> None:
     models = [dense_model(), Branches().double()]
     copies = [copy.deepcopy(model) for model in models]
@@ -226,31 +195,6 @@ class OwnOutput:
 @dataclass
 class Output:
     value: torch.Tensor
-
-
-class Checkpointed(nn.Module):
-    """Backward passes within the backward pass; the last layer's gradients come outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(13)
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True)
-        return self.last(checkpoint(self.second, torch.tanh(hidden), use_reentrant=True))
-
-
-def passes_may_lie_within_the_pass() -> None:
-    trains_alike(Checkpointed().double())
-
-
-def gradients_of_passes_before_count_though_the_last_one_has_none() -> None:
-    def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-        return model(batch(rank, number, 5, 6), 3 if rank == 0 and number % 2 == 0 else 0).square().mean()
-
-    trains_alike(Branches().double(), loss, passes=2, find_unused_parameters=True)
 
 
 class SharedInCheckpoints(nn.Module):
@@ -333,26 +277,6 @@ def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
     assert_same(*results, "after all steps")
 
 
-def a_pass_that_was_given_up_on_one_rank_is_not_due_there() -> None:
-    model = dense_model()
-    alone, wrapped = copy.deepcopy(model), attached(model)
-    for step in range(STEPS):
-        if dist.get_rank() == 0:  # for the log
-            torch.autograd.grad(dense_loss(wrapped, 0, step), list(model.parameters()))
-            dense_loss(wrapped, 0, step)
-        for one in (model, alone):
-            one.zero_grad()
-        with wrapped.no_sync():
-            dense_loss(wrapped, dist.get_rank(), step).backward()
-        dense_loss(alone, dist.get_rank(), step).backward()
-        same_gradients(model, alone)
-        alone.zero_grad()
-        dense_loss(wrapped, dist.get_rank(), step + STEPS).backward()
-        for each in (step, step + STEPS):
-            sum(dense_loss(alone, rank, each) for rank in ranks()).div(len(ranks())).backward()
-        same_gradients(model, alone)
-
-
 def a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised() -> None:
     model = dense_model()
     alone, wrapped = copy.deepcopy(model), attached(model)
@@ -364,23 +288,6 @@ def a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised() 
 
     for step in range(STEPS):
         gradients_alike(model, wrapped, alone, loss, step)
-
-
-def a_pass_that_raises_on_all_ranks_does_not_count() -> None:
-    model, peer = dense_model(), dense_model()
-    wrapped, alone = attached(model), peer
-    fail = True
-
-    def breaks(_: torch.Tensor) -> None:
-        if fail:
-            raise ValueError("in the middle")
-
-    model[2].weight.register_hook(breaks)
-    for step, fail in enumerate((False, True, False, True, True, False)):
-        if fail:
-            raises(ValueError, "in the middle", dense_loss(wrapped, dist.get_rank(), step).backward)
-        else:
-            gradients_alike(model, wrapped, alone, dense_loss, step)
 
 
 def a_copy_of_the_model_is_pytorchs() -> None:
@@ -402,21 +309,6 @@ def a_model_may_be_compiled() -> None:
 
 def many_steps_are_tuned_and_stay_right() -> None:
     trains_alike(dense_model(), steps=130)
-
-
-def sparse_gradients_are_reduced_too() -> None:
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
-
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        return model(torch.tensor([rank, (rank + step) % 10, 3])).square().mean()
-
-    alone, wrapped = copy.deepcopy(model), attached(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone)]
-    for step in range(STEPS):
-        gradients_alike(model, wrapped, alone, loss, step)
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 def what_cannot_be_attached_is_refused() -> None:
@@ -462,27 +354,20 @@ CASES = (
     gradients_may_be_asked_for_through_the_output,
     parameters_may_differ_where_a_pass_is_not_synchronised,
     convolutions_in_channels_last_keep_their_strides,
-    parameters_may_be_unused_on_some_ranks_and_frozen,
-    two_types_travel_beside_each_other,
     two_models_may_be_trained_in_turns,
     ranks_may_have_unequal_numbers_of_batches,
     those_that_have_joined_may_not_count,
     batches_may_be_unequal_and_parameters_unused,
-    gradients_of_passes_before_count_though_the_last_one_has_none,
-    passes_may_lie_within_the_pass,
     gradients_may_come_several_times_where_the_graph_stays,
     gradients_that_come_several_times_are_refused_elsewhere,
     what_a_model_returns_may_be_of_any_type,
     a_rank_may_use_no_parameter_at_all,
     only_the_pass_that_a_forward_has_asked_for_is_synchronised,
-    a_pass_that_was_given_up_on_one_rank_is_not_due_there,
     a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised,
-    a_pass_that_raises_on_all_ranks_does_not_count,
     a_copy_of_the_model_is_pytorchs,
     a_model_may_be_compiled,
     many_steps_are_tuned_and_stay_right,
     what_cannot_be_attached_is_refused,
-    sparse_gradients_are_reduced_too,
     a_model_whose_job_has_ended_trains_no_more_but_computes,
 )
 

@@ -386,34 +386,13 @@ def adasum_combines_updates() -> None:
             pass
 
 
-def a_process_set_trains_by_itself() -> None:
+def a_process_set_that_is_removed_closes_its_optimizers() -> None:
     if hvd.size() < 3:
         return
-    evens = hvd.add_process_set(list(range(0, hvd.size(), 2)))
-    model = mlp()
-    alone = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(plain_sgd(model), process_set=evens)
-    reference = plain_sgd(alone)
-    members = evens.ranks if evens.included() else [hvd.rank()]
-    for iteration in range(8):
-        optimizer.zero_grad()
-        mean_square(model, hvd.rank(), iteration).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        reference.zero_grad()
-        total = sum((mean_square(alone, rank, iteration) for rank in members), torch.zeros(()))
-        (total / len(members)).backward()
-        reference.step()
-        assert_same_parameters(model, alone, 1e-12)
-    # All ranks together afterwards, and two sets at the same time.
-    odds = hvd.add_process_set(list(range(1, hvd.size(), 2)))
-    mine = evens if evens.included() else odds
+    evens, odds = (hvd.add_process_set(list(range(first, hvd.size(), 2))) for first in (0, 1))
+    mine, model = evens if evens.included() else odds, mlp()
     both = hvd.DistributedOptimizer(plain_sgd(model), process_set=mine)
-    mean_square(model, hvd.rank(), 0).backward()
-    if evens.included():
-        optimizer.step()
-    both.step()
+    train(model, both, 2)
     hvd.barrier()
     assert_same_training(mlp(), mean_square)
     assert hvd.remove_process_set(evens)
@@ -524,7 +503,7 @@ FEATURES = [
     groups_of_parameters,
     a_group_leaves_as_one,
     adasum_combines_updates,
-    a_process_set_trains_by_itself,
+    a_process_set_that_is_removed_closes_its_optimizers,
     copies_and_pickles_are_plain_optimizers,
     gradients_that_are_missing_are_told,
     mistakes_are_named,
@@ -576,34 +555,6 @@ def turn(optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor, order:
     loss.backward()
     for number in order:
         optimizers[number].step()
-
-
-def trains_like_one_process(
-    turns: Sequence[Sequence[int]], *, count: int, momentum: float = 0.9, op: int = hvd.Average
-) -> None:
-    model = Trunk()
-    alone = copy.deepcopy(model)
-    theirs = make(alone, count, momentum=momentum)
-    ours = [hvd.DistributedOptimizer(each, op=op) for each in make(model, count, momentum=momentum)]
-    for iteration, order in enumerate(turns):
-        losses = [loss_of(number) for number in order]
-
-        def total(net: nn.Module, rank: int, now: int, losses: list = losses) -> torch.Tensor:
-            return sum((loss(net, rank, now) for loss in losses), torch.zeros(()))
-
-        turn(ours, total(model, hvd.rank(), iteration), order)
-        turn(theirs, joined(total, alone, iteration, op=op), order)
-        assert_same_parameters(model, alone, 1e-11, f"after turn {iteration} of {turns}")
-    assert_equal_on_all_ranks(model)
-
-
-def drawn_turns_of_three_optimizers(seeds: Sequence[int] = (1, 2)) -> None:
-    for seed in seeds:
-        drawn = random.Random(seed)
-        turns = [drawn.sample(range(3), drawn.randint(1, 3)) for _ in range(10)]
-        trains_like_one_process(
-            turns, count=3, momentum=drawn.choice([0.0, 0.9]), op=drawn.choice([hvd.Average, hvd.Sum])
-        )
 
 
 def shared_with_other_options_is_an_error_on_all_ranks() -> None:
@@ -771,34 +722,7 @@ def one_that_has_failed_waits_while_another_goes_on() -> None:
         goes_on_alone(models[number], optimizers[number], 0)
 
 
-def drawn_failures_of_three_optimizers(seeds: Sequence[int] = (1,)) -> None:
-    """Passes of one or several of them raise, one after another, before they train on together or in turns."""
-    for seed in seeds:
-        drawn = random.Random(seed)
-        model = Trunk()
-        alone = copy.deepcopy(model)
-        ours, theirs = [hvd.DistributedOptimizer(each) for each in make(model, 3)], make(alone, 3)
-        for iteration in range(8):
-            for _ in range(drawn.randint(0, 3)):
-                fail(model, *drawn.sample(range(3), drawn.randint(1, 3)))
-                if drawn.random() < 0.5:
-                    ours[drawn.randrange(3)].zero_grad()
-            order = drawn.sample(range(3), drawn.randint(1, 3))
-            losses = [loss_of(number) for number in order]
-
-            def total(net: nn.Module, rank: int, now: int, losses: list = losses) -> torch.Tensor:
-                return sum((loss(net, rank, now) for loss in losses), torch.zeros(()))
-
-            model.zero_grad()
-            total(model, hvd.rank(), iteration).backward()
-            for number in order:
-                ours[number].step()
-            turn(theirs, joined(total, alone, iteration), order)
-            assert_same_parameters(model, alone, 1e-11, f"seed {seed}, after turn {iteration}")
-
-
 LIFETIMES = [
-    drawn_turns_of_three_optimizers,
     shared_with_other_options_is_an_error_on_all_ranks,
     wrapping_twice_is_an_error,
     a_closed_optimizer_says_so,
@@ -808,19 +732,7 @@ LIFETIMES = [
     one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails,
     of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only,
     one_that_has_failed_waits_while_another_goes_on,
-    drawn_failures_of_three_optimizers,
 ]
-
-
-def drawn_turns_of_three_optimizers_many_times() -> None:
-    drawn_turns_of_three_optimizers(range(100, 140))
-
-
-def drawn_failures_of_three_optimizers_many_times() -> None:
-    drawn_failures_of_three_optimizers(range(100, 130))
-
-
-MANY_LIFETIMES = [drawn_turns_of_three_optimizers_many_times, drawn_failures_of_three_optimizers_many_times]
 
 
 # ── Optimizers that are dropped, jobs that begin and end: nothing of them is left ────────────────────────────────────
@@ -976,4 +888,4 @@ MANY_LEFTOVERS = [
 
 
 if __name__ == "__main__":
-    main([*TRAINING, *TYPES, *FEATURES, *LIFETIMES, *MANY_LIFETIMES, *LEFTOVERS, *MANY_LEFTOVERS])
+    main([*TRAINING, *TYPES, *FEATURES, *LIFETIMES, *LEFTOVERS, *MANY_LEFTOVERS])

@@ -71,9 +71,6 @@ test_plans_tried_by_the_warmup_change_no_gradient = played_on_ranks(
 )
 
 
-test_many_turns_train_right = played_on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LIFETIMES")
-
-
 test_many_lifetimes_leave_nothing = played_on_ranks(
     "optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LEFTOVERS"
 )
