@@ -31,7 +31,7 @@ from sirtaki.engine.tuning.warmup import (
     describe_result,
 )
 from sirtaki.measures import Gain, LinkModel
-from sirtaki.settings import Settings
+from sirtaki.settings import REGISTRY_OFF, Settings
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -49,34 +49,33 @@ WINNER = Knobs(unit_bytes=2 * MIB, streams=4, transport=ROUTE[0])
 LAYOUTS = [GradientLayout(sizes=(1 << 20,) * 8)]
 
 
-class OneSetting:
-    """An arm that proposes one setting, or fails."""
+class Proposes:
+    """An arm that proposes these settings one after the other, the last one for ever, or fails without any."""
 
     name = "one"
 
-    def __init__(self, knobs: Knobs | None) -> None:
-        self._knobs = knobs
+    def __init__(self, *knobs: Knobs) -> None:
+        self._left = list(knobs)
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        if self._knobs is None:
-            raise RuntimeError("on purpose")
-        return [Proposal(arm=self.name, knobs=self._knobs)]
+        return [Proposal(arm=self.name, knobs=self._left.pop(0) if len(self._left) > 1 else self._left[0])]
 
     def tell(self, trials: Sequence[Trial]) -> None:
         pass
 
 
-def fresh(arm: OneSetting, log: Path | None = None) -> TuningCoordinator:
-    """A coordinator of a job that begins, of which no registry knows anything."""
-    environ = {"SIRTAKI_REGISTRY": "off", **({"SIRTAKI_TRIAL_LOG": str(log)} if log else {})}
-    settings = Settings.from_environ(environ)
+def made(*arms: Proposes, log: Path | None = None, presumed: bool = True) -> TuningCoordinator:
+    """A coordinator of a job that begins, of which no registry knows anything; without arms, with the usual ones."""
+    settings = Settings(registry=REGISTRY_OFF, trial_log=None if log is None else str(log))
     cache = TuningCache(settings, [], ["host"] * 2)
-    return TuningCoordinator(settings, cache, default=DEFAULT, arms=[arm], discarded_iterations=1)
+    return TuningCoordinator(
+        settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed
+    )
 
 
-def after_warm_up(arm: OneSetting, log: Path | None = None) -> TuningCoordinator:
+def after_warm_up(arm: Proposes, log: Path | None = None) -> TuningCoordinator:
     """A coordinator whose warm-up is over and in whose job a re-tune has begun."""
-    coordinator = fresh(arm, log)
+    coordinator = made(arm, log=log)
     coordinator.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
     coordinator.search(SPACE, SPACE, lambda: None)
     return coordinator
@@ -91,23 +90,11 @@ def run(coordinator: TuningCoordinator, spans_s: dict[Knobs, float]) -> int:
     return iterations
 
 
-def test_without_a_session_the_default_runs_and_nothing_is_measured() -> None:
-    coordinator = fresh(OneSetting(WINNER))
-    assert not coordinator.recall(LAYOUTS, SPACE)
-    now = coordinator.assignment
-    assert (now.knobs, now.purpose) == (DEFAULT, Purpose.KEPT)
-    assert (now.discarded_iterations, now.measured_iterations) == (0, 0)
-    coordinator.record([], iteration=1)
-    coordinator.end(iteration=1)
-    coordinator.close()
-    assert not coordinator.failed
-
-
 def test_a_warm_up_begins_with_the_default_and_what_it_finds_runs_from_then_on(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    coordinator = fresh(OneSetting(WINNER), tmp_path / "log")
+    coordinator = made(Proposes(WINNER), log=tmp_path / "log")
     coordinator.recall(LAYOUTS, SPACE)
     coordinator.search(SPACE, SPACE, lambda: None)
     assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (DEFAULT, Purpose.DEFAULT)
@@ -121,27 +108,10 @@ def test_a_warm_up_begins_with_the_default_and_what_it_finds_runs_from_then_on(
     assert coordinator.assignment.knobs == DEFAULT
 
 
-def test_a_fault_in_tuning_ends_tuning_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Cache(TuningCache):
-        def first_proposals(self, *args: object) -> list[object]:  # type: ignore[override]
-            raise RuntimeError("on purpose")
-
-    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
-    cache = Cache(settings, [], ["host"] * 2)
-    coordinator = TuningCoordinator(settings, cache, default=DEFAULT, arms=[OneSetting(WINNER)], discarded_iterations=1)
-    with caplog.at_level(logging.WARNING):
-        coordinator.search(SPACE, SPACE, lambda: None)
-    assert coordinator.failed
-    assert "tuning has failed and ends here; the default runs from now on" in caplog.text
-    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (DEFAULT, Purpose.KEPT)
-    coordinator.record([1.0], iteration=5)
-    coordinator.end(iteration=5)
-
-
 def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     better = Knobs(unit_bytes=MIB, streams=8, transport=ROUTE[0])
     caplog.set_level(logging.INFO)
-    coordinator = after_warm_up(OneSetting(better))
+    coordinator = after_warm_up(Proposes(better))
     assert coordinator.assignment.knobs == WINNER
     assert 0 < run(coordinator, {better: 0.2, WINNER: 0.5}) <= RETUNE_ITERATIONS
     assert coordinator.assignment.knobs == better
@@ -151,27 +121,22 @@ def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCapture
     assert coordinator.assignment.knobs == better
 
 
-@pytest.mark.parametrize("arm", [OneSetting(DEFAULT), OneSetting(None)])
-def test_what_runs_stays_where_nothing_is_better_or_the_search_fails(arm: OneSetting) -> None:
+@pytest.mark.parametrize("arm", [Proposes(DEFAULT), Proposes()])
+def test_what_runs_stays_where_nothing_is_better_or_the_search_fails(arm: Proposes) -> None:
     coordinator = after_warm_up(arm)
     run(coordinator, {WINNER: 0.5})
     assert coordinator.assignment.knobs == WINNER
+    coordinator.record([float("inf")], iteration=230)  # it cannot be run any more
+    assert coordinator.assignment.knobs == DEFAULT
+    assert not coordinator.failed
 
 
 def test_a_job_that_ends_in_a_re_tune_leaves_what_ran(tmp_path: Path) -> None:
-    coordinator = after_warm_up(OneSetting(DEFAULT), tmp_path / "log")
+    coordinator = after_warm_up(Proposes(DEFAULT), tmp_path / "log")
     coordinator.remember()
     assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (WINNER, Purpose.KEPT)
     coordinator.close()
     assert '"event": "result"' not in (tmp_path / "log").read_text()
-
-
-def test_where_what_ran_cannot_be_run_any_more_the_default_does() -> None:
-    coordinator = after_warm_up(OneSetting(DEFAULT))
-    run(coordinator, {WINNER: 0.5})
-    coordinator.record([float("inf")], iteration=230)
-    assert coordinator.assignment.knobs == DEFAULT
-    assert not coordinator.failed
 
 
 class Listener(Watcher):
@@ -187,7 +152,7 @@ class Listener(Watcher):
 
 
 def test_watchers_hear_of_every_trial_and_of_what_it_led_to() -> None:
-    listener, coordinator = Listener(), fresh(OneSetting(WINNER))
+    listener, coordinator = Listener(), made(Proposes(WINNER))
     watchers.add(listener)
     try:
         coordinator.recall(LAYOUTS, SPACE)
@@ -225,16 +190,7 @@ def with_usual_arms(
     log: Path | None = None,
 ) -> list[str]:
     """Who proposes the settings that run; each takes a second, or what it would in that job."""
-    environ = {"SIRTAKI_REGISTRY": "off", **({} if log is None else {"SIRTAKI_TRIAL_LOG": str(log)})}
-    settings = Settings.from_environ(environ)
-    coordinator = TuningCoordinator(
-        settings,
-        TuningCache(settings, [], ["host"] * 2),
-        default=DEFAULT,
-        arms=None,
-        discarded_iterations=1,
-        presumed=presumed,
-    )
+    coordinator = made(log=log, presumed=presumed)
     coordinator.recall(LAYOUTS, SPACE)
     coordinator.search(SPACE, SPACE, make_model)
     assert not coordinator.failed
@@ -290,34 +246,31 @@ def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> C
     return Carried(knobs=knobs, settled=settled, place=HERE, trials=trials)
 
 
-def coordinator(
+def next_generation(
     *before: Carried, space: KnobSpace = SPACE, goes_on: bool = False, now: tuple[int, ...] = HERE
 ) -> TuningCoordinator:
-    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
-    made = TuningCoordinator(
-        settings, TuningCache(settings, [], ["host"] * 2), default=DEFAULT, arms=None, discarded_iterations=1
-    )
-    assert made.recall(LAYOUTS, space, before, place=now) == goes_on
-    return made
+    coordinator = made()
+    assert coordinator.recall(LAYOUTS, space, before, place=now) == goes_on
+    return coordinator
 
 
-def tried(made: TuningCoordinator) -> list[Knobs]:
+def tried(job: TuningCoordinator) -> list[Knobs]:
     """What runs until something is kept, one after the other."""
     ran = []
-    while (now := made.assignment).purpose is not Purpose.KEPT:
+    while (now := job.assignment).purpose is not Purpose.KEPT:
         ran.append(now.knobs)
-        made.record([0.5 if now.knobs == WINNER else 1.0] * now.measured_iterations, iteration=len(ran))
+        job.record([0.5 if now.knobs == WINNER else 1.0] * now.measured_iterations, iteration=len(ran))
     return ran
 
 
-def begin(made: TuningCoordinator) -> None:
-    made.search(SPACE, SPACE, lambda: None)
+def begin(job: TuningCoordinator) -> None:
+    job.search(SPACE, SPACE, lambda: None)
 
 
 def test_a_winner_runs_on_where_it_has_won_and_begins_the_search_elsewhere() -> None:
-    made = coordinator(carried(WINNER, settled=True), goes_on=True)
-    assert (made.assignment.knobs, made.assignment.purpose) == (WINNER, Purpose.KEPT)
-    elsewhere = coordinator(carried(WINNER, settled=True), now=ELSEWHERE)
+    job = next_generation(carried(WINNER, settled=True), goes_on=True)
+    assert (job.assignment.knobs, job.assignment.purpose) == (WINNER, Purpose.KEPT)
+    elsewhere = next_generation(carried(WINNER, settled=True), now=ELSEWHERE)
     begin(elsewhere)
     assert WINNER in tried(elsewhere)[:3]
 
@@ -328,16 +281,16 @@ def test_ranks_that_come_back_find_what_they_had_found() -> None:
     brought.leave("model", carried(WINNER, settled=True))
     brought.leave("model", replace(carried(DEFAULT, settled=True), place=ELSEWHERE))
     brought.leave("other", carried(DEFAULT, settled=True))
-    assert coordinator(*brought.of("model"), goes_on=True).assignment.knobs == WINNER
+    assert next_generation(*brought.of("model"), goes_on=True).assignment.knobs == WINNER
 
 
 def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
     narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
-    coordinator(carried(WINNER, settled=True), space=narrow)
+    next_generation(carried(WINNER, settled=True), space=narrow)
 
 
 def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:
-    first = coordinator()
+    first = next_generation()
     begin(first)
     for number in range(12):
         now = first.assignment
@@ -347,12 +300,12 @@ def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only()
     knobs, trials = found
     assert len(trials) >= 3
     assert first.assignment.purpose is Purpose.KEPT  # it has ended
-    again = coordinator(carried(knobs, settled=False, trials=trials))
+    again = next_generation(carried(knobs, settled=False, trials=trials))
     begin(again)
-    fresh = coordinator()
-    begin(fresh)
-    assert len(tried(again)) < len(tried(fresh))
-    elsewhere = coordinator(carried(WINNER, settled=False, trials=trials), now=ELSEWHERE)
+    anew = next_generation()
+    begin(anew)
+    assert len(tried(again)) < len(tried(anew))
+    elsewhere = next_generation(carried(WINNER, settled=False, trials=trials), now=ELSEWHERE)
     begin(elsewhere)
     assert WINNER in tried(elsewhere)
 
@@ -374,45 +327,26 @@ def streams(count: int) -> Knobs:
     return Knobs(unit_bytes=32 * MIB, streams=count, transport=TransportKind.GLOO)
 
 
-class TwoProposals:
-    """Proposes two settings."""
-
-    name = "two"
-
-    def __init__(self) -> None:
-        self._left = [streams(2), streams(4)]
-
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
-        return [Proposal(arm=self.name, knobs=self._left.pop(0))] if self._left else []
-
-    def tell(self, trials: Sequence[Trial]) -> None:
-        pass
-
-
 def session(*spans_s: float) -> WarmupSession:
     """After so many assignments: the default, then measurements of the first proposal."""
-    job = WarmupSession(space=TOLD_SPACE, default=streams(1), arm=TwoProposals(), rng=np.random.default_rng(0))
+    job = WarmupSession(
+        space=TOLD_SPACE, default=streams(1), arm=Proposes(streams(2), streams(4)), rng=np.random.default_rng(0)
+    )
     for span_s in spans_s:
         job.record([span_s] * job.assignment.measured_iterations)
     return job
 
 
-def test_before_the_default_is_measured_nothing_is_promised() -> None:
-    progress = describe_progress(session(), None)
-    assert progress.line() == (
+def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> None:
+    nothing = describe_progress(session(), None)
+    assert nothing.line() == (
         "tuning, step 0 of at most 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
     )
-    assert progress.bar().startswith("tuning [.....] 0/100; now measuring the default: ")
-
-
-def test_while_nothing_beats_the_default_that_is_said() -> None:
+    assert nothing.bar().startswith("tuning [.....] 0/100; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
         "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
-
-
-def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> None:
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
     assert progress.line().startswith(
         "tuning, step 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "

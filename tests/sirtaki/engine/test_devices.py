@@ -36,39 +36,36 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     return found
 
 
-def on(*places: str) -> list[Any]:
-    return [SimpleNamespace(device=torch.device(place)) for place in places]
+HOST: Opened = {"timeout_s": 9.0}
 
 
-def settings(transport: TransportKind | None = None) -> Any:
-    return SimpleNamespace(transport=transport, transport_timeout_s=9.0)
+def by_nccl(index: int, how: str) -> Opened:
+    return {**HOST, "device": f"cuda {index}", "nccl": f"nccl on cuda {index}, {how}, 9.0"}
 
 
-def test_gradients_on_the_host_need_no_device(opened: Opened) -> None:
-    for params in (on("cpu", "cpu"), []):
-        assert open_router(None, settings(), params) == "the router"  # type: ignore[arg-type]
-        assert opened == {"timeout_s": 9.0}
-
-
-@pytest.mark.parametrize(("places", "index"), [(["cpu", "cuda:1", "cuda:0"], 1), (["cuda"], 3)])
-def test_those_on_gpus_go_by_nccl_on_the_first_one(
-    places: list[str], index: int, opened: Opened, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("places", "transport", "wanted", "told"),
+    [
+        (["cpu", "cpu"], None, HOST, []),
+        ([], None, HOST, []),
+        (["cuda"], None, by_nccl(3, "if it is there"), []),
+        (["cpu", "cuda:1", "cuda:0"], None, by_nccl(1, "if it is there"), []),
+        (["cuda"], TransportKind.NCCL, by_nccl(3, "forced"), []),
+        (["cuda"], TransportKind.STAGED, {**HOST, "device": "cuda 3"}, []),
+        (["xpu:0", "cpu", "mps"], None, HOST, ["gradients on mps, xpu travel through host memory"]),
+    ],
+)
+def test_gradients_go_by_nccl_on_the_first_gpu_unless_told_otherwise_and_through_the_host_from_other_devices(
+    places: list[str],
+    transport: TransportKind | None,
+    wanted: Opened,
+    told: list[str],
+    opened: Opened,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    open_router(None, settings(), on(*places))  # type: ignore[arg-type]
-    device = f"cuda {index}"
-    assert opened == {"timeout_s": 9.0, "device": device, "nccl": f"nccl on {device}, if it is there, 9.0"}
-    assert caplog.messages == []
-
-
-def test_nccl_can_be_asked_for_or_left_out(opened: Opened) -> None:
-    open_router(None, settings(TransportKind.NCCL), on("cuda:0"))  # type: ignore[arg-type]
-    assert opened["nccl"] == "nccl on cuda 0, forced, 9.0"
-    open_router(None, settings(TransportKind.STAGED), on("cuda:0"))  # type: ignore[arg-type]
-    assert opened == {"timeout_s": 9.0, "device": "cuda 0"}
-
-
-def test_other_devices_are_told_to_go_through_the_host(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    params: list[Any] = [SimpleNamespace(device=torch.device(place)) for place in places]
+    settings: Any = SimpleNamespace(transport=transport, transport_timeout_s=9.0)
     with caplog.at_level(logging.WARNING):
-        open_router(None, settings(), on("xpu:0", "cpu", "mps"))  # type: ignore[arg-type]
-    assert caplog.messages == ["gradients on mps, xpu travel through host memory"]
-    assert opened == {"timeout_s": 9.0}
+        assert open_router(None, settings, params) == "the router"  # type: ignore[arg-type]
+    assert opened == wanted
+    assert caplog.messages == told

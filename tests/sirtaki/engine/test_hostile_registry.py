@@ -209,6 +209,10 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     (told,) = [warning for warning in warnings if says in warning]
     assert ("; rank 0, iteration 7)" in told) == (says in ("without planners", "tuning has failed")), told
     assert coordinator.assignment.knobs in SPACE
+    assert coordinator.failed == (says == "tuning has failed")
+    if coordinator.failed:
+        assert "the default runs from now on" in told
+        assert coordinator.assignment.knobs == DEFAULT
 
 
 def model_that_fails() -> None:
