@@ -271,16 +271,6 @@ cases = st.integers(1, 7).flatmap(
 
 @settings(deadline=None)  # a busy machine may pause any example
 @given(cases)
-def test_the_optimum_is_that_of_trying_all_groups(case):
-    durations_s, sizes, alpha_s, beta = case
-    ready_s = Profile.from_durations(durations_s).issuable_s
-    ends = merge_optimally(ready_s, sizes, alpha_s=alpha_s, beta_s_per_byte=beta)
-    best = min(end_s(ready_s, sizes, other, alpha_s=alpha_s, beta=beta) for other in all_group_ends(len(sizes)))
-    assert end_s(ready_s, sizes, ends, alpha_s=alpha_s, beta=beta) == pytest.approx(best)
-
-
-@settings(deadline=None)  # a busy machine may pause any example
-@given(cases)
 def test_the_optimum_agrees_with_the_simulator_and_the_oracle(case):
     durations_s, sizes, alpha_s, beta = case
     sizes = [size + 1 for size in sizes[:5]]
