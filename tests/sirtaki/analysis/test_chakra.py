@@ -48,17 +48,6 @@ def own(nodes: list[chakra_files.ReadNode]) -> list[chakra_files.ReadNode]:
     return [node for node in nodes if node.kind == chakra_files.COMP_NODE]
 
 
-def test_a_ranks_own_nodes_follow_each_other_without_a_gap_but_for_waiting(tmp_path: Path) -> None:
-    for job in (on_one_host(), over_a_link()):
-        recording = record(job)
-        for rank, nodes in enumerate(nodes_of(tmp_path, recording)):
-            known, mine = {node.number: node for node in nodes}, own(nodes)
-            assert [node.control for node in mine] == [[], *([node.number] for node in mine[:-1])]
-            assert all(node.begin_us == max([known[other].end_us for other in node.data], default=0) for node in mine)
-            clock = histories(recording).clocks[rank]
-            assert mine[-1].end_us == round(1e6 * clock(recording.ranks[rank].iterations[-1].end_s))
-
-
 def test_a_unit_is_one_number_on_all_ranks_and_waits_for_what_issued_it_and_its_stream(tmp_path: Path) -> None:
     ranks = nodes_of(tmp_path, record(over_a_link(streams=2)))
     units = [[node for node in nodes if node.kind == COMM_COLL_NODE] for nodes in ranks]

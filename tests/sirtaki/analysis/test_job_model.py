@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from fakes.played_jobs import GLOO, made_job, plan_of, record
 from fakes.recordings import with_iterations
-from fakes.replays import DURATIONS, on_one_host, over_a_link, times
+from fakes.replays import on_one_host, over_a_link, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,16 +215,6 @@ def check_same(job: JobModel, *, detail: Detail = Detail.OPERATORS, offsets_s: d
         assert again.phases_s.get(phase, 0.0) == pytest.approx(seconds, rel=1e-6, abs=1e-7), phase
 
 
-UNEVEN = {0: DURATIONS, 1: (0.02, 0.02, 0.03, 0.04)}
-
-
-@pytest.mark.parametrize(
-    "recorded_as", [{}, {"offsets_s": {1: 5.0}}, {"detail": Detail.UNITS}], ids=["operators", "two clocks", "units"]
-)
-def test_a_job_over_a_link_is_the_same_again_whatever_was_recorded_and_by_which_clock(recorded_as) -> None:
-    check_same(over_a_link(durations_s=UNEVEN, iterations=3), **recorded_as)
-
-
 def test_ranks_that_share_two_processors_are_the_same_again() -> None:
     durations_s = {rank: (0.02, 0.01 + 0.01 * rank, 0.03, 0.02) for rank in range(4)}
     job = on_one_host(durations_s=durations_s, streams=2, capacity=2)
@@ -242,14 +233,22 @@ seconds = st.floats(0.001, 0.05)
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([1.0, 2.0, 64.0]),
+    st.sampled_from([{}, {"offsets_s": {1: 5.0}}, {"detail": Detail.UNITS}]),
 )
 def test_whatever_was_played_is_played_again(
-    durations_s: list[tuple[float, ...]], cuts: tuple[int, ...], streams: int, between_hosts: bool, capacity: float
+    durations_s: list[tuple[float, ...]],
+    cuts: tuple[int, ...],
+    streams: int,
+    between_hosts: bool,
+    capacity: float,
+    recorded_as: dict[str, Any],
 ) -> None:
+    """By whichever clock, and with what was recorded; ranks of one host have one clock."""
     job = over_a_link if between_hosts else on_one_host
-    check_same(
-        job(durations_s=dict(enumerate(durations_s)), cuts=cuts, streams=streams, data_s={0: 0.01}, capacity=capacity)
+    played = job(
+        durations_s=dict(enumerate(durations_s)), cuts=cuts, streams=streams, data_s={0: 0.01}, capacity=capacity
     )
+    check_same(played, **(recorded_as if between_hosts else {}))
 
 
 def test_a_recording_without_a_common_iteration_is_refused() -> None:

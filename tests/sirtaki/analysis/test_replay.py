@@ -344,13 +344,6 @@ def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() 
         assert times(asked).iteration_s > 0
 
 
-def test_knobs_cut_every_buffer() -> None:
-    job = on_one_host(cuts=(4,))
-    asked = with_knobs(job, Knobs(unit_bytes=4000, streams=2, transport=TransportKind.GLOO))
-    assert len(asked.iterations[0].operations) == 7
-    assert {one.lane for one in asked.iterations[0].operations} == {"gloo stream 0", "gloo stream 1"}
-
-
 def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> None:
     job = over_a_link()
     with pytest.raises(ReplayError, match=r"nothing is known of mpi flat.*known: gloo flat"):
