@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 import sirtaki.torch as hvd
-from sirtaki.errors import ConfigError, GradientError, StaleReadError
+from sirtaki.errors import ConfigError, StaleReadError
 from sirtaki.torch import overlap as awaited
 
 # ── what scripts do between steps ────────────────────────────────────────────────────────────────────────────────
@@ -109,27 +108,6 @@ def checkpointed_normed_and_frozen() -> None:
 
     assert_same(Odd(), square)
     assert_same(Perceptron(), square, after=after)
-
-
-def what_raises_in_between() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        value = loss()
-        try:
-            raise_in_backward(value).backward()
-        except ZeroDivisionError:
-            optimizer.zero_grad()
-            loss().backward()
-        optimizer.step()
-
-    count = iter(range(10_000))
-
-    def raise_in_backward(value: torch.Tensor) -> torch.Tensor:
-        if next(count) % 5 == 4:
-            value.register_hook(lambda _: 1 // 0)
-        return value
-
-    assert_same(Perceptron(), square, step=step)
 
 
 def a_look_on_one_rank_only() -> None:
@@ -232,20 +210,6 @@ def a_read_that_was_not_learned_is_found_by_the_check() -> None:
         model.layers[2].weight.detach()
 
 
-def a_write_before_all_gradients_have_come_raises_at_the_step() -> None:
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(adam(model.parameters()), model.named_parameters(), overlap_forward=True)
-    for number in range(6):  # reads are learned in one of the first iterations
-        plain_step(optimizer, lambda now=number: model[1](model[0](numbers(now, 4, 8))).square().mean())
-        optimizer.zero_grad()
-        model[number % 2](numbers(number, 4, 8)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=number % 3 > 0)
-        with pytest.raises(GradientError, match=r"written before it was reduced"):
-            optimizer.step()
-    plain_step(optimizer, lambda: model[0](numbers(6, 4, 8)).square().mean())
-    optimizer.finish()
-
-
 def optimizers_that_look_at_all_parameters_are_refused() -> None:
     class Global(Signs):
         @torch.no_grad()
@@ -255,30 +219,15 @@ def optimizers_that_look_at_all_parameters_are_refused() -> None:
             for param in params:
                 param.sub_(param.grad / total, alpha=0.01)
 
-    class Clipping(Signs):
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:
-            params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-            total = torch.stack([param.grad.norm() for param in params]).norm()  # which is small in the first steps
-            for param in params:
-                param.sub_(param.grad / (total / 1000.0).clamp(min=1.0), alpha=0.01)
-
-    class Counting(Signs):
-        def step(self, closure: None = None) -> None:
-            self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
-            super().step()
-
     model = Perceptron()
     with pytest.raises(ConfigError, match="LBFGS looks at all parameters"):
         hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), overlap_forward=True)
-    by_others = "by what belongs to others"
-    for kind, why in ((Global, by_others), (Clipping, by_others), (Counting, "its option count")):
-        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), overlap_forward=True)
-        square(model, 0).backward()
-        if hvd.size() > 1:
-            with pytest.raises(ConfigError, match=why):
-                optimizer.step()
-        optimizer.close()
+    optimizer = hvd.DistributedOptimizer(Global(model.parameters(), lr=0.1), overlap_forward=True)
+    square(model, 0).backward()
+    if hvd.size() > 1:
+        with pytest.raises(ConfigError, match="by what belongs to others"):
+            optimizer.step()
+    optimizer.close()
     optimizer = hvd.DistributedOptimizer(adam(model.parameters()), overlap_forward=True)
     with pytest.raises(ConfigError, match="closure"):
         optimizer.step(lambda: square(model, 0))
@@ -338,12 +287,10 @@ CASES = (
     averages_copies_and_vectors,
     evaluation_and_other_forwards,
     checkpointed_normed_and_frozen,
-    what_raises_in_between,
     a_look_on_one_rank_only,
     reads_past_python_are_waited_for,
     memory_that_parameters_share_is_never_stale,
     a_read_that_was_not_learned_is_found_by_the_check,
-    a_write_before_all_gradients_have_come_raises_at_the_step,
     optimizers_that_look_at_all_parameters_are_refused,
     compiled_models_wait,
     a_dropped_optimizer_makes_its_updates_and_is_gone,

@@ -73,11 +73,6 @@ def use(plan: SparsePlan) -> None:
             choice.plan = plan
 
 
-def one_embedding() -> None:
-    assert_same_training(Model().double(), loss_of, make_optimizer=plain_sgd, steps=STEPS)
-    assert_same_training(Model().double(), loss_of, make_optimizer=plain_sgd, steps=STEPS, op=hvd.Sum)
-
-
 def several_embeddings() -> None:
     model = Model(4).double()
     assert_same_training(model, loss_of, make_optimizer=plain_sgd, steps=STEPS)
@@ -199,47 +194,6 @@ def halves_are_added_up_as_dense_ones() -> None:
             assert torch.equal(everybody, found.expand_as(everybody)), PLANS[iteration % 7].describe()
 
 
-def process_sets() -> None:
-    if hvd.size() < 3:
-        return
-    members = list(range(0, hvd.size(), 2))
-    there = hvd.add_process_set(members)
-    if hvd.rank() in members:
-        model, alone = Model(2).double(), Model(2).double()
-        ours = hvd.DistributedOptimizer(plain_sgd(model), process_set=there)
-        theirs = plain_sgd(alone)
-        for iteration in range(STEPS):
-            ours.zero_grad()
-            loss_of(model, hvd.rank(), iteration).backward()
-            ours.step()
-            theirs.zero_grad()
-            (sum(loss_of(alone, rank, iteration) for rank in members) / len(members)).backward()
-            theirs.step()
-            assert_same_parameters(model, alone, 1e-12, f"after step {iteration}")
-        ours.close()
-    hvd.remove_process_set(there)
-
-
-def ranks_that_have_joined_give_no_rows() -> None:
-    model = Model(2).double()
-    alone = copy.deepcopy(model)
-    ours, theirs = hvd.DistributedOptimizer(plain_sgd(model)), plain_sgd(alone)
-
-    def steps_of(rank: int) -> int:
-        return STEPS - 3 * rank if STEPS > 15 else STEPS - rank
-
-    for iteration in range(steps_of(hvd.rank())):
-        ours.zero_grad()
-        loss_of(model, hvd.rank(), iteration).backward()
-        ours.step()
-        theirs.zero_grad()
-        there = [rank for rank in range(hvd.size()) if iteration < steps_of(rank)]
-        (sum(loss_of(alone, rank, iteration) for rank in there) / hvd.size()).backward()
-        theirs.step()
-        assert_same_parameters(model, alone, 1e-12, f"after step {iteration}")
-    hvd.join()
-
-
 def a_rank_without_rows_and_one_that_has_joined_hold_nobody_up() -> None:
     """One rank waits for the sum of the rows of one optimizer, another for that of another one's dense gradients."""
     table, dense = nn.Embedding(ROWS, WIDTH, sparse=True).double(), nn.Parameter(torch.zeros(3).double())
@@ -315,12 +269,9 @@ def a_thousand_random_steps() -> None:
 
 
 CASES = [
-    one_embedding,
     several_embeddings,
     tied_embeddings,
     embeddings_tied_to_a_dense_layer,
-    process_sets,
-    ranks_that_have_joined_give_no_rows,
     a_rank_without_rows_and_one_that_has_joined_hold_nobody_up,
 ]
 ANY_PATH = [

@@ -305,9 +305,3 @@ def test_ranks_combine_in_a_balanced_tree_and_have_the_same_bits(size: int) -> N
     found = over(vectors)
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0], tree(vectors))
-
-
-def test_ranks_that_have_the_same_keep_it_and_ranks_at_right_angles_add_up() -> None:
-    same = torch.tensor([3.0, -1.0])
-    assert over([same] * 4)[0].tolist() == pytest.approx(same.tolist())
-    assert over(list(torch.eye(4)))[3].tolist() == [1.0] * 4

@@ -72,11 +72,3 @@ def test_what_adasum_has_no_use_for_is_harmless_or_refused() -> None:
         assert param.tolist() == [0.0, 0.0]
 
     on_jobs(1, act)
-
-
-def test_a_number_of_ranks_that_is_no_power_of_two_is_refused() -> None:
-    def act(rank: int) -> None:
-        with pytest.raises(NotImplementedError, match="a power of two, not 3"):
-            made()
-
-    on_jobs(3, act)

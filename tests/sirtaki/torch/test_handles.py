@@ -121,14 +121,6 @@ def test_an_operation_in_place_leaves_the_tensor_alone_until_it_is_synchronised(
     on_jobs(SIZE, act)
 
 
-def test_ranks_that_name_different_roots_all_hear_of_it() -> None:
-    def act(rank: int) -> None:
-        with pytest.raises(MismatchError, match=r"root ranks .*: rank 0 has 0, ranks 1, 2 have 1"):
-            broadcast(torch.zeros(1), min(rank, 1), name="x")
-
-    on_jobs(3, act)
-
-
 def test_ranks_of_a_process_set_are_named_by_their_rank_among_all() -> None:
     def act(rank: int) -> None:
         some = add_process_set([1, 2])

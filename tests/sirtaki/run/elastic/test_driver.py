@@ -150,27 +150,6 @@ def test_programs_that_join_nothing_end_well(start: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_the_machine_of_the_driver_is_lost_and_then_that_of_the_next_one(start: Callable) -> None:
-    job = start("-H", "a:1,b:1,c:1,d:1,e:1", "--min-np", 2, "--on-driver-loss", "go-on", *AGENTS)
-    first = job.of_size(5)
-    agents = job.agents()
-    for pid in (job.process.pid, agents["a"]):
-        os.kill(pid, signal.SIGKILL)
-    job.wait()
-    job.until(lambda: len(again := job.generation()) == 5 and again[0]["number"] > 1, timeout_s=60.0)
-    second = job.generation()
-    assert {record["pid"] for record in first[1:]} < {record["pid"] for record in second}
-    (successor,) = [pid for pid, line in job.processes().items() if "elastic.launch" in line]
-    for pid in (successor, agents["b"]):
-        os.kill(pid, signal.SIGKILL)
-    job.until(lambda: len(third := job.generation()) == 5 and third[0]["number"] > second[0]["number"], timeout_s=60.0)
-    assert job.generation()[0]["steps"] > second[0]["steps"]
-    assert {record["pid"] for record in first[2:]} < {record["pid"] for record in job.generation()}
-    (job.folder / "stop").touch()
-    job.until(lambda: not job.processes(), timeout_s=30.0)
-
-
-@pytest.mark.slow
 def test_the_user_can_end_a_job_whose_driver_was_lost(start: Callable) -> None:
     job = start("-H", "a:1,b:1", "--min-np", 1, "--on-driver-loss", "go-on", *AGENTS)
     job.of_size(2)

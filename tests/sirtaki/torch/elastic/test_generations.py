@@ -42,13 +42,6 @@ def test_a_rank_is_killed(start: Start, phase: str) -> None:
         job.run().check(ended=2, killed=1)
 
 
-@pytest.mark.parametrize("phase", ["callback", "joined", "met", "syncing"])
-@pytest.mark.slow
-def test_a_rank_is_killed_while_others_recover(start: Start, phase: str) -> None:
-    with start(ranks=4, faults=[(2, 5, "backward", "kill"), (0, 5, phase, "kill")]) as job:
-        job.run().check(ended=2, killed=2)
-
-
 @pytest.mark.integration
 def test_rank_0_and_another_one_are_killed_in_the_same_moment_and_replaced(start: Start) -> None:
     faults = [(0, 5, "in_step", "kill"), (3, 5, "in_step", "kill")]
@@ -72,26 +65,6 @@ def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
     judge.check(ended=2, dismissed=1)
     sizes = [lines[0]["size"] for lines in judge.effective()]
     assert [sizes[0], max(sizes), sizes[-1]] == [2, 3, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["joined", "met"])
-def test_who_comes_dies_before_it_has_state(start: Start, phase: str) -> None:
-    faults = [(0, 3, "before_step", "add"), (2, 0, phase, "kill")]
-    with start(ranks=2, iterations=30, pause_s=0.02, faults=faults) as job:
-        job.run().check(ended=2, killed=1)
-
-
-@pytest.mark.slow
-def test_one_comes_while_another_dies(start: Start) -> None:
-    faults = [
-        (0, 3, "before_step", "add"),
-        (1, 4, "commit", "kill"),
-        (2, 5, "in_step", "add"),
-        (0, 9, "in_step", "kill"),
-    ]
-    with start(ranks=3, iterations=40, pause_s=0.02, faults=faults) as job:
-        job.run().check(ended=3, killed=2)
 
 
 @pytest.mark.slow

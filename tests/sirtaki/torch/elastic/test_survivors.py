@@ -56,12 +56,6 @@ def test_rank_0_and_another_one_are_killed(play: Play) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["callback", "joined", "met", "syncing"])
-def test_a_rank_is_killed_while_others_recover(play: Play, phase: str) -> None:
-    play(4, faults=[(2, 5, "backward", "kill"), (0, 5, phase, "kill")]).check(ended=2, killed=2)
-
-
-@pytest.mark.slow
 def test_an_error_of_the_scripts_own_is_recovered_from_by_all(play: Play) -> None:
     judge = play(3, faults=[(1, 5, "before_step", "raise_")])
     judge.check(ended=3)
