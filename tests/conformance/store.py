@@ -1,8 +1,10 @@
 """What every registry store must do, whatever database is behind it."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from conformance.graphs import chain_graph
@@ -41,6 +43,24 @@ TRIAL = {
     "status": "failed",
     "was_best": False,
 }
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
+
+
+def changed_in(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value at the path."""
+    if not path:
+        return value
+    data = copy.deepcopy(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
 
 
 def make_entry(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.graphs import chain_graph
-from conformance.store import make_entry, make_shard_way, make_way
+from conformance.store import changed_in, make_entry, make_shard_way, make_way, places_in
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs, to_builtins
@@ -127,24 +127,7 @@ JSON = st.recursive(
 )
 
 
-def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value in a JSON document."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
-
-
 PLACES = places_in(GOOD)
-
-
-def changed_at(path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    data = copy.deepcopy(GOOD)
-    inner = data
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return data
 
 
 def test_json_comes_back_as_the_same_entry() -> None:
@@ -155,7 +138,7 @@ def test_json_comes_back_as_the_same_entry() -> None:
 @given(st.sampled_from(PLACES), JSON)
 def test_any_value_in_any_place_is_an_entry_or_a_registry_error(path: tuple[Any, ...], value: Any) -> None:
     try:
-        entry = entry_from_json(changed_at(path, value))
+        entry = entry_from_json(changed_in(GOOD, path, value))
     except RegistryError as err:
         message = str(err)
     else:
@@ -219,7 +202,7 @@ def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
 )
 def test_what_is_invalid_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
-        entry_from_json(changed_at(path, value))
+        entry_from_json(changed_in(GOOD, path, value))
 
 
 def test_entries_of_old_releases_do_not_say_which_gradients_they_reduced() -> None:
@@ -232,8 +215,8 @@ def test_entries_of_old_releases_do_not_say_which_gradients_they_reduced() -> No
 
 def test_entries_of_old_releases_write_their_link_in_another_way() -> None:
     old = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e8, "concurrency": [1.0, 1.5]}
-    assert entry_from_json(changed_at(("link",), old)).link == LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8))
-    unknown = entry_from_json(changed_at(("link",), {**old, "concurrency": []})).link
+    assert entry_from_json(changed_in(GOOD, ("link",), old)).link == LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8))
+    unknown = entry_from_json(changed_in(GOOD, ("link",), {**old, "concurrency": []})).link
     assert unknown == LinkModel(alpha_s=1e-3, throughput=(1e8,))
 
 
@@ -260,7 +243,7 @@ def test_a_missing_field_is_named() -> None:
     )
 )
 def test_all_knobs_of_the_tuner_pass(knobs: Knobs) -> None:
-    found = entry_from_json(changed_at(("knobs",), json.loads(json.dumps(knobs.to_json()))))
+    found = entry_from_json(changed_in(GOOD, ("knobs",), json.loads(json.dumps(knobs.to_json()))))
     assert Knobs.from_json(found.knobs) == knobs
 
 

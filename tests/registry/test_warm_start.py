@@ -55,10 +55,6 @@ def hosts(ranks: int, per_host: int = 2) -> Topology:
     return Topology.from_ranks([f"host{rank // per_host}" for rank in range(ranks)])
 
 
-def test_an_empty_store_has_nothing_near(store: Store) -> None:
-    assert find(store, chain_graph([1]), hosts(2)) == []
-
-
 @pytest.mark.lengthy
 def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
     """Pruning, stretches and batches must not lose anything."""
@@ -103,11 +99,6 @@ def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Sto
     assert find(store, entry.model, entry.topology, device="cuda") == []
     (match,) = find(store, entry.model, entry.topology, dtype="float16")
     assert 0 < match.distance < 0.1
-
-
-def test_entries_beyond_the_distance_are_left_out(store: Store) -> None:
-    store.save(make_entry(model=chain_graph([10] * 20)))
-    assert find(store, chain_graph([99] * 5), hosts(4), max_distance=0.2) == []
 
 
 def test_of_equals_the_complete_one_comes_first(store: Store) -> None:

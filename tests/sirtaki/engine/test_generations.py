@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes.meshes import until
 
 from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
@@ -207,16 +208,9 @@ def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent
     assert client.change() == Change(0)
     for change in (Change.ADDED, Change.REMOVED):
         agent.channel.send(Changed(change))
-    soon(lambda: client.change() == Change.ADDED | Change.REMOVED)
+    until(lambda: client.change() == Change.ADDED | Change.REMOVED)
     joined(client, agent, number=2)
     assert client.change() == Change(0)
-
-
-def soon(true: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("when", ["while it meets the others", "before it asks", "while it trains"])
@@ -232,15 +226,15 @@ def test_a_rank_hears_of_a_member_that_has_died_and_fails_what_waits_for_it(
     agent.channel.send(Changed(Change.REMOVED))
     agent.channel.send(Changed(Change.REMOVED, "host b is lost"))
     agent.channel.send(Changed(Change.REMOVED, "host c is lost"))
-    soon(lambda: in_vain() == "host b is lost")
+    until(lambda: in_vain() == "host b is lost")
     if when == "before it asks":
         client.on_loss(told.append)
     if when != "while it meets the others":
-        soon(lambda: told == ["host b is lost"])
+        until(lambda: told == ["host b is lost"])
     assert client.change() == Change.REMOVED
     joined(client, agent, number=2)
     agent.channel.send(Changed(Change.REMOVED, "host d is lost"))
-    soon(lambda: in_vain() == "host d is lost")
+    until(lambda: in_vain() == "host d is lost")
     assert "host d is lost" not in told  # it concerns another generation, for which nobody has asked
 
 

@@ -1,6 +1,5 @@
 """Whatever JSON lies in the registry, a job gets settings that fit it, or none, and never an exception."""
 
-import copy
 import json
 import logging
 import sqlite3
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conformance.store import make_entry
+from conformance.store import changed_in, make_entry, places_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -108,22 +107,6 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return registry
 
 
-def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
-
-
-def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    data = copy.deepcopy(data)
-    inner = data
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return data
-
-
 def fresh(folder: Path) -> Path:
     """Where no file of an earlier example lies."""
     return Path(tempfile.mkdtemp(dir=folder)) / "registry.db"
@@ -140,7 +123,7 @@ def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Pat
         entry = json.loads(body)
         for _ in range(data.draw(st.integers(0, 3))):
             place = data.draw(st.sampled_from(places_in(entry)))
-            entry = changed(entry, place, data.draw(VALUES))
+            entry = changed_in(entry, place, data.draw(VALUES))
         if isinstance(entry, dict) and isinstance(entry.get("knobs"), dict) and data.draw(st.booleans()):
             entry["knobs"]["cuts"] = data.draw(CUTS)
         connection.execute("UPDATE entries SET body = ? WHERE id = ?", (json.dumps(entry), name))

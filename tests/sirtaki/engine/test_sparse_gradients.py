@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -445,7 +444,6 @@ def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch
 
 # ── what earlier jobs have kept ──────────────────────────────────────────────────────────────────────────────────────
 
-MOST = LEARNING_ITERATIONS + 2 * CHECKS + ROUNDS * N_CANDIDATES + 1
 FORM = RowFormat(TABLE_ROWS, TABLE_WIDTH, torch.float32)
 HOT = SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 1, 2), cold=SparsePath.OWNER)
 
@@ -539,30 +537,6 @@ def test_a_way_that_is_none_here_is_not_taken(path: str) -> None:
         created_s=0.0,
     )
     assert plan_of(way, counts()) is None
-
-
-def iterations_until_kept(path: Path, *, looked_up: int = LOOKED_UP) -> int:
-    def act(rank: Trains) -> int:
-        while rank.sparse.choices["a"].stage is not Stage.KEEP and rank.iteration < MOST:
-            rank.iterate(looked_up=looked_up)
-        assert len(rank.sparse.summaries) == 1
-        return rank.iteration
-
-    (found,) = set(on_training_ranks(2, act, registry=str(path)))
-    return int(found)
-
-
-@pytest.mark.slow
-def test_a_second_job_starts_from_what_was_kept_and_one_with_another_skew_tries_ways(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    tried = iterations_until_kept(path)
-    with closing(open_store(str(path))) as store:
-        (way,) = store.ways(RowWay)
-    assert (way.name, way.key.n_rows, way.key.row_bytes) == ("a", TABLE_ROWS, 4 * TABLE_WIDTH)
-    assert way.span_s > 0.0
-    again = iterations_until_kept(path)
-    assert again < tried if way.path == "gather" else again != tried
-    assert iterations_until_kept(path, looked_up=3 * LOOKED_UP) > LEARNING_ITERATIONS
 
 
 TOLD = re.compile(r"(even|popular): kept after (\d+), (probed|not probed), (\w+)")

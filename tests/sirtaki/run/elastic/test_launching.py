@@ -28,17 +28,11 @@ def script(folder: Path, text: str, *, mode: int = 0o755) -> str:
     return str(path)
 
 
-def test_hosts_with_and_without_slots(tmp_path: Path) -> None:
+def test_what_is_an_answer(tmp_path: Path) -> None:
     text = "echo node1:4; echo; echo '  node2  '; echo '# none'; echo node3.x-y:1 '# spot'"
     assert ask_script(script(tmp_path, text), 2) == {"node1": 4, "node2": 2, "node3.x-y": 1}
-
-
-def test_no_host_is_an_answer(tmp_path: Path) -> None:
     assert ask_script(script(tmp_path, "true"), 1) == {}
-
-
-def test_a_command_with_arguments_is_run_by_a_shell() -> None:
-    assert ask_script("printf 'a:%s\\n' 3", 1) == {"a": 3}
+    assert ask_script("printf 'a:%s\\n' 3", 1) == {"a": 3}  # a command with arguments, which a shell runs
 
 
 @pytest.mark.parametrize(
