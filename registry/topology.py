@@ -138,23 +138,16 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         host_names: Sequence[str],
         *,
         devices: Sequence[str] | None = None,
-        device_indices: Sequence[int | None] | None = None,
         host_kinds: Mapping[str, str] | None = None,
-        local_link: LinkClass = _UNKNOWN,
-        network_link: LinkClass = _UNKNOWN,
     ) -> Topology:
         """The topology of ranks on named hosts; all sequences are `(world_size,)`, by rank. Names are not kept."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(host_names))}
         devices = devices or ["cpu"] * len(host_names)
-        device_indices = device_indices or [None] * len(host_names)
         return cls(
-            places=tuple(
-                Place(numbers[name], device, index)
-                for name, device, index in zip(host_names, devices, device_indices, strict=True)
-            ),
+            places=tuple(Place(numbers[name], device, None) for name, device in zip(host_names, devices, strict=True)),
             host_kinds=tuple((host_kinds or {}).get(name, "") for name in numbers),
-            local_link=local_link,
-            network_link=network_link,
+            local_link=_UNKNOWN,
+            network_link=_UNKNOWN,
         )
 
     @property

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,20 +10,24 @@ from msgspec.structs import replace
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry.checked import checked
-from sirtaki.registry.topology import LinkClass, Topology
+from sirtaki.registry.topology import LinkClass, Place, Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 
+def on_devices(hosts: Sequence[str], devices: Sequence[str], numbers: Sequence[int | None]) -> Topology:
+    """Ranks of hosts of one kind, each on the device of that number."""
+    found = Topology.from_ranks(hosts, devices=devices, host_kinds=dict.fromkeys(hosts, "x"))
+    places = (Place(place.host, place.device, number) for place, number in zip(found.places, numbers, strict=True))
+    return replace(found, places=tuple(places))
+
+
 @given(HOSTS, st.data())
 def test_json_comes_back_as_the_same_topology(hosts: list[str], data: st.DataObject) -> None:
-    topology = Topology.from_ranks(
-        hosts,
-        devices=data.draw(st.lists(st.sampled_from(["cpu", "H100"]), min_size=len(hosts), max_size=len(hosts))),
-        device_indices=data.draw(st.lists(st.sampled_from([None, 0, 1]), min_size=len(hosts), max_size=len(hosts))),
-        host_kinds={"a": "c5.large"},
-        network_link=LinkClass.of(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
-    )
+    devices = data.draw(st.lists(st.sampled_from(["cpu", "H100"]), min_size=len(hosts), max_size=len(hosts)))
+    numbers = data.draw(st.lists(st.sampled_from([None, 0, 1]), min_size=len(hosts), max_size=len(hosts)))
+    link = LinkClass.of(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5)
+    topology = replace(on_devices(hosts, devices, numbers), network_link=link)
     assert checked(Topology, json.loads(json.dumps(to_builtins(topology)))) == topology
 
 
@@ -33,25 +38,19 @@ def test_the_fingerprint_knows_no_names_and_no_order(hosts: list[str], names: li
     assert Topology.from_ranks(renamed).fingerprint() == Topology.from_ranks(hosts).fingerprint()
 
 
-BASE = Topology.from_ranks(
-    ["a", "a", "b", "b"], devices=["H100"] * 4, device_indices=[0, 1, 0, 1], host_kinds={"a": "x", "b": "x"}
-)
+BASE = on_devices("aabb", ["H100"] * 4, [0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Topology.from_ranks(["a", "a", "a", "b"], devices=["H100"] * 4, device_indices=[0, 1, 2, 0]),
+        on_devices("aaab", ["H100"] * 4, [0, 1, 2, 0]),
         replace(BASE, host_kinds=("x", "y")),
         replace(BASE, network_link=LinkClass(bandwidth_log2=30)),
         replace(BASE, local_link=LinkClass(latency_log2=10)),
         replace(BASE, places=(BASE.places[0], *BASE.places[:3])),
-        Topology.from_ranks(
-            ["a", "a", "b", "b"], devices=["H100"] * 4, device_indices=[0, 0, 0, 1], host_kinds={"a": "x", "b": "x"}
-        ),
-        Topology.from_ranks(
-            ["a", "a", "b", "b"], devices=["A100"] * 4, device_indices=[0, 1, 0, 1], host_kinds={"a": "x", "b": "x"}
-        ),
+        on_devices("aabb", ["H100"] * 4, [0, 0, 0, 1]),
+        on_devices("aabb", ["A100"] * 4, [0, 1, 0, 1]),
     ],
     ids=["grouping", "host kind", "bandwidth", "latency", "more ranks a host", "shared device", "device"],
 )

@@ -147,9 +147,9 @@ def test_a_read_only_store_is_searched_too(tmp_path: Path) -> None:
 
 
 CLUSTERS = st.builds(
-    Topology.from_ranks,
+    lambda hosts, link: structs.replace(Topology.from_ranks(hosts), network_link=link),
     st.lists(st.sampled_from("abcd"), min_size=1, max_size=9),
-    network_link=st.sampled_from([LinkClass(), LinkClass(bandwidth_log2=30)]),
+    st.sampled_from([LinkClass(), LinkClass(bandwidth_log2=30)]),
 )
 
 

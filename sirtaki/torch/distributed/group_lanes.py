@@ -7,7 +7,6 @@ their own, which are opened in the same way.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -25,8 +24,6 @@ from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
 from sirtaki.errors import CommError, PeerFaultError, PeerLostError
 from sirtaki.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
 """How long ranks that destroy a group wait for each other."""
