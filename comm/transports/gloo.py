@@ -399,7 +399,6 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 ONE_HOP_BYTES = 16 << 10
 """Up to here each rank sends all of a unit to every other rank, which saves the way back of what was added up."""
 
-
 AHEAD = 3
 """Units of one stream whose summands are under way at the same time."""
 

@@ -1,6 +1,8 @@
 """What can carry units, how many streams of it, and what is left when something cannot be opened."""
 
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.groups import LoneOpener
+from torch.distributed import HashStore
 
 from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
@@ -18,6 +21,7 @@ from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclT
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
+from sirtaki.comm.transports.gloo import DirectTransport
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
@@ -84,6 +88,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
             size=2,
             local_rank=0,
             local_sizes=local_sizes,
+            one_node=False,
             failures=FailureBoard(),
             minimum=lambda values: np.full_like(values, descriptors),
             agree_on_success=lambda problem: None,
@@ -117,6 +122,33 @@ def test_the_streams_that_a_plan_uses_are_named_once_for_each_algorithm() -> Non
     there = CommPlan(numel=4, units=units, streams=3, transport=GLOO)
     assert streams_of(there, FLAT) == [StreamSpec(2, 512), StreamSpec(2, None)]
     assert streams_of(there, TREE) == [StreamSpec(0)]
+
+
+@pytest.mark.parametrize(
+    ("way_s", "size", "one_node", "direct"),
+    [(5e-3, 4, False, True), (0.0, 4, False, False), (5e-3, 2, False, False), (5e-3, 4, True, False)],
+)
+def test_units_go_straight_only_where_messages_between_more_than_two_nodes_take_long(
+    monkeypatch: pytest.MonkeyPatch, way_s: float, size: int, one_node: bool, direct: bool
+) -> None:
+    def maximum(values: Any) -> Any:
+        time.sleep(way_s * math.log2(size))
+        return values
+
+    monkeypatch.setattr(Router, "_possible", lambda self: ((GLOO, FLAT),))
+    control: Any = SimpleNamespace(
+        rank=0,
+        size=size,
+        local_sizes=(1,) * size,
+        one_node=one_node,
+        failures=FailureBoard(),
+        minimum=lambda values: np.full_like(values, 1000.0),
+        maximum=maximum,
+        store=lambda: (HashStore(), "127.0.0.1"),
+        agree_on_success=lambda problem: None,
+    )
+    router = Router(control, timeout_s=1.0)
+    assert isinstance(router.transports[GLOO, FLAT], DirectTransport) is direct
 
 
 def test_routes_that_cannot_be_made_are_left_out_and_told_by_rank_0(
