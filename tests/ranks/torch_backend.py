@@ -209,6 +209,17 @@ def sizes_that_do_not_fit_are_refused() -> None:
             raise AssertionError("it was not refused")
 
 
+def what_gloo_refuses_is_refused() -> None:
+    part = torch.zeros(0, 2, dtype=torch.complex64)  # PyTorch 2.13's work does not know that it has failed
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.BOR
+    try:
+        dist.group.WORLD._reduce_scatter_base(part, part.clone(), options).wait()
+    except (RuntimeError, ValueError):
+        return
+    raise AssertionError("there is no bitwise or of complex numbers")
+
+
 def a_message_may_come_from_anybody() -> None:
     if len(ranks()) == 1:
         return
@@ -360,6 +371,7 @@ CASES = (
     many_gathers_and_sums_may_be_under_way,
     gathers_may_be_coalesced,
     sizes_that_do_not_fit_are_refused,
+    what_gloo_refuses_is_refused,
     a_message_may_come_from_anybody,
     objects_and_barriers_pass,
     subgroups_count_their_own_ranks,

@@ -301,7 +301,8 @@ class GlooWork(FillingWork):
         limit_s = timeout.total_seconds()
         deadline_s = time.monotonic() + limit_s if limit_s > 0 else float("inf")
         while True:
-            slice_s = max(1e-3, min(FAULT_LOOK_S, deadline_s - time.monotonic()))
+            begin_s = time.monotonic()
+            slice_s = max(1e-3, min(FAULT_LOOK_S, deadline_s - begin_s))
             try:
                 return self._work.wait(timedelta(seconds=slice_s))
             except RuntimeError as err:
@@ -309,7 +310,9 @@ class GlooWork(FillingWork):
                     raise fresh(fault) from err
                 if self._work.is_completed():
                     break
-                if time.monotonic() > deadline_s:
+                now_s = time.monotonic()
+                # Some works of PyTorch's do not know that they have failed: those raise before the slice is over.
+                if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
 

@@ -31,8 +31,8 @@ def test_what_trains_over_the_backend_trains_as_one_process(play: Play, rank_cas
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.integration)])
 def test_drawn_sequences_of_collectives_give_what_gloo_gives(run_ranks: RunRanks, ranks: int) -> None:
-    output = run_ranks("torch_backend_reference.py", ranks, 60, env=OVER_MESH).stdout
-    assert output.count("60 sequences agree") == ranks
+    output = run_ranks("torch_backend_reference.py", ranks, 120, env=OVER_MESH).stdout
+    assert output.count("120 sequences agree") == ranks
 
 
 @pytest.mark.slow
