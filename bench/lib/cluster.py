@@ -11,9 +11,8 @@ Upwards (eth0) an HTB class shapes the link and one child class per hashed pair 
 that queue behind bulk data would throttle the opposite direction. Where packets take time on their way, a program
 stands in the bridge's place and holds them up (`delaying_switch`; netem is not in every kernel).
 
-Nothing exists outside the namespaces, and these
-live inside one PID namespace whose first process dies with ours: leaving, Ctrl-C and a crash all end in the kernel
-taking everything away, so there is nothing to find or to clean up later.
+Nothing exists outside the namespaces, and these live inside one PID namespace whose first process dies with ours:
+leaving, Ctrl-C and a crash all end in the kernel taking everything away, so there is nothing to clean up later.
 """
 
 import contextlib
@@ -257,17 +256,8 @@ class NetLab:
     def _delay_packets(self) -> None:
         ports = [f"port{node}" for node in range(self.shape.nodes)]
         program = f"from bench.lib.cluster import delaying_switch; delaying_switch({ports!r}, {self.shape.delay_s!r})"
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *self._enter(),
-            "env",
-            f"--chdir={os.getcwd()}",
-            sys.executable,
-            "-c",
-            program,
-        ]
+        here = ["env", f"--chdir={os.getcwd()}", sys.executable, "-c"]
+        command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), *here, program]
         self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._delays.stdout is not None
         if self._delays.stdout.readline() != "ready\n":
