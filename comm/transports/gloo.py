@@ -417,7 +417,7 @@ class _Path:
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
         self._given = self._begun = 0  # units, counted by whoever gives them and by the thread that begins them
-        self._coming: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None] | None]]] = deque()
+        self._coming: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
 
@@ -435,19 +435,14 @@ class _Path:
         work.attempt(lambda: self._coming.append((work, failed, self._send(unit, op, scale))), failed)
         while self._coming and (len(self._coming) == AHEAD or self._begun == self._given):
             earlier, failed, add_up = self._coming.popleft()
-            finish: list[Callable[[], None] | None] = []
-            if earlier.attempt(lambda: finish.append(add_up()), failed):  # noqa: B023 - called at once
-                if finish[0] is None:
-                    earlier.finish()
-                else:
-                    self._sums.put(partial(earlier.run, finish[0], failed))
+            earlier.attempt(lambda: self._sums.put(partial(earlier.run, add_up(), failed)), failed)  # noqa: B023 - at once
 
-    def _send(self, unit: torch.Tensor, op: ReduceOp, scale: float) -> Callable[[], Callable[[], None] | None]:
+    def _send(self, unit: torch.Tensor, op: ReduceOp, scale: float) -> Callable[[], Callable[[], None]]:
         """Sends a unit's parts to the ranks that add them up.
 
         Returns:
             Waits for the summands of this rank's part, adds them up, and returns what waits for the sums of the other
-            parts; None where every rank adds up all.
+            parts, of which there are none where every rank adds up all.
         """
         rank, size, numel = self._rank, self._size, unit.numel()
         tag = 2 * self._begun % (NO_TRADE - 1)  # and the next one, for the way back
@@ -463,12 +458,12 @@ class _Path:
         summands = [*others[:rank], mine, *others[rank:]]
         came = self._transport.trade(parts, summands, stream=self._number, tag=tag)
 
-        def add_up() -> Callable[[], None] | None:
+        def add_up() -> Callable[[], None]:
             came()
             reduce_share(summands, 0, mine.numel(), op=op, scale=scale, outputs=[mine])
             self._scratch.append(memory)
             if in_one_hop:
-                return None
+                return lambda: None
             return self._transport.trade([mine] * size, parts, stream=self._number, tag=tag + 1)
 
         return add_up
