@@ -233,10 +233,11 @@ class GroupLanes:
         if (pipeline := self._pipeline) is not None:
             pipeline.fail(destroyed)
         self._gathers.put(None)
+        self._take_leave()
+        self._ranks.failures.report(destroyed)  # which ends waits for what another rank has not begun
         for thread in (self._thread, self._gatherer):
             if thread is not None:
                 thread.join(LEAVE_S)
-        self._take_leave()
         self._ranks.free()
         if pipeline is not None:
             pipeline.close(together=False)
