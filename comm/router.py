@@ -313,6 +313,17 @@ class Router:
 
     # ── units on their way ───────────────────────────────────────────────────────────────────────────────────────
 
+    def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
+        """Does what units need that are submitted to a stream from now on: beside the caller, where it has a thread.
+
+        Args:
+            act: raises nothing.
+            route: of the units.
+            stream: of the route, open.
+        """
+        if not self.transports[route].prepare(act, stream=StreamSpec(stream)):
+            act()
+
     def all_reduce(
         self,
         buffer: FlatBuffer,

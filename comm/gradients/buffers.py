@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ..device import Device, Event, copy_
 from ..plan import FLAGS, GradientLayout
 from ..router import Router
 from ..transports.contract import FlatBuffer, ReduceOp
+from ..transports.shared_memory import CHUNK_ELEMENTS
 
 
 class Pace(Enum):
@@ -188,7 +190,8 @@ REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 
 # How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
 _USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
-_NOBODYS = torch.empty(0).untyped_storage()
+_NOTHING = torch.empty(0)
+_NOBODYS = _NOTHING.untyped_storage()
 
 
 class GradientBuffers:
@@ -332,7 +335,7 @@ class GradientBuffers:
             and dense_strides(param) == place.stride()
         )
 
-    def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
+    def fill(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Copies gradients into their places, all at once.
 
         Raises:
@@ -411,6 +414,75 @@ class GradientBuffers:
             self._device.launch(self.places[position].copy_, self.lent.pop(position))
 
 
+LARGE_ELEMENTS = 1 << 18
+"""From this size on a gradient is copied in pieces of it, so that a unit need not wait for all of the gradient."""
+
+
+class Copies:
+    """Gradients on their way into the flat buffers of the host, which the threads that carry units copy.
+
+    One thread adds, any may copy: what is needed first is copied first.
+
+    Attributes:
+        count: how much there is to copy, in gradients and pieces of large ones.
+        copied: how much of that is copied.
+        cut: of those in pieces of `LARGE_ELEMENTS`, by position: how much there is before them.
+    """
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._copying = threading.Lock()
+        self.cut: dict[int, int] = {}
+        self.count = self.copied = 0
+
+    def add(self, positions: Sequence[int], places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """They are to be copied, each to its place, which has the same form."""
+        if max(map(torch.Tensor.numel, places)) < LARGE_ELEMENTS:
+            self._targets += places
+            self._sources += gradients
+        else:
+            for position, place, gradient in zip(positions, places, gradients, strict=True):
+                if place.numel() >= LARGE_ELEMENTS and place.stride() == gradient.stride():
+                    self.cut[position] = len(self._targets)
+                    self._targets += torch.split(_as_it_lies(place), LARGE_ELEMENTS)
+                    self._sources += torch.split(_as_it_lies(gradient), LARGE_ELEMENTS)
+                else:
+                    self._targets.append(place)
+                    self._sources.append(gradient)
+        self.count = len(self._targets)
+
+    def copy(self, until: int) -> None:
+        """Copies what was not copied before, of the first so many."""
+        with self._copying, torch.no_grad():  # gradients made with create_graph=True have a graph
+            part = slice(self.copied, until)
+            if not (targets := self._targets[part]):
+                return
+            sources = self._sources[part]
+            self._sources[part] = [_NOTHING] * len(sources)  # nobody needs their memory any more
+            if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
+                targets, sources = _in_chunks(targets, sources)
+            torch._foreach_copy_(targets, sources)
+            self.copied = until
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without holes in the order in which they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _in_chunks(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Both in parts that torch copies in the calling thread alone, where they are contiguous."""
+    targets_cut, sources_cut = list[torch.Tensor](), list[torch.Tensor]()
+    for target, source in zip(targets, sources, strict=True):
+        whole = not (target.is_contiguous() and source.is_contiguous())
+        targets_cut += [target] if whole else torch.split(target.view(-1), CHUNK_ELEMENTS)
+        sources_cut += [source] if whole else torch.split(source.view(-1), CHUNK_ELEMENTS)
+    return targets_cut, sources_cut
+
+
 class Arrivals:
     """What has come so far in this iteration, and its way into the flat buffers and out of them.
 
@@ -418,6 +490,7 @@ class Arrivals:
     same, and counts for the other ranks. Parameters are named by their positions in the buffers' order.
 
     Attributes:
+        copies: those that other threads do; None = none.
         positions: of the parameters, in the order in which their gradients came.
         gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
         versions: of those tensors; `buffers.WRITTEN` = written since they came.
@@ -427,13 +500,15 @@ class Arrivals:
         lost_written: parameters whose gradients were written in place before that, while they were reduced perhaps.
     """
 
-    def __init__(self, buffers: GradientBuffers) -> None:
+    def __init__(self, buffers: GradientBuffers, *, beside: bool = False) -> None:
+        """Args: `beside`: threads that carry units copy what `add_in_order` has noted, which takes no time here."""
         self._buffers = buffers
         # Three lists, as a tuple for each gradient would be one more object to make and to collect.
         self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
         self.versions: list[int] = []
         self._copied = 0
+        self.copies = Copies() if beside else None
         self.own = 0
         self.lost_replaced: list[int] = []
         self.lost_written: list[int] = []
@@ -479,7 +554,7 @@ class Arrivals:
     def copy_in(self, since: int | None = None) -> int:
         """Copies what has come since the last time into the flat buffers, all at once; returns how many that were.
 
-        Where a gradient fits its place, `.grad` is the view from then on.
+        Where a gradient fits its place, `.grad` is the view from then on, also where `copies` has yet to fill it.
 
         Args:
             since: what came from this number on was noted by `add_in_order` just now, so that nobody can have touched
@@ -510,7 +585,9 @@ class Arrivals:
             return False
         if not buffers.have_form(part, fresh):
             return False
-        buffers.fill(own, fresh)
+        copies = None if looks else self.copies
+        if copies is None:
+            buffers.fill(own, fresh)
         try:
             deque(map(setattr, params, repeat("grad"), views), maxlen=0)
         except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
@@ -518,6 +595,8 @@ class Arrivals:
                 if param.grad is not gradient:
                     param.grad = gradient
             return False
+        if copies is not None:
+            copies.add(own, buffers.places[part], fresh)
         self.gradients[first:], self.versions[first:] = views, map(VERSION, views)
         return True
 

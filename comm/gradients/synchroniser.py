@@ -46,8 +46,10 @@ from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_
 from .buffers import (
     FLAG_COUNT,
+    LARGE_ELEMENTS,
     Arrivals,
     ControlFlags,
+    Copies,
     GradientBuffers,
     LostEdits,
     Pace,
@@ -337,8 +339,10 @@ class Synchroniser:
             )
             self.compressed.lay_out(self._buffers.groups, self.plans)
         self._flags.write(Said(reprofile=self._order.asks, complete=True))
-        self._arrivals = Arrivals(self._buffers)
         traced = timeline.current is not None or recorder.current is not None
+        self._arrivals = Arrivals(
+            self._buffers, beside=not (device.streams or self.profiling or traced or self.compressed is not None)
+        )
         self._now = Iteration(
             in_order=not (device.streams or self.profiling or self._several_devices or traced),
             ready_events=[None] * self.n_params if self.profiling else [],
@@ -423,9 +427,29 @@ class Synchroniser:
         if trace is not None and count:
             trace.copies.append((begin, self._device.record_event(), count))
 
+    def _prepare(self, copies: Copies, unit: ScheduledUnit) -> None:
+        """Has copied what a unit waits for, and scaled, beside this thread if the unit's stream has one."""
+        needed, last, layout = copies.count, unit.due[0], unit.group.layout
+        if last in copies.cut:
+            start = layout.offsets[unit.group.indices.index(self._buffers.order[last])]
+            needed = min(needed, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
+
+        def act() -> None:
+            try:
+                copies.copy(needed)
+                if self._reduction.prescale != 1.0:
+                    scale_(unit.group.buffer.tensor[unit.start : unit.stop], self._reduction.prescale)
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                self._control.failures.report(self._with_place(err, unit))
+
+        self._router.prepare(act, route=unit.route, stream=unit.stream)
+
     def _submit(self, now: Iteration, unit: ScheduledUnit) -> None:
         reduction, buffer = self._reduction, unit.group.buffer
-        if reduction.prescale != 1.0:
+        copies = self._arrivals.copies
+        if copies is not None and copies.copied < copies.count:
+            self._prepare(copies, unit)
+        elif reduction.prescale != 1.0:
             self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
         issued = None if now.trace is None else self._device.record_event()
         carrier = self._router if self.compressed is None or self.profiling else self.compressed

@@ -371,6 +371,18 @@ class Transport(ABC):
         The range may be empty; it must not be touched until the work is done.
         """
 
+    def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
+        """Has a thread of the stream do this before it looks at units that are submitted from now on.
+
+        Args:
+            act: raises nothing.
+            stream: that is open.
+
+        Returns:
+            False, and nothing is done: the stream has no thread.
+        """
+        return False
+
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
         """Sends this rank's parcels and receives those for it; in order with all other units of the stream.
 

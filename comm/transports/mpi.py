@@ -111,6 +111,11 @@ class MpiTransport(StreamTransport[_Stream]):
             f"elements [{start}, {stop})",
         )
 
+    def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
+        """Has the stream's thread do it."""
+        self.streams[stream.number].put(act)
+        return True
+
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
         """Has the stream's thread carry the parcels by MPI."""
         if parcels.empty:

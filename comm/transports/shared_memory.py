@@ -285,6 +285,7 @@ class _Task:
     """One unit on its way through the gates.
 
     Attributes:
+        posted: the others have been told that it is in.
         receive: of an exchange: takes this rank's parcels out of the other ranks' buffers; None = a reduction.
     """
 
@@ -293,6 +294,7 @@ class _Task:
     stop: int = 0
     op: ReduceOp = ReduceOp.SUM
     scale: float = 1.0
+    posted: bool = True
     receive: Callable[[], None] | None = None
     work: ThreadWork = field(default_factory=ThreadWork)
 
@@ -318,7 +320,9 @@ class _Stream:
         self._counters = region.numpy().view(np.int64).reshape(2, control.local_size)
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
-        self._incoming: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[_Task | Callable[[], None]] = queue.SimpleQueue()
+        # What the thread has to do before it has posted all units: counted by who submits them, and by the thread.
+        self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_Task] = deque()
         self._to_complete: deque[_Task] = deque()
         self._reduced = self._completed = 0
@@ -344,16 +348,32 @@ class _Stream:
             self.close()
             raise
 
+    def prepare(self, act: Callable[[], None] | _Task) -> None:
+        """Has the thread do this, or post this unit, behind all that it still has to prepare."""
+        self._to_prepare += 1
+        self._incoming.put(act)
+        if self._incoming.qsize() == 1:  # else it has not come to what was put before
+            self._doorbell.ring_own()
+
     def submit(self, task: _Task) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
+        if self._to_prepare != self._prepared:
+            task.posted = False
+            self.prepare(task)
+            return
         self._incoming.put(task)
+        self._post()
         posted = self._counters[POSTED]
-        posted[self._me] += 1
-        self._doorbell.ring_others()
         if posted.min() == posted[self._me]:  # else whoever posts last wakes this rank's thread: nobody is so for all
             self._doorbell.ring_own()
 
+    def _post(self) -> None:
+        self._counters[POSTED, self._me] += 1
+        self._doorbell.ring_others()
+
     def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # not Linux; sandboxes
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it interrupts nobody who computes
         try:
             while not self._closing:
                 if not self._advance():
@@ -372,7 +392,7 @@ class _Stream:
         """Moves every unit that can move; False if none could."""
         moved = False
         while not self._incoming.empty():
-            self._to_reduce.append(self._incoming.get())
+            self._take(self._incoming.get())
         while self._to_reduce and int(self._counters[POSTED].min()) > self._reduced:
             self._reduce(self._to_reduce.popleft())
             moved = True
@@ -382,6 +402,16 @@ class _Stream:
             self._to_complete.popleft().work.finish()
             moved = True
         return moved
+
+    def _take(self, task: _Task | Callable[[], None]) -> None:
+        if not isinstance(task, _Task):
+            task()
+        else:
+            self._to_reduce.append(task)
+            if task.posted:
+                return
+            self._post()
+        self._prepared += 1
 
     def _bounds(self, task: _Task) -> tuple[int, int]:
         """This rank's share of a unit; empty on ranks that own none."""
@@ -436,7 +466,7 @@ class _Stream:
     def _lose(self, rank: int) -> None:
         """A rank of this node has ended; what it has not posted will never come."""
         while not self._incoming.empty():
-            self._to_reduce.append(self._incoming.get())
+            self._take(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
             return
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
@@ -495,6 +525,11 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
         task = _Task(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
+
+    def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
+        """Has the stream's thread do it."""
+        self.streams[stream.number].prepare(act)
+        return True
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
         """Copies the parcels for this rank out of the others' buffers, which must be shared ones on one node."""

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import torch
 
@@ -104,6 +105,28 @@ def keeps_many_units_on_many_streams_apart(control: ControlPlane, router: Router
         assert_close(buffer.tensor, wanted, torch.float32, control.size)
 
 
+def does_first_what_units_need(control: ControlPlane, router: Router, route: Route) -> None:
+    """Elements are written just before their units, in the streams' threads where these have some."""
+    streams, numel = min(4, router.max_streams()), 60_000
+    for repetition in range(20):
+        shared, mine = random.Random(repetition), random.Random(control.rank)
+        cuts = sorted({0, numel, *(shared.randrange(numel) for _ in range(30))})
+        buffer = router.allocate(numel, torch.float32)
+        given, works = values(control.rank, numel, torch.float32, repetition), list[Work]()
+        for start, stop in itertools.pairwise(cuts):
+            stream = shared.randrange(streams)
+            write = partial(buffer.tensor[start:stop].copy_, given[start:stop])
+            if mine.random() < 0.7:
+                router.prepare(write, route=route, stream=stream)
+            else:
+                write()
+            works.append(router.all_reduce(buffer, start, stop, route=route, stream=stream))
+        for work in works:
+            finish(router, work)
+        wanted = expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0, repetition)
+        assert_close(buffer.tensor, wanted, torch.float32, control.size)
+
+
 def plan_on(streams: int, route: Route) -> CommPlan:
     transport, algorithm = route
     units = tuple(Unit(start=i, stop=i + 1, stream=i, algorithm=algorithm) for i in range(streams))
@@ -129,3 +152,5 @@ def check_route(control: ControlPlane, router: Router, route: Route) -> None:
         reduces_twenty_five_megabytes(control, router, route)
     goes_on_with_fewer_streams_and_with_more_again(control, router, route)
     keeps_many_units_on_many_streams_apart(control, router, route)
+    if not router.device.streams:
+        does_first_what_units_need(control, router, route)

@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -48,6 +49,32 @@ def mean_square(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
 
 def an_ordinary_loop() -> None:
     assert_same_training(mlp(), mean_square)
+
+
+def large_gradients_in_many_units_on_several_streams() -> None:
+    """Some lie in more units than one, and small ones between them; one in another memory format."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 128, 1),
+        nn.Conv2d(128, 256, 3),
+        nn.Flatten(),
+        nn.Linear(256, 1100),
+        nn.Tanh(),
+        nn.Linear(1100, 300),
+    ).to(torch.float64)
+    model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        return model(batch(rank, iteration, 2, 9, dtype=torch.float64).view(2, 1, 3, 3)).square().mean()
+
+    current = job.current()
+    usual = current.settings
+    for streams, unit_bytes in ((1, 1_500_000), (3, 1_500_000), (2, 200_000)):
+        current.settings = replace(usual, tune=False, unit_bytes=unit_bytes, streams=streams)
+        try:
+            assert_same_training(copy.deepcopy(model), loss, gradient_predivide_factor=2.0)
+        finally:
+            current.settings = usual
 
 
 def gradients_that_are_never_zeroed() -> None:
@@ -215,6 +242,7 @@ def gradients_may_be_asked_for_through_the_output() -> None:
 TRAINING = [
     an_ordinary_loop,
     gradients_may_be_asked_for_through_the_output,
+    large_gradients_in_many_units_on_several_streams,
     gradients_that_are_never_zeroed,
     an_order_that_differs_between_ranks_and_iterations,
     an_order_that_changes_for_good_is_learned_anew,
