@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from sirtaki.comm.transports.contract import ReduceOp, ThreadWork, Worker
+from sirtaki.comm.transports.mpi import mpi_all_reduce_
 from sirtaki.torch_backend import register
 
 if TYPE_CHECKING:
@@ -233,6 +235,39 @@ class Ddp(Contender):
     def describe(self) -> str:
         """See `Contender`."""
         return self._description + (f"; {self.sync.knobs.describe()}" if self.sync is not None else "")
+
+
+class OverMpi(Contender):
+    """As Horovod does where gradients are large: one thread all-reduces each where it lies, in the order they come."""
+
+    def __init__(self, make_model: ModelMaker, comm: MPI.Comm) -> None:
+        """Collective; gradients come in the same order on all ranks."""
+        super().__init__(make_model)
+        self._comm, self._thread = comm.Dup(), Worker("mpi")
+        self._works: list[ThreadWork] = []
+        for param in self.model.parameters():
+            param.register_post_accumulate_grad_hook(self._reduce)
+
+    def _reduce(self, param: torch.Tensor) -> None:
+        work, gradient = ThreadWork(), param.grad
+        assert gradient is not None
+        self._works.append(work)
+        scale = 1.0 / self._comm.size
+        average = partial(mpi_all_reduce_, gradient, comm=self._comm, op=ReduceOp.SUM, scale=scale)
+        self._thread.put(partial(work.run, average, "MPI"))
+
+    def step(self) -> None:
+        """See `Contender`."""
+        self.forward(self.batch).sum().backward()
+        while self._works:
+            self._works.pop(0).wait(60.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def describe(self) -> str:
+        """See `Contender`."""
+        return "a thread over MPI, each gradient by itself"
 
 
 class Attached(Ddp):

@@ -143,6 +143,11 @@ class LayeredModel(nn.Module):
 def emulated_resnet50(*, rank: int, compute_s: float, scale: float = 1.0) -> tuple[EmulatedModel, torch.Tensor]:
     """The 161 gradients of ResNet-50, each `scale` times its elements; gradients are `rank + 1` everywhere."""
     work = workload("resnet50").scaled(scale) if scale != 1.0 else workload("resnet50")
+    return emulated(work, rank=rank, compute_s=compute_s)
+
+
+def emulated(work: Workload, *, rank: int, compute_s: float) -> tuple[EmulatedModel, torch.Tensor]:
+    """Another network; gradients are `rank + 1` everywhere."""
     return EmulatedModel(work, compute_s=compute_s, gradient_value=rank + 1.0), torch.zeros(1, requires_grad=True)
 
 
