@@ -1,4 +1,4 @@
-"""The tuner's benchmarks: what the registry saves jobs of whose model planners are not sure, and landscapes."""
+"""The tuner's benchmarks: what the registry saves where planners are not sure of a model, landscapes, and replays."""
 
 import json
 import math
@@ -12,7 +12,9 @@ from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.landscape import Message, Physics, replay
 from bench.lib.landscapes.recorded import estimated, recorded, recordings
 from bench.registry_transfer import ROUTE, SCENARIOS, Job, Luck, jobs, misjudged, run
+from bench.replay import HALF_WIDEST, answerable, misses, widened
 from bench.sweep import model_rank_correlation
+from sirtaki.analysis.what_if import BETWEEN_HOSTS, ON_ONE_HOST
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -149,3 +151,23 @@ def test_what_planners_predict_is_held_against_what_was_recorded() -> None:
     upside_down = [{**one, "spans_s": [1.0 / span_s for span_s in one["spans_s"]]} for one in data["rows"]]
     assert model_rank_correlation({**data, "rows": upside_down}) < -0.9
     assert math.isnan(model_rank_correlation({**data, "model": None}))
+
+
+# ── Replays ────────────────────
+
+
+@pytest.mark.lengthy
+def test_errors_of_replays_are_those_of_the_kept_sweeps_and_hold_for_jobs_that_they_were_not_fitted_to() -> None:
+    by_kind = {"between hosts": BETWEEN_HOSTS, "on one host": ON_ONE_HOST}
+    for kind, known in by_kind.items():
+        asked = answerable([one for one in misses() if one.kind == kind])
+        found = widened(asked)
+        for name in ("any_question", "step", "units"):
+            assert getattr(found, name) == pytest.approx(getattr(known, name), abs=1e-3)
+        inside, told = 0, 0
+        for job in {one.job for one in asked}:
+            error = widened([one for one in asked if one.job != job])
+            mine = [one for one in asked if one.job == job and one.width(error) <= HALF_WIDEST]
+            told += len(mine)
+            inside += sum(one.error <= one.width(error) for one in mine)
+        assert inside >= 0.9 * told > 0

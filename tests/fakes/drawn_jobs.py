@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from fakes.played_jobs import made_job, plan_of
 
 from sirtaki.analysis.job_model import JobModel
+from sirtaki.comm.plan import TransportKind
 from sirtaki.measures import LinkModel
 
 
@@ -26,12 +28,13 @@ def drawn_job(seed: int, *, gradients: int | None = None, ranks: int | None = No
             host_s=rng.choice([0.0, 2e-4]),
         )
     cuts = sorted({*rng.sample(range(1, count), min(3, count - 1)), count})
+    plan = plan_of(sizes, cuts, streams=rng.choice([1, 2]))
     return made_job(
         durations_s={
             rank: [(1.3 if rank == straggler else 1.0) * seconds for seconds in durations_s] for rank in range(ranks)
         },
         sizes=sizes,
-        plan=plan_of(sizes, cuts, streams=rng.choice([1, 2])),
+        plan=plan if link is not None else replace(plan, transport=TransportKind.SHARED_MEMORY),
         link=link,
         seconds_per_byte=rng.choice([1e-8, 1e-7]),
         hosts=None if link is None or ranks == 2 else {rank: rank // 2 * 2 for rank in range(ranks)},

@@ -89,6 +89,7 @@ def made_job(
     """
     ranks = tuple(durations_s)
     hosts = hosts or {rank: rank if link is not None else 0 for rank in ranks}
+    route = (plan.transport, Algorithm.FLAT)
     layout = GradientLayout(sizes=tuple(sizes), names=tuple(f"w{index}" for index in range(len(sizes))))
     knobs = Knobs(unit_bytes=1, streams=plan.streams, transport=plan.transport)
     buffer = Buffer(number=0, reducer=(0, 0), ranks=ranks, layout=layout, plan=plan, knobs=knobs)
@@ -99,7 +100,7 @@ def made_job(
         if link is not None:
             costs = {"fixed_s": link.alpha_s, "link_s": n_bytes * link.beta_s_per_byte, "host_s": link.host_s}
             costs["busy"] = busy
-        fields = unit_fields((0, unit.start, unit.stop), layout, GLOO, unit.stream)
+        fields = unit_fields((0, unit.start, unit.stop), layout, route, unit.stream)
         return Operation(**fields, ranks=ranks, **costs)
 
     def program(rank: int) -> Program:
@@ -117,7 +118,7 @@ def made_job(
             for host, mine in groups.items()
         ),
         buffers=(buffer,),
-        links={GLOO: link} if link is not None else {},
+        links={route: link} if link is not None else {},
         link=link_server(link) if link is not None else None,
         iterations=(
             Iteration(programs={rank: program(rank) for rank in ranks}, operations=tuple(map(operation, plan.units))),
@@ -191,7 +192,8 @@ def record(
                 unit = next(unit for unit in buffer.plan.units if unit.start == start)
                 name = buffer.layout.describe(start, stop)
                 done_s = units[number, name][1]
-                recorded_units.append(RecordedUnit(number, 0, start, stop, GLOO, unit.stream, issue_s, None, done_s))
+                route = (buffer.plan.transport, unit.algorithm)
+                recorded_units.append(RecordedUnit(number, 0, start, stop, route, unit.stream, issue_s, None, done_s))
             iterations.append(
                 RecordedIteration(
                     number=number,

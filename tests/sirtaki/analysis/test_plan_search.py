@@ -50,8 +50,9 @@ def test_knobs_that_ran_cut_a_buffer_as_it_was_cut(unit_bytes: int | None) -> No
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(14, 20), st.integers(1, 4))
 def test_the_smaller_job_tells_of_another_plan_what_the_whole_one_does(seed: int, octave: int, streams: int) -> None:
-    search = Search(drawn_job(seed), {})
-    knobs = Knobs(unit_bytes=1 << octave, streams=streams, transport=GLOO[0])
+    job = drawn_job(seed)
+    search = Search(job, {})
+    knobs = Knobs(unit_bytes=1 << octave, streams=streams, transport=job.buffers[0].plan.transport)
     whole_s = times(search.planned(knobs, whole=True)).iteration_s
     assert replayed(play(search.planned(knobs))).iteration_s == pytest.approx(whole_s, rel=0.02)
 
@@ -81,7 +82,7 @@ def fastest_grouping_s(job: JobModel) -> float:
         for ends in (e for n in range(count) for e in itertools.combinations(range(1, count), n)):
             stops = [buffer.layout.offsets[end] for end in (*ends, count)]
             cuts = tuple(Cut(stop=stop, stream=place % streams) for place, stop in enumerate(stops))
-            knobs = Knobs(unit_bytes=1, streams=streams, transport=GLOO[0], cuts=cuts)
+            knobs = Knobs(unit_bytes=1, streams=streams, transport=buffer.plan.transport, cuts=cuts)
             steps_s.append(times(with_knobs(job, knobs)).iteration_s)
     return min(steps_s)
 

@@ -630,13 +630,18 @@ def test_an_interval_is_as_wide_as_replays_were_found_to_miss(job: JobModel, err
     assert math.log(other.high_s / other.times.iteration_s) == pytest.approx(width, rel=0.01)
 
 
+SMALL_UNITS = Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO)
+
+
 @pytest.mark.parametrize(
     ("job", "asked", "why"),
     [
         (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
-        (over_a_link(cuts=(4,)), Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO), "smaller units"),
+        (replace(over_a_link(cuts=(4,)), links={}), SMALL_UNITS, "so much smaller units"),
+        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "handing such small units"),
         (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "take turns"),
         (on_one_host(), replace(plan_of(SIZES, (4,)), transport=TransportKind.SHARED_MEMORY), "another transport"),
+        (on_one_host(), plan_of(SIZES, (4,)), "but through shared memory"),
     ],
 )
 def test_what_replays_were_found_to_tell_nothing_of_is_refused(
@@ -650,11 +655,20 @@ def test_what_replays_were_found_to_tell_nothing_of_is_refused(
     assert plan_refusal(over_a_link(cuts=(1, 2, 4)), {0: larger.buffers[0].plan}) is None
 
 
-def test_units_over_mpi_on_one_host_are_refused() -> None:
+def test_larger_units_through_shared_memory_and_between_hosts_are_told() -> None:
+    larger = plan_of(SIZES, (4,))
+    assert plan_refusal(over_a_link(cuts=(2, 4)), {0: larger}) is None
     job = on_one_host()
     (buffer,) = job.buffers
-    over_mpi = replace(job, buffers=(replace(buffer, plan=replace(buffer.plan, transport=TransportKind.MPI)),))
-    assert "MPI" in (plan_refusal(over_mpi, {0: replace(plan_of(SIZES, (4,)), transport=TransportKind.MPI)}) or "")
+    shared = replace(buffer, plan=replace(buffer.plan, transport=TransportKind.SHARED_MEMORY))
+    job = replace(job, buffers=(shared,))
+    assert plan_refusal(job, {0: replace(larger, transport=TransportKind.SHARED_MEMORY)}) is None
+
+
+def test_units_that_are_handed_on_for_longer_than_they_move_are_refused_as_what_ran_too() -> None:
+    job = over_a_link(link=replace(LINK, host_s=0.1))
+    assert "handing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
+    assert plan_refusal(job, job.plans) is None
 
 
 def test_knobs_that_are_refused_are_not_among_the_best() -> None:
@@ -707,8 +721,8 @@ def test_answers_are_told_with_their_interval_and_doubt() -> None:
     step = times(over_a_link()).scaled(0.32 / times(over_a_link()).iteration_s)
     sure = Answer(words="x", times=step, gain=0.22, low_s=0.298, high_s=0.344, is_sure=True)
     assert sure.describe() == "320 ms a step (298 to 344), 22 % less"
-    unsure = replace(sure, gain=-0.02, high_s=0.5, is_sure=False)
-    assert unsure.describe() == "320 ms a step (298 to 500), 2 % more, which is within the error"
+    unsure = replace(sure, gain=-0.02, high_s=0.39, is_sure=False)
+    assert unsure.describe() == "320 ms a step (298 to 390), 2 % more, which is within the error"
     assert sure.overlaps(unsure)
     wide = replace(sure, low_s=0.2, high_s=0.5)
     assert wide.describe() == "200 to 500 ms a step, so nothing that a replay can tell: only a trial does"
