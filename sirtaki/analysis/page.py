@@ -438,15 +438,15 @@ def _what_if(found: Findings) -> Iterator[str]:
         return
     rows = [
         [
-            share_bar(one.gain, "less"),
+            share_bar(one.gain if one.is_told else 0.0, "less"),
             f"if {one.words}",
-            ms(one.times.iteration_s),
+            ms(one.times.iteration_s) if one.is_told else "",
             one.interval,
-            _change(one) if one.is_sure else f"{_change(one)}, within its error",
+            _change(one),
         ]
         for one in found.answers
     ]
-    unsure = [place for place, one in enumerate(found.answers) if not one.is_sure]
+    unsure = [place for place, one in enumerate(found.answers) if not (one.is_sure and one.is_told)]
     yield table(["", "remedy", "step", "90 %, ms", "change"], rows, text=(0, 1, 4), unsure=unsure)
     yield (
         '<p class="quiet"><code>sirtaki replay</code> answers other questions, several changes at once; '
@@ -456,9 +456,12 @@ def _what_if(found: Findings) -> Iterator[str]:
 
 def _change(one: Answer) -> str:
     """`12 % less`; what is too little to be said brings nothing."""
+    if not one.is_told:
+        return "only a trial tells"
+    change = f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
     if abs(one.gain) < WORTH_SAYING:
-        return "as long"
-    return f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
+        change = "as long"
+    return change if one.is_sure else f"{change}, within its error"
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -541,13 +544,11 @@ def _block(name: str) -> str:
 
 
 def _lower(found: Findings) -> Iterator[str]:
-    rows: dict[str, list[str]] = {}
-    for one in (one for fitting in found.fittings for one in fitting.remedies):
-        peak, answer = format_bytes(one.remedy.peak_bytes), one.answer
-        rows[answer.words] = [answer.words, peak, ms(answer.times.iteration_s), answer.interval, _change(answer)]
+    remedies = [one.remedy for fitting in found.fittings for one in fitting.remedies]
+    rows = {one.words: [one.words, format_bytes(one.peak_bytes)] for one in remedies}
     if rows:
-        yield "<p>What would lower it, by replay:</p>"
-        yield table(["remedy", "peak", "step", "90 %, ms", "change"], rows.values(), text=(0, 4))
+        yield "<p>What would lower it, by replay. How long a step then takes is not known until it is tried.</p>"
+        yield table(["remedy", "peak"], rows.values(), text=(0,))
         yield (
             '<p class="quiet"><code>sirtaki optimize --memory-budget</code> chooses for a budget, and prints the lines '
             "of code.</p>"

@@ -12,7 +12,7 @@ import msgspec
 
 from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory import Fitting, TimedRemedy, fit
+from sirtaki.analysis.memory import Fitting, RankedRemedy, fit
 from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, Outcome, Proposal, optimize
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
@@ -29,6 +29,24 @@ DOUBTFUL = 0.05
 
 MOST_PARTS = 3
 """Of a critical path, so many are shown."""
+
+UNPROVED = dict.fromkeys(
+    (
+        "before_s",
+        "after_s",
+        "gain",
+        "plan_alone_s",
+        "without_communication_s",
+        "critical_path_before",
+        "critical_path_after",
+        "iteration_s",
+        "low_s",
+        "high_s",
+        "told",
+        "sure",
+    )
+)
+"""What `--json` has only of a job as it was recorded; of one with a memory remedy no time is proved."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -75,6 +93,7 @@ def main(options: Namespace) -> int:
         limit_s=options.limit_s,
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
+    timed = fitting is None or fitting.chosen is None
     says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # that a model stays whole, at least
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
@@ -83,11 +102,13 @@ def main(options: Namespace) -> int:
         write_file(files[-1], json.dumps({**one.plan.to_json(), **memory}, indent=1) + "\n", "the plan")
     plans = [_plan_json(one, path) for one, path in zip(proposals, files, strict=True)]
     told = {"recorded_s": was.iteration_s, "recorded_spread_s": was.spread_s, **_json(outcome)}
+    if not timed:
+        told, plans = _unproved(told), [_unproved(one) for one in plans]
     if printed(options, {**told, "plans": plans, **memory}, plans):
         return 0
     if fitting is not None:
         _print_memory(fitting)
-    for line in [*_describe(outcome), "", *_worth(outcome, files)]:
+    for line in [*_describe(outcome, timed=timed), "", *_worth(outcome, files, timed=timed)]:
         print(line)
     off = before.times.iteration_s / was.iteration_s - 1
     doubts = [f"the replay is {percent(abs(off))} {'longer' if off > 0 else 'shorter'} than the recording"]
@@ -140,8 +161,8 @@ def _sharded(options: Namespace) -> int:
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _describe(outcome: Outcome) -> Iterator[str]:
-    """What was found, and why."""
+def _describe(outcome: Outcome, *, timed: bool) -> Iterator[str]:
+    """What was found, and why; without times and shares of a step whose time is not proved."""
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
         f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
@@ -150,22 +171,27 @@ def _describe(outcome: Outcome) -> Iterator[str]:
     )
     alone = f"without communication it would be {ms(outcome.without_communication_s)}"
     if not outcome.is_faster:
-        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}, {ms(before_s)} a step; {alone}."
+        took = f", {ms(before_s)} a step; {alone}" if timed else ""
+        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}{took}."
         if best.plan.part_bytes == 0:
             yield COMPILED_STAYS
-        yield from _path("The step is made of", outcome.parts)
+        if timed:
+            yield from _path("The step is made of", outcome.parts)
         return
-    yield f"Instead of {ms(before_s)} it would take {best.answer.describe()}; {alone}."
+    if timed:
+        yield f"Instead of {ms(before_s)} it would take {best.answer.describe()}; {alone}."
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
     yield f"plan     {best.knobs.describe()}"
     if best.by:
         yield f"proposed by the planner {best.by}"
     yield from (f"and if   {extra.words}: {extra.line}" for extra in best.extras)
-    if outcome.plan_alone is not None:
+    if outcome.plan_alone is not None and timed:
         yield f"(without parts the best plan makes it {ms(outcome.plan_alone.times.iteration_s)})"
     elif best.plan.part_bytes == 0:
         yield COMPILED_STAYS
+    if not timed:
+        return
     yield ""
     yield from _path("Before, the step is made of", outcome.parts)
     yield from _path("after it, of", best.parts)
@@ -176,17 +202,17 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
     yield from (f"  {part.describe()}" for part in parts[:MOST_PARTS])
 
 
-def _worth(outcome: Outcome, files: Sequence[Path]) -> Iterator[str]:
+def _worth(outcome: Outcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
     """How far the plan can be told from others, and what to do next."""
     if not outcome.is_faster:
         yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
         return
-    if not outcome.best.answer.is_sure:
+    if not outcome.best.answer.is_sure or not timed:
         yield "A replay cannot tell it from what ran: only a trial of both can, which a job makes by itself (below)."
     if outcome.rivals:
         yield "It cannot tell it from these either, so try each:"
         for one, path in zip(outcome.rivals, files[1:], strict=True):
-            yield f"  {path}: {one.knobs.describe()}, {one.answer.describe()}"
+            yield f"  {path}: {one.knobs.describe()}" + (f", {one.answer.describe()}" if timed else "")
     yield f"Wrote {files[0]}. The next job tries it in turns with its default, and keeps it only if it wins, with"
     yield f"  SIRTAKI_PLAN={files[0]}"
     ranks = outcome.best.plan.ranks
@@ -223,6 +249,11 @@ def _json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _unproved(told: dict[str, Any]) -> dict[str, Any]:
+    """The same with null for each time that is not proved."""
+    return {name: UNPROVED.get(name, one) for name, one in told.items()}
+
+
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -238,37 +269,35 @@ def _unmet(fitting: Fitting) -> str:
 
 
 def _print_memory(fitting: Fitting) -> None:
-    """Whether the job fits, what makes it fit, what that costs, and the lines of code; an empty line at the end."""
+    """Whether the job fits, what makes it fit, and the lines of code; an empty line at the end."""
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
     if chosen is None:
         print(f"{holds}, within {budget}: nothing need be done about memory.\n")
         return
-    print(f"{holds}, more than {budget}. What would do, by replay:\n")
-    rows = [(format_bytes(fitting.peak_bytes), ms(fitting.before.times.iteration_s), "", "as it is")]
+    print(f"{holds}, more than {budget}. What would do, by replay, what should cost the least time first:\n")
+    rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
-        peak, step = format_bytes(one.remedy.peak_bytes), ms(one.answer.times.iteration_s)
-        rows.append((peak, step, f"({one.answer.interval})", f"{one.remedy.words}{not_enough}"))
-    print_table(("peak", "step", "", ""), rows)
-    print(f"\nThe fastest that fits is {chosen.by}:\n")
+        rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
+    print_table(("peak", ""), rows)
+    print(f"\nHow long a step then takes is not known until it is tried. The first that fits is {chosen.by}:\n")
     for line in chosen.remedy.lines:
         print(f"    {line}")
     print()
     for note in chosen.remedy.notes:
         print(f"But: {note}.")
-    print("Steps below are with it.\n")
+    print("The plan below is for the job with it.\n")
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:
-    def row(one: TimedRemedy) -> dict[str, Any]:
+    def row(one: RankedRemedy) -> dict[str, Any]:
         return {
             "by": one.by,
+            "words": one.remedy.words,
             "lines": list(one.remedy.lines),
             "notes": list(one.remedy.notes),
             "peak_bytes": one.remedy.peak_bytes,
-            "step_s": one.answer.times.iteration_s,
-            **one.answer.row(),
         }
 
     return {

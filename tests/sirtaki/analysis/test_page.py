@@ -321,6 +321,7 @@ def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: 
     assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
     assert all(f"<td>blocks.{block}</td>" in text for block in range(4))
     assert "passes over parts of the batch" in text
+    assert "How long a step then takes is not known until it is tried" in text
     areas = re.findall(r'<polygon points="([^"]+)"[^>]*><title>([^<]+)', text)
     assert [name for _, name in areas] == ["parameters", "flat buffers", "gradients", "activations", "other"]
     assert all(points.count(" ") < 4 * MOST_MOMENTS for points, _ in areas)

@@ -447,6 +447,20 @@ def test_what_meets_a_budget_is_said(with_memory: Path, capsys: pytest.CaptureFi
     assert memory["remedies"][memory["chosen"]]["peak_bytes"] <= memory["budget_bytes"] == 2560
 
 
+def test_with_a_remedy_no_time_is_told_that_nobody_has_proved(
+    with_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K")
+    assert "How long a step then takes is not known until it is tried." in out
+    assert " ms" not in out.split("\nNote: ")[0]
+    assert "% of the step" not in out
+    found = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])
+    assert {found[name] for name in ("before_s", "after_s", "gain", "without_communication_s")} == {None}
+    assert not any(name.endswith("_s") for one in found["memory"]["remedies"] for name in one)
+    assert all(one["iteration_s"] is one["low_s"] is one["gain"] is None for one in found["plans"])
+    assert json.loads(optimized(with_memory, capsys, "--memory-budget", "1M", "--json")[1])["before_s"] > 0
+
+
 def test_without_a_budget_nothing_is_said_of_memory(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak" not in optimized(with_memory, capsys)[1]
     assert "memory" not in json.loads(optimized(with_memory, capsys, "--json")[1])
