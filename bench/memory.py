@@ -1,4 +1,4 @@
-"""Whether the peak of memory and the time that `sirtaki optimize --memory-budget` predicts are those that come.
+"""Whether the peaks that `sirtaki optimize --memory-budget` predicts, and the times it ranks by, are those that come.
 
     python -m bench.memory [--quick] [--check] [--save] [--models resnet transformer lstm]
 

@@ -872,7 +872,7 @@ def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = Tr
     """One of each, the one that did best on the simulated clusters first (`docs/decisions/0020`).
 
     LIBRA-M takes part where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not
-    `presumed` to be right they are silent until trials have borne it out.
+    `presumed` to be right they are silent until it has ranked at least five trials right.
     """
     forecast = Forecast(model, presumed=presumed)
     kinds = OUR_PLANNERS if len(space.threads) > 1 else [kind for kind in OUR_PLANNERS if kind is not LibraM]

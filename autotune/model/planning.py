@@ -162,8 +162,9 @@ LARGEST_WEIGHT = 0.5
 BELIEVED = 0.4
 """Agreement from which on a model is believed: 70 % of what pairs weigh are in its order."""
 
-DOUBT = 0.3
-"""Weight of trials that a model must outweigh that is not presumed to be right: three pairs that differ by a tenth."""
+LEAST_RANKED, RANKED = 5, 0.7
+"""Settings that must have run before a model is believed that is not presumed to be right, and Spearman's rank
+correlation of their predicted and measured times from which on it is."""
 
 MOST_COMPARED = 24
 
@@ -173,7 +174,8 @@ class Forecast:
 
     Attributes:
         model: predicts; what has been measured stays when it is replaced.
-        presumed: it is believed before trials have run.
+        presumed: it is believed before trials have run, until they speak against it; else from when on it has ranked
+            them right.
     """
 
     def __init__(self, model: PlanningModel, *, presumed: bool = True) -> None:
@@ -208,7 +210,7 @@ class Forecast:
         """From -1, all pairs in the other order, to 1; the weighted kin of Kendall's rank correlation."""
         if self._agreement is None:
             pairs = self._pairs()[-MOST_COMPARED:]
-            right, weight = (BENEFIT_OF_THE_DOUBT, BENEFIT_OF_THE_DOUBT) if self._presumed else (0.0, DOUBT)
+            right = weight = BENEFIT_OF_THE_DOUBT
             for (first_s, predicted_s), (second_s, other_predicted_s) in combinations(pairs, 2):
                 differ = min(abs(math.log(first_s / second_s)), LARGEST_WEIGHT)
                 as_predicted = (first_s - second_s) * (predicted_s - other_predicted_s) > 0.0
@@ -220,7 +222,10 @@ class Forecast:
     @property
     def believed(self) -> bool:
         """Whether trials have borne the model out so far."""
-        return self.agreement >= BELIEVED
+        if self._presumed:
+            return self.agreement >= BELIEVED
+        pairs = self._pairs()
+        return len(pairs) >= LEAST_RANKED and _rank_correlation(pairs) >= RANKED
 
     def promises(self, knobs: Knobs, *, gain: float) -> bool:
         """Whether a setting should beat the best by that share, if the model is as far off there as for the best."""
@@ -233,6 +238,17 @@ class Forecast:
     def _pairs(self) -> list[tuple[float, float]]:
         both = ((measured_s, self.predicted_s(knobs)) for knobs, measured_s in self._measured_s.items())
         return [(measured_s, predicted_s) for measured_s, predicted_s in both if predicted_s is not None]
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's, equal values at their mean rank; 0 where all are equal."""
+    first, second = (
+        np.searchsorted(np.sort(column), column) + np.searchsorted(np.sort(column), column, side="right")
+        for column in np.array(pairs).T
+    )
+    first, second = first - first.mean(), second - second.mean()
+    size = math.sqrt((first @ first) * (second @ second))
+    return float(first @ second) / size if size else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

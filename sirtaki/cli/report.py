@@ -30,7 +30,6 @@ from sirtaki.analysis.svg import (
 from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
-from sirtaki.autotune.model.planning import BELIEVED
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.sparse import MB, SparseSummary, Way
 from sirtaki.comm.plan import Algorithm
@@ -167,10 +166,10 @@ def in_order(log: TrialLog) -> Iterator[str]:
     )
     first_doubted = next((trial for trial in log.measurements if trial.believed is False), None)
     if first_doubted is not None:
-        again = "" if log.measurements[-1].believed is False else ", and were asked again later"
+        again = "" if log.measurements[-1].believed is False else " until it had ranked more of them right"
         yield (
-            f"From iteration {first_doubted.iteration} on it was below {_right(BELIEVED):.0f} %, so planners were not "
-            f"asked any more{again}."
+            f"From iteration {first_doubted.iteration} on that was too little to believe it, so planners were not "
+            f"asked{again}."
         )
 
 
@@ -213,7 +212,7 @@ def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
         "<h2>Which arm was trusted when</h2>"
         "<p>A row is as strong in colour as the arm's credit: full after it has found a new best (large dot), fading "
         "with each trial that was none (small dot). More credit gets more trials; arms without any take turns. "
-        "Where a row is empty, planners were not asked: trials had spoken against their model.</p>"
+        "Where a row is empty, planners were not asked: trials had not borne their model out.</p>"
     )
     if not any(credit for trial in told for credit in trial.credits.values()):
         yield "<p>None has found a setting that is clearly better than all before, so all have had equal turns.</p>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -421,19 +422,43 @@ def test_planners_hold_their_tongue_while_trials_speak_against_their_model() -> 
     assert not any(planner.doubted for planner in planners)
 
 
-def test_a_model_that_is_not_presumed_right_is_believed_once_trials_bear_it_out() -> None:
-    forecast = Forecast(FORECAST_MODEL, presumed=False)
-    assert not forecast.believed
-    forecast.tell([ran(count, span_s) for count, span_s in ((1, 0.4), (2, 0.2), (3, 0.14))])
-    assert forecast.believed
+SIX_STREAMS = replace(FORECAST_MODEL, links={ROUTE: LinkModel(alpha_s=1e-6, throughput=(1e9, 2e9, 3e9, 4e9, 5e9, 6e9))})
+
+RIGHT_S = (0.4, 0.2, 0.14, 0.1, 0.08)
+"""Of trials on 1, 2, 3 … streams, in the order of the model's predictions."""
+
+
+def unpresumed(*spans_s: float) -> Forecast:
+    forecast = Forecast(SIX_STREAMS, presumed=False)
+    forecast.tell([ran(count, span_s) for count, span_s in enumerate(spans_s, 1)])
+    return forecast
+
+
+@pytest.mark.parametrize(
+    ("spans_s", "believed"),
+    [
+        ((), False),
+        (RIGHT_S[:4], False),
+        (RIGHT_S, True),
+        ((*RIGHT_S[:3], 0.08, 0.1), True),
+        ((0.2, 0.4, 0.08, 0.1, 0.14), False),
+        (RIGHT_S[::-1], False),
+        ((0.1,) * 5, False),
+    ],
+)
+def test_a_model_that_is_not_presumed_right_is_believed_once_it_has_ranked_five_trials_right(
+    spans_s: Sequence[float], believed: bool
+) -> None:
+    assert unpresumed(*spans_s).believed is believed
 
 
 def test_planners_are_silent_until_then() -> None:
-    planners = make_planners(space=replace(SPACE, streams=(1, 2, 3, 4)), model=FORECAST_MODEL, presumed=False)
-    assert not any(planner.ask() for planner in planners)
-    for planner in planners:
-        planner.tell([ran(1, 0.4), ran(2, 0.2), ran(3, 0.14)])
-    assert planners[0].ask()
+    planners = make_planners(space=replace(SPACE, streams=tuple(range(1, 7))), model=SIX_STREAMS, presumed=False)
+    trials = [ran(count, span_s) for count, span_s in enumerate(RIGHT_S, 1)]
+    for told, asked in ((trials[:4], False), (trials[4:], True)):
+        for planner in planners:
+            planner.tell(told)
+        assert any(planner.ask() for planner in planners) is asked
 
 
 TRIALS_LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))

@@ -216,11 +216,11 @@ def test_every_prediction_is_drawn_against_what_was_measured_and_a_doubted_model
     assert [title.split(":")[0] for title in titles] == drawn
     assert "predicted to be faster in 90 % of the cases" in page
     assert "In the median, measured times were 1.5 times the predicted ones." in page
-    assert "were not asked any more" not in page
+    assert "too little to believe it" not in page
     doubted = [predicted(JOB[0], 0.21), predicted(JOB[1], 0.5, -0.6, believed=False), RESULT]
     page = render(read_log(log_of(*doubted)))
     assert "predicted to be faster in 20 % of the cases" in page
-    assert "From iteration 6 on it was below 70 %, so planners were not asked any more." in page
+    assert "From iteration 6 on that was too little to believe it, so planners were not asked." in page
 
 
 def test_a_trial_is_a_dot_in_its_arms_row_and_a_repetition_in_the_finals_is_none(log_of):
