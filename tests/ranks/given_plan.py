@@ -18,6 +18,7 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.cli.__main__ import main as sirtaki
+from sirtaki.comm.plan import TransportKind
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.profiler import profile
@@ -68,13 +69,17 @@ def trained(steps: int, width: int = 300) -> list[torch.Tensor]:
 
 def optimized(folder: Path) -> dict[str, Any]:
     """Collective: records a job, has a plan made, and gives its knobs."""
-    with settings(tune=False, unit_bytes=64 * 1024, streams=1), profile(folder, iterations=2):
+    with (
+        settings(tune=False, unit_bytes=64 * 1024, streams=1, transport=TransportKind.SHARED_MEMORY),
+        profile(folder, iterations=2),
+    ):
         trained(6)
     hvd.barrier()
     if hvd.rank() == 0:
         assert sirtaki(["optimize", str(folder)]) == 0
         plan = json.loads((folder / "plan.json").read_text())
-        plan["knobs"] |= {"streams": 2, "cuts": None, "unit_bytes": 128 * 1024}  # whatever was best: not the default
+        # Whatever was best: not the default, and over what the job is run with.
+        plan["knobs"] |= {"streams": 2, "cuts": None, "unit_bytes": 128 * 1024, "transport": "gloo"}
         (folder / "plan.json").write_text(json.dumps(plan))
     hvd.barrier()
     return dict(json.loads((folder / "plan.json").read_text())["knobs"])
