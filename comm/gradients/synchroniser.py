@@ -325,6 +325,7 @@ class Synchroniser:
 
     def detach(self) -> None:
         """Every `.grad` is the user's alone from now on."""
+        self.catch_up()
         self._buffers.detach()
 
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
@@ -481,6 +482,14 @@ class Synchroniser:
         # All ranks issue the optimizers of one GPU in the order of their steps.
         return not (self._now.deferred and self._device.users > 1)
 
+    def catch_up(self) -> None:
+        """Copies here what other threads have yet to copy, before the script may look at `.grad`, or write its source.
+
+        For callers: where a backward pass ends, or has raised, and nobody waits for what has come.
+        """
+        if self._arrivals.copies is not None:
+            self._arrivals.copies.copy(self._arrivals.copies.count)
+
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         if not self._arrivals.positions:
@@ -549,6 +558,7 @@ class Synchroniser:
                 error = self._with_place(err)
                 raise error from error.__cause__
         if not self._wait_for(now.works, now.units, interrupted):
+            self.catch_up()
             return False
         self.complete = True
         if device.streams:

@@ -77,6 +77,35 @@ def large_gradients_in_many_units_on_several_streams() -> None:
             current.settings = usual
 
 
+def gradients_may_be_read_between_passes_that_bring_some_each() -> None:
+    """What a pass has computed is in `.grad` when it returns, as it is or averaged: never what was there before."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(300, 300, bias=False) for _ in range(4)] for _ in range(2)]
+    halves = nn.ModuleList(nn.Sequential(*half) for half in layers).to(torch.float64)
+    current = job.current()
+    usual = current.settings
+    current.settings = replace(usual, tune=False, unit_bytes=1_000_000)
+    try:
+        optimizer = hvd.DistributedOptimizer(sgd(halves), named_parameters=halves.named_parameters())
+    finally:
+        current.settings = usual
+
+    def loss(half: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        return half(batch(rank, iteration, 4, 300)).mean()
+
+    for iteration in range(30):
+        optimizer.zero_grad()
+        for half in reversed(halves):
+            params = list(half.parameters())
+            each = [torch.autograd.grad(loss(half, rank, iteration), params) for rank in range(hvd.size())]
+            loss(half, hvd.rank(), iteration).backward()
+            for param, own, *of_ranks in zip(params, each[hvd.rank()], *each, strict=True):
+                found, mean = param.grad.clone(), sum(of_ranks) / hvd.size()
+                known = torch.isclose(found, own, atol=1e-12) | torch.isclose(found, mean, atol=1e-12)
+                assert bool(known.all()), f"iteration {iteration}: {known.double().mean()} are known"
+        optimizer.step()
+
+
 def gradients_that_are_never_zeroed() -> None:
     """They pile up: what is reduced is then the old mean plus the new gradient, on every rank."""
 
@@ -243,6 +272,7 @@ TRAINING = [
     an_ordinary_loop,
     gradients_may_be_asked_for_through_the_output,
     large_gradients_in_many_units_on_several_streams,
+    gradients_may_be_read_between_passes_that_bring_some_each,
     gradients_that_are_never_zeroed,
     an_order_that_differs_between_ranks_and_iterations,
     an_order_that_changes_for_good_is_learned_anew,

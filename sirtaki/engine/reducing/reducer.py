@@ -443,6 +443,8 @@ class GradientReducer:
             raise
         self._come.clear()
         if (self._sync is None or not self._sync.can_reduce) and not (self._has_sparse and self._can_reduce_sparse()):
+            if self._sync is not None:
+                self._sync.catch_up()
             return
         for other in self._job.participants:  # for which other ranks may wait first
             if other is not self:
