@@ -352,7 +352,7 @@ class _Stream:
         """Has the thread do this, or post this unit, behind all that it still has to prepare."""
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._incoming.qsize() == 1:  # else it has not come to what was put before
+        if self._to_prepare - self._prepared == 1:  # else it has been woken, and goes on until nothing is left
             self._doorbell.ring_own()
 
     def submit(self, task: _Task) -> None:
