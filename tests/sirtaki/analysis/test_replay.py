@@ -639,6 +639,11 @@ SMALL_UNITS = Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO)
         (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
         (replace(over_a_link(cuts=(4,)), links={}), SMALL_UNITS, "so much smaller units"),
         (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "handing such small units"),
+        (
+            over_a_link(cuts=(2, 4), link=replace(LINK, residual=0.13)),
+            plan_of(SIZES, (4,)),
+            "not the same from one probe",
+        ),
         (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "take turns"),
         (on_one_host(), replace(plan_of(SIZES, (4,)), transport=TransportKind.SHARED_MEMORY), "another transport"),
         (on_one_host(), plan_of(SIZES, (4,)), "but through shared memory"),
