@@ -107,7 +107,7 @@ def main() -> int:
     args.steps = args.steps or (3 if args.quick else 5)
     if args.quick:
         args.models = args.models[:1] if args.models == list(MODELS) else args.models
-    report = Report(name="step")
+    report = Report(name="step_large" if set(args.models) <= set(EMULATED[1:]) else "step")
     if args.scale != 1.0:
         report.notes.append(f"the emulated model's gradients are scaled by {args.scale:g}")
     options = {key: getattr(args, key) for key in ("rounds", "steps", "scale", "compute_s", "seed")}
