@@ -301,7 +301,7 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
 ) -> None:
     log, forecast = tmp_path / "trials.jsonl", tmp_path / "scaling.html"
     # Where other tests take the processor while links are probed, no model may fit any: such a job plans nothing.
-    for _ in range(3):
+    for _ in range(10):
         log.unlink(missing_ok=True)
         run_ranks("tuning.py", 2, 40, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
         records = [json.loads(line) for line in log.read_text().splitlines()]
