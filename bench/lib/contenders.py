@@ -247,6 +247,7 @@ class OverMpi(Contender):
         self._works: list[ThreadWork] = []
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(self._reduce)
+        self.optimizer.register_step_pre_hook(self._wait)
 
     def _reduce(self, param: torch.Tensor) -> None:
         work, gradient = ThreadWork(), param.grad
@@ -256,14 +257,9 @@ class OverMpi(Contender):
         average = partial(mpi_all_reduce_, gradient, comm=self._comm, op=ReduceOp.SUM, scale=scale)
         self._thread.put(partial(work.run, average, "MPI"))
 
-    def step(self) -> None:
-        """See `Contender`."""
-        self.forward(self.batch).sum().backward()
+    def _wait(self, *_: object) -> None:
         while self._works:
             self._works.pop(0).wait(60.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
 
     def describe(self) -> str:
         """See `Contender`."""

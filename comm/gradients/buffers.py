@@ -335,7 +335,7 @@ class GradientBuffers:
             and dense_strides(param) == place.stride()
         )
 
-    def fill(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
         """Copies gradients into their places, all at once.
 
         Raises:
@@ -443,13 +443,11 @@ class Copies:
             self._sources += gradients
         else:
             for position, place, gradient in zip(positions, places, gradients, strict=True):
-                if place.numel() >= LARGE_ELEMENTS and place.stride() == gradient.stride():
+                pieces, of_gradient = _cut(place, gradient, LARGE_ELEMENTS)
+                if pieces[0] is not place:
                     self.cut[position] = len(self._targets)
-                    self._targets += torch.split(_as_it_lies(place), LARGE_ELEMENTS)
-                    self._sources += torch.split(_as_it_lies(gradient), LARGE_ELEMENTS)
-                else:
-                    self._targets.append(place)
-                    self._sources.append(gradient)
+                self._targets += pieces
+                self._sources += of_gradient
         self.count = len(self._targets)
 
     def copy(self, until: int) -> None:
@@ -460,27 +458,22 @@ class Copies:
                 return
             sources = self._sources[part]
             self._sources[part] = [_NOTHING] * len(sources)  # nobody needs their memory any more
-            if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
-                targets, sources = _in_chunks(targets, sources)
+            if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:  # which torch would copy with several threads
+                pairs = [_cut(target, source, CHUNK_ELEMENTS) for target, source in zip(targets, sources, strict=True)]
+                targets, sources = ([chunk for chunks in side for chunk in chunks] for side in zip(*pairs, strict=True))
             torch._foreach_copy_(targets, sources)
             self.copied = until
 
 
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without holes in the order in which they lie in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _in_chunks(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Both in parts that torch copies in the calling thread alone, where they are contiguous."""
-    targets_cut, sources_cut = list[torch.Tensor](), list[torch.Tensor]()
-    for target, source in zip(targets, sources, strict=True):
-        whole = not (target.is_contiguous() and source.is_contiguous())
-        targets_cut += [target] if whole else torch.split(target.view(-1), CHUNK_ELEMENTS)
-        sources_cut += [source] if whole else torch.split(source.view(-1), CHUNK_ELEMENTS)
-    return targets_cut, sources_cut
+def _cut(
+    place: torch.Tensor, gradient: torch.Tensor, elements: int
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Both in pieces of so many elements, as they lie in memory; whole if they are smaller or lie there differently."""
+    if place.numel() < elements or place.stride() != gradient.stride():
+        return (place,), (gradient,)
+    flat = [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in (place, gradient)]
+    pieces, of_gradient = (torch.split(tensor, elements) for tensor in flat)
+    return pieces, of_gradient
 
 
 class Arrivals:

@@ -341,11 +341,10 @@ class Synchroniser:
             self.compressed.lay_out(self._buffers.groups, self.plans)
         self._flags.write(Said(reprofile=self._order.asks, complete=True))
         traced = timeline.current is not None or recorder.current is not None
-        self._arrivals = Arrivals(
-            self._buffers, beside=not (device.streams or self.profiling or traced or self.compressed is not None)
-        )
+        in_order = not (device.streams or self.profiling or self._several_devices or traced)
+        self._arrivals = Arrivals(self._buffers, beside=in_order and self.compressed is None)
         self._now = Iteration(
-            in_order=not (device.streams or self.profiling or self._several_devices or traced),
+            in_order=in_order,
             ready_events=[None] * self.n_params if self.profiling else [],
             deferred=device.streams and self.profiling,
             trace=IterationTrace(device, self, self._buffers) if traced else None,
@@ -438,20 +437,23 @@ class Synchroniser:
         def act() -> None:
             try:
                 copies.copy(needed)
-                if self._reduction.prescale != 1.0:
-                    scale_(unit.group.buffer.tensor[unit.start : unit.stop], self._reduction.prescale)
+                self._prescale(unit)
             except Exception as err:  # whatever it is, those who wait must hear of it
                 self._control.failures.report(self._with_place(err, unit))
 
         self._router.prepare(act, route=unit.route, stream=unit.stream)
+
+    def _prescale(self, unit: ScheduledUnit) -> None:
+        if (factor := self._reduction.prescale) != 1.0:
+            self._device.launch(scale_, unit.group.buffer.tensor[unit.start : unit.stop], factor)
 
     def _submit(self, now: Iteration, unit: ScheduledUnit) -> None:
         reduction, buffer = self._reduction, unit.group.buffer
         copies = self._arrivals.copies
         if copies is not None and copies.copied < copies.count:
             self._prepare(copies, unit)
-        elif reduction.prescale != 1.0:
-            self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
+        else:
+            self._prescale(unit)
         issued = None if now.trace is None else self._device.record_event()
         carrier = self._router if self.compressed is None or self.profiling else self.compressed
         try:

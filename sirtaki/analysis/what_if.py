@@ -741,7 +741,7 @@ CONFIDENCE = 0.9
 """Of intervals: so often the truth lies inside."""
 
 WIDEST = 1.15**2
-"""An interval whose ends differ by a larger factor is not told: what is told is right to within 15 %."""
+"""An interval whose ends differ by a larger factor is not told: what is told claims to be right to within 15 %."""
 
 
 def left_open(deviation: float, count: int) -> float:
@@ -781,7 +781,6 @@ nothing."""
 MOST_HANDED = 0.6
 """Handing units to the link between hosts over moving their bytes: where processors, not the link, bound the step,
 replays are off by up to a quarter."""
-
 
 MOST_MISSED = 0.05
 """Of the probes of a link between hosts, by the curve that was fitted to them (root mean square): where that was 13 %,
