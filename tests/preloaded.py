@@ -49,12 +49,16 @@ def stand_in(folder: Path, arguments: list[str]) -> None:
         os.close(descriptor)  # whose end is the rank's
 
     def forward(number: int, _: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the program has just ended
+        with contextlib.suppress(ConnectionError):  # the program has just ended
             server.send(bytes([number]))
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    status = os.waitstatus_to_exitcode(int.from_bytes(server.recv(8), "little"))
+    try:
+        end = server.recv(8)
+    except ConnectionResetError:  # the program ended before a signal was read that has been passed on to it
+        end = server.recv(8)
+    status = os.waitstatus_to_exitcode(int.from_bytes(end, "little"))
     if status < 0:
         if -status in FORWARDED:
             signal.signal(-status, signal.SIG_DFL)

@@ -66,9 +66,9 @@ def test_a_fault_below_training_says_where_training_was_and_is_told_once(
 
 def test_what_ranks_disagree_about_is_told_in_full_by_rank_0_and_in_a_line_by_the_others(run_ranks: RunRanks) -> None:
     job = run_ranks("faults.py", 3, "mismatch", env={**STALL, "SIRTAKI_TUNE": "0"}, check=False, timeout_s=90)
-    assert job.returncode == 1
-    assert job.stderr.count("Traceback") == 1
-    assert job.stderr.count("raised MismatchError: Mismatched ALLREDUCE tensor shapes") == 2
+    assert job.returncode == 1, job.stderr
+    assert job.stderr.count("Traceback") == 1, job.stderr
+    assert job.stderr.count("raised MismatchError: Mismatched ALLREDUCE tensor shapes") == 2, job.stderr
 
 
 @pytest.mark.slow
