@@ -8,6 +8,9 @@ are taken as the warm-up takes them. All take turns in random order, round after
 the change does not count. What is kept, in `bench/recorded/JOB.json`, is each setting's span (first gradient ready
 to last one reduced, on the rank where it is shortest, as the tuner judges it) and the time of the whole step (the
 longest over the ranks), of every round, and the planners' model.
+
+Jobs whose names begin with "asked" only judge replays (`bench.replay --errors`), on a route of which these tell
+something; nothing was ever fitted to those with "unseen" in their names. They are kept in `bench/recorded/replay`.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from bench.lib.cluster import MBIT, LabError, LabShape
 from bench.lib.contenders import Bare
 from bench.lib.harness import alternate, machine, parser, versions
 from bench.lib.landscapes.recorded import RECORDED
-from bench.lib.models import emulated_resnet50, small_conv, transformer
+from bench.lib.models import emulated, emulated_resnet50, lstm, mlp, small_conv, token_transformer, transformer
 from bench.lib.ranks import run_ranks, start
+from bench.lib.workloads import workload
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
@@ -73,9 +77,27 @@ class RecordedJob:
     only: Route | None = None
     rounds: int = 5
 
+    @property
+    def path(self) -> Path:
+        """Of its file."""
+        return (RECORDED / "replay" if self.name.startswith("asked") else RECORDED) / f"{self.name}.json"
+
 
 def _emulated(*, rank: int) -> Made:
     return emulated_resnet50(rank=rank, compute_s=0.24, scale=0.1)
+
+
+def _shrunk(network: str, *, megabytes: float, compute_s: float, rank: int) -> Made:
+    work = workload(network)
+    return emulated(work.scaled(1e6 * megabytes / work.layout.total_bytes), rank=rank, compute_s=compute_s)
+
+
+def _network(network: str, *, megabytes: float = 8.0, compute_s: float = 0.2) -> Callable[..., Made]:
+    return partial(_shrunk, network, megabytes=megabytes, compute_s=compute_s)
+
+
+def _perceptron(*, rank: int) -> Made:
+    return mlp((512, 1024, 1024, 1024, 1024, 10), rank=rank, batch=64)
 
 
 def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> LabShape:
@@ -84,6 +106,14 @@ def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> 
 
 _FEW: dict[str, Any] = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
 _CLUSTER: dict[str, Any] = {**_FEW, "octaves": 7, "only": (TransportKind.GLOO, Algorithm.FLAT)}
+_MEMORY: dict[str, Any] = {"ranks": 2, **_FEW, "only": (TransportKind.SHARED_MEMORY, Algorithm.FLAT)}
+
+
+def _asked(name: str, network: str, link: int, flow: int, nodes: int, **changes: float) -> RecordedJob:
+    """A network on emulated nodes."""
+    make, cluster = _network(network, **changes), _cluster(link, flow, nodes=nodes)
+    return RecordedJob(name=name, ranks=nodes, make=make, cluster=cluster, **_CLUSTER)
+
 
 JOBS = {
     job.name: job
@@ -102,6 +132,19 @@ JOBS = {
         RecordedJob(
             name="cluster-2x2", ranks=4, make=_emulated, cluster=_cluster(400, 100, nodes=2), ranks_per_node=2, **_FEW
         ),
+        _asked("asked-cluster-vgg-300-150", "vgg16", 300, 150, 4),
+        _asked("asked-cluster-bert-500-100", "bert_base", 500, 100, 4),
+        _asked("asked-cluster-gpt2-400-200-two", "gpt2", 400, 200, 2),
+        _asked("asked-cluster-densenet-200-100-three", "densenet201", 200, 100, 3, megabytes=5.0),
+        RecordedJob(name="asked-two-ranks-bert", make=_network("bert_base", megabytes=16.0), **_MEMORY),
+        RecordedJob(name="asked-two-ranks-vgg", make=_network("vgg16", megabytes=32.0), **_MEMORY),
+        RecordedJob(name="asked-two-ranks-lstm", make=lstm, **_MEMORY),
+        _asked("asked-unseen-cluster-inception-600-200", "inception_v4", 600, 200, 4, megabytes=12.0),
+        _asked("asked-unseen-cluster-resnet-250-250-three", "resnet50", 250, 250, 3, compute_s=0.3),
+        _asked("asked-unseen-cluster-bert-300-75-two", "bert_large", 300, 75, 2, compute_s=0.15),
+        RecordedJob(name="asked-unseen-two-ranks-gpt2", make=_network("gpt2", megabytes=24.0), **_MEMORY),
+        RecordedJob(name="asked-unseen-two-ranks-perceptron", make=_perceptron, **_MEMORY),
+        RecordedJob(name="asked-unseen-two-ranks-texts", make=token_transformer, **_MEMORY),
     )
 }
 
@@ -188,8 +231,8 @@ def record(job: RecordedJob, *, seed: int) -> Path:
         "versions": versions(),
     }
     rows = result.pop("rows")
-    RECORDED.mkdir(exist_ok=True)
-    path = RECORDED / f"{job.name}.json"
+    path = job.path
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     body = json.dumps({**head, **result}, separators=(",", ":"))
     path.write_text(f'{body[:-1]},"rows":[\n{lines}\n]}}\n')
@@ -239,9 +282,8 @@ def main() -> int:
     flags.add_argument("--list", action="store_true", help="the jobs, and what is recorded of them")
     args = flags.parse_args()
     if args.list:
-        for name in JOBS:
-            path = RECORDED / f"{name}.json"
-            print(describe(path) if path.exists() else f"{name}: not recorded")
+        for name, job in JOBS.items():
+            print(describe(job.path) if job.path.exists() else f"{name}: not recorded")
         return 0
     names = list(JOBS) if args.all else [args.job]
     if names == [None]:
