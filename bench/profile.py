@@ -2,14 +2,16 @@
 
     python -m bench.profile [--quick] [--check] [--save]
 
-*Cost*: one job trains a model, and by turns nobody records, units are recorded, and operators, too. A figure is the
-median step of a turn divided by that of the turn without recording in the same round. Processor time is that of the
-training thread: a busy machine disturbs it less, and all that recording does while steps last is done there. What
-writing takes at the end of a recording is no part of a step, and stands by itself.
+*Cost*: one job trains a model, and by turns nobody records, units are recorded, and operators, too, as
+`sirtakirun profile` does. A figure is the mean step while a recording lasts, from the step that begins it on, divided
+by that of as many steps without one in the same round. Processor time is that of the training thread: a busy machine
+disturbs it less, and all that recording does while steps last is done there. What writing takes at the end of a
+recording is no part of a step, and stands by itself.
 *Clocks*: of a recording of two ranks, whose clocks are one, the second's moments are moved by ±50 ms with ±20 ppm and
 taken for another host's; the error is what is left after alignment. Beside it, what HolisticTraceAnalysis leaves.
 
-Bar: clocks within half the smallest round trip of units.
+Bars: a step 1.01 of one without where units are recorded, 1.05 where operators are, the mean of the models; clocks
+within half the smallest round trip of units.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -111,8 +113,9 @@ def _by_package(by_rank: Mapping[int, Entries]) -> dict[int, list[float]]:
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 RANKS = 2
-WARM = 3
-"""Steps of a turn before the first that counts: the recording begins, and one iteration is left to warm up."""
+STEPS = 16
+"""Of a recording as it is asked for: one begins it, ten are kept without operators and three with them, and one each
+after torch.profiler has been switched on and off is not kept."""
 
 WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
 """What is recorded: whether with operators; None = nothing."""
@@ -148,64 +151,54 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
 
     contender = Sirtaki(lambda: MODELS[options["model"]](rank=comm.rank), tune=False)
     folder = Path(options["folder"])
-    wrote_s: list[float] = []
-    worked_s: dict[bool | None, list[float]] = {way: [] for way in WAYS.values()}
+    found: dict[str, list[float]] = {}
 
-    def steps(operators: bool | None) -> float:
-        taken_s, own_s = [], []
-        for number in range(WARM + options["steps"]):
-            begin_s, worked_before_s = time.perf_counter(), time.thread_time()
+    def steps(way: str) -> float:
+        worked_before_s, begin_s = time.thread_time(), time.perf_counter()
+        for _ in range(STEPS):
             contender.step()
-            if number >= WARM:
-                taken_s.append(time.perf_counter() - begin_s)
-                own_s.append(time.thread_time() - worked_before_s)
-        worked_s[operators].append(median(own_s))
-        return median(taken_s)
+        taken_s = (time.perf_counter() - begin_s) / STEPS
+        found.setdefault(f"{way}, processor time", []).append((time.thread_time() - worked_before_s) / STEPS)
+        return taken_s
 
-    def sample(operators: bool | None) -> Callable[[], float]:
+    def sample(way: str) -> Callable[[], float]:
         def take() -> float:
-            if operators is None:
-                return steps(operators)
+            contender.step()
+            if (operators := WAYS[way]) is None:
+                return steps(way)
             with profile(folder, iterations=10_000, operators=operators):
-                step_s = steps(operators)
+                step_s = steps(way)
                 begin_s = time.perf_counter()
-            if operators:
-                wrote_s.append(time.perf_counter() - begin_s)
+            found.setdefault(f"{way}, writing", []).append(time.perf_counter() - begin_s)
             return step_s
 
         return take
 
-    for operators in WAYS.values():
-        sample(operators)()
-    for own in (*worked_s.values(), wrote_s):
-        own.clear()
-    samples = alternate({way: sample(WAYS[way]) for way in WAYS}, options["rounds"], seed=options["seed"])
-    worked = {way: list(worked_s[operators]) for way, operators in WAYS.items()}
-    sample(True)()
-    return {"samples": samples, "worked": worked, "wrote_s": wrote_s}
+    for way in WAYS:
+        sample(way)()
+    found.clear()
+    samples = alternate({way: sample(way) for way in WAYS}, options["rounds"], seed=options["seed"])
+    sample("operators")()
+    return {"samples": samples, **found}
 
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
     """Adds what recording costs with one model; returns the median ratios."""
     from sirtaki.analysis.recording import read_folder as read
 
-    options = {"model": model, "folder": str(folder), "steps": args.steps, "rounds": args.rounds, "seed": args.seed}
+    options = {"model": model, "folder": str(folder), "rounds": args.rounds, "seed": args.seed}
     found = run_ranks("bench.profile", RANKS, options)
     samples = found["samples"]
     spreads = {way: ratios(samples[way], samples["off"]) for way in ("units", "operators")}
-    worked = {way: ratios(found["worked"][way], found["worked"]["off"]) for way in spreads}
-    steps = read(folder).ranks[0].iterations
+    row: dict[str, Any] = {"model": model, "step_s": Spread.of(samples["off"])}
+    for way, spread in spreads.items():
+        row[f"{way} / off"] = spread
+    for way in spreads:
+        times = (found[f"{one}, processor time"] for one in (way, "off"))
+        row[f"{way} / off, processor time"] = ratios(*times)
+    kept = [len(step.operators) for step in read(folder).ranks[0].iterations]
     report.rows.append(
-        {
-            "model": model,
-            "step_s": Spread.of(samples["off"]),
-            "units / off": spreads["units"],
-            "operators / off": spreads["operators"],
-            "units / off, processor time": worked["units"],
-            "operators / off, processor time": worked["operators"],
-            "operators a step": round(median(len(step.operators) for step in steps)),
-            "writing_s": Spread.of(found["wrote_s"]),
-        }
+        {**row, "operators a step": round(median(kept)), "writing_s": Spread.of(found["operators, writing"])}
     )
     return {way: spread.median for way, spread in spreads.items()}
 
@@ -287,7 +280,6 @@ def main() -> int:
     """Runs both parts."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
-    flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
@@ -296,8 +288,9 @@ def main() -> int:
     report = Report(name="profile")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory, "recorded")
-        for model in args.models:
-            measure_cost(report, args, model, folder)
+        costs = [measure_cost(report, args, model, folder) for model in args.models]
+        for way, most in {"units": 1.01, "operators": 1.05}.items():
+            report.bar(f"{way} recorded / nothing recorded, step", fmean([cost[way] for cost in costs]), most)
         measure_clocks(report, read(folder))
     return finish(report, args)
 
