@@ -20,9 +20,7 @@ import numpy.typing as npt
 
 from bench.lib.harness import Report, Spread, finish, parser, ratios
 from bench.lib.ranks import in_turns, run_ranks, start
-from sirtaki.aggregator import AggregatorClient, HeatLayout
-from sirtaki.aggregator.server import Aggregator, table_sum, tables
-from sirtaki.aggregator.wire import Bytes, Wire
+from sirtaki.aggregator import Aggregator, AggregatorClient, Bytes, HeatLayout, Wire, table_sum, tables
 from sirtaki.errors import ConfigError
 from sirtaki.host_port import Address, parse_address
 

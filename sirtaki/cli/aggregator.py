@@ -5,8 +5,7 @@ import logging
 import signal
 from argparse import ArgumentParser, Namespace
 
-from sirtaki.aggregator.server import Aggregator, ask_status
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator import Aggregator, Wire, ask_status
 from sirtaki.errors import AggregatorError, ConfigError
 from sirtaki.host_port import parse_address
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
+from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.errors import CommError

@@ -35,9 +35,8 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.gradients.buffers import REMEDY, Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
-from sirtaki.comm.sparse.worker import RowFormat, SparseWork, SparseWorker, coalesced
+from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.errors import PlanError
 from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way

@@ -34,8 +34,7 @@ from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.errors import CommError, ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.run.elastic.agent import AgentRules, DriverEndpoint, reach_driver
-from sirtaki.run.elastic.agent_crew import Switchboard, new_endpoint
-from sirtaki.run.elastic.driver import run_job
+from sirtaki.run.elastic.driver import Switchboard, new_endpoint, run_job
 from sirtaki.run.elastic.job_members import (
     Beat,
     FromAgent,

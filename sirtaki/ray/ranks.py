@@ -21,7 +21,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.run.as_horovod import SHIM, is_installed
 from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
-from sirtaki.run.rank_command import KEEP_FREED_MEMORY, rank_environ
+from sirtaki.run.launch import KEEP_FREED_MEMORY, rank_environ
 
 from . import ray_logger
 

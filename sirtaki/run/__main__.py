@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from sirtaki.errors import ConfigError, LaunchError
+from sirtaki.run.elastic.driver import launch_elastic
 
-from .elastic.launch import launch_elastic
 from .launch import launch
 from .options import arguments_from_file, is_elastic, option_names, parse
 from .output import open_standard_streams, say

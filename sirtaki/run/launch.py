@@ -1,37 +1,329 @@
 """Starts a job from parsed options: hosts, ranks, environment, command line, supervision."""
 
+from __future__ import annotations
+
 import argparse
 import os
+import re
 import shlex
+import shutil
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sirtaki.console import is_terminal
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.launchers import BAR
+from sirtaki.launchers import AGENT, BAR, TORCH_NAMES
 from sirtaki.machine import usable_cores
-from sirtaki.mpi_library import Launcher, find_mpi_library, find_mpiexec
-from sirtaki.settings import Settings
+from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
+from sirtaki.run.as_horovod import SHIM
+from sirtaki.run.host_check import Need, finding_here, interface_problem, versions_here
+from sirtaki.run.hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
+from sirtaki.run.output import OutputOptions, output_folder, say
+from sirtaki.run.supervisor import Supervisor
+from sirtaki.settings import REMOVED, Settings
 
-from .host_check import Need, finding_here, interface_problem, versions_here
-from .hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
-from .output import OutputOptions, output_folder, say
-from .rank_command import (
-    RENDEZVOUS,
-    Job,
-    RankCommand,
-    begin_environ,
-    carried_variables,
-    complete_environ,
-    mpiexec_command,
-    rank_command,
-    ssh_variables,
-    ssh_words,
+# ── the command line and environment with which ranks are started ─────────────────────────────────────────────────────
+
+# What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
+_OUTER_JOB = (
+    "PMIX_",
+    "PMI_",
+    "OMPI_COMM_WORLD",
+    "OMPI_UNIVERSE",
+    "PRTE_LAUNCHED",
+    "HYDI_",
+    "MPI_LOCAL",
+    "TORCHELASTIC_",
 )
-from .supervisor import Supervisor
+_OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+"""Where an unchanged DDP script's `init_process_group()` meets."""
+
+CROWD = 4
+"""Ranks a core from which on the user is told what that means."""
+
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # of a core, and of memory: what importing PyTorch takes a rank
+
+# glibc gives freed memory back to the system and takes it again, page by page, for the next step's gradients: on CPUs
+# that can cost more than reducing them. So a rank keeps what it has freed, as torch does with a GPU's memory.
+KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+
+def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without what an outer job has left in it, and with what is added."""
+    outer = {f"HOROVOD_{name}" for name in _OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
+    if "RANK" in environ:  # so this is a rank itself, of torchrun's or ours, and they meet elsewhere
+        outer.update(RENDEZVOUS)
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
+    return {**kept, **added}
+
+
+def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment of the ranks as far as the user has set it, and those of its variables that `-x` exports.
+
+    `-x NAME=value` sets a variable, `-x NAME` takes the launcher's. Tells which options and variables have no effect;
+    variables of earlier releases go no further than here.
+
+    Raises:
+        ConfigError: a variable that is to be exported is not set, or one has no valid value.
+    """
+    exported = {}
+    for word in options.exported:
+        name, given, value = word.partition("=")
+        if not name or (not given and name not in os.environ):
+            raise ConfigError(f"-x {word}: {name or 'the variable'} is not set; write -x NAME=value or set it first")
+        exported[name] = value if given else os.environ[name]
+    environ = rank_environ(os.environ, {**options.rank_variables, **exported})
+    settings = Settings.from_environ(environ)
+    for note in (*options.notes, *settings.notes, *settings.warnings):
+        say(note)
+    for name in REMOVED:
+        environ.pop(name, None)
+    return environ, exported
+
+
+def complete_environ(
+    environ: dict[str, str], options: argparse.Namespace, *, local_ranks: int, beside: str = ""
+) -> None:
+    """Adds to the environment of the ranks what the user has not set, and tells what so many ranks mean.
+
+    Args:
+        environ: changed in place.
+        options: of the command line.
+        local_ranks: how many the fullest host may get; hosts are taken to have as many cores as this one.
+        beside: version of a Horovod that is installed, "" = none.
+    """
+    cores = usable_cores()
+    if options.as_horovod:
+        environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
+        say(f"`import horovod` gives Sirtaki{f'; the installed Horovod {beside} is set aside' if beside else ''}")
+    if local_ranks > CROWD * cores:
+        start_s, memory_gb = local_ranks * _RANK_START_S / cores, local_ranks * _RANK_GB
+        start = f"{start_s:.0f} s" if start_s < 100 else f"{start_s / 60:.0f} minutes"
+        say(
+            f"{local_ranks} ranks share {cores} cores: importing PyTorch alone takes about {start} and "
+            f"{memory_gb:.0f} GB"
+        )
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks)), **KEEP_FREED_MEMORY}
+    environ.update({name: value for name, value in defaults.items() if name not in environ})
+    if options.interfaces:
+        environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
+
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_COLON = re.compile(r"\\*:")  # a word `:` begins the next program for any mpiexec
+_OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """What each rank runs.
+
+    Attributes:
+        python: the interpreter whose MPI library counts: the script's, or the launcher's for other programs.
+        words: the whole command line.
+        script: the file among them that is run; "" = a module, code or no Python.
+    """
+
+    python: str
+    words: tuple[str, ...]
+    script: str = ""
+
+
+def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool) -> RankCommand:
+    """`python -u train.py --lr 1` → `python -u -m sirtaki.run.rank -- train.py --lr 1`.
+
+    Args:
+        command: the user's words.
+        as_horovod: `import horovod` is to give Sirtaki.
+        check_files: all ranks run on this machine, so that programs and scripts must exist here.
+
+    Raises:
+        ConfigError: there is no command, program or script.
+    """
+    if not command:
+        raise ConfigError("no command to run; write it last: sirtakirun -np 4 python train.py")
+    command = _with_interpreter(list(command))
+    program = shutil.which(command[0])
+    if program is None and check_files:
+        hint = f"; is it a script? Then: python {command[0]}" if Path(command[0]).is_file() else ""
+        raise ConfigError(f"there is no program {command[0]!r} on PATH{hint}")
+    program = program or command[0]
+    flags = ("--as-horovod",) if as_horovod else ()
+    split = _script_position(command)
+    if split is None:
+        words = (sys.executable, "-m", "sirtaki.run.rank", *flags, "--exec", "--", *map(_escape, command))
+        return RankCommand(python=sys.executable, words=words)
+    script = command[split:]
+    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` is `-m train`
+        script = [script[0][:2], script[0][2:], *script[1:]]
+    if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
+        raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
+    words = (program, *command[1:split], "-m", "sirtaki.run.rank", *flags, "--", *map(_escape, script))
+    return RankCommand(python=program, words=words, script="" if script[0].startswith("-") else script[0])
+
+
+def unescape(word: str) -> str:
+    """The user's word, on the rank's side."""
+    return word[1:] if _COLON.fullmatch(word) and word != ":" else word
+
+
+def _escape(word: str) -> str:
+    return f"\\{word}" if _COLON.fullmatch(word) else word
+
+
+def _with_interpreter(command: list[str]) -> list[str]:
+    """An executable Python script (`./train.py`, a console script) is run by the interpreter in its first line."""
+    program = shutil.which(command[0])
+    if program is None:
+        return command
+    with open(program, "rb") as file:
+        first = file.readline(256).decode(errors="replace")
+    words = first.removeprefix("#!").split() if first.startswith("#!") else []
+    if words and Path(words[0]).name == "env":
+        del words[0]
+    if words and _PYTHON.fullmatch(Path(words[0]).name):
+        return [*words, program, *command[1:]]
+    return command
+
+
+def _script_position(command: Sequence[str]) -> int | None:
+    """Where the script, `-m` or `-c` stands in a Python command line; None if this is not one."""
+    if not _PYTHON.fullmatch(Path(command[0]).name):
+        return None
+    index = 1
+    while index < len(command) and command[index].startswith("-") and command[index] != "-":
+        if command[index].startswith(("-m", "-c")):
+            return index if len(command[index]) > 2 or index + 1 < len(command) else None
+        index += 2 if command[index] in _OPTIONS_WITH_ARGUMENT else 1
+    return index if index < len(command) and command[index] != "-" else None
+
+
+# What other hosts need of this environment; ranks of this host inherit all of it.
+_CARRIED_PREFIXES = (
+    "SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH", "UCX_", "FI_", "PYTHON", "XDG_CACHE_",
+    "MASTER_",
+)  # fmt: skip
+_SSH_VARIABLES = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
+
+_CARRIED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "TZ", "LANG")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be started.
+
+    Attributes:
+        ranks: how many.
+        hosts: where, with slots; empty = here.
+        command: what each rank runs.
+        exported: names of variables that ranks on other hosts get too, with mpiexec's own values (which thus show
+            in no list of processes).
+        oversubscribed: more ranks than cores on a host; ranks that wait then give way.
+        as_root: the launching user is root.
+        binding: arguments that place and bind ranks, in mpiexec's words; empty = no binding.
+        extra: further arguments for mpiexec, as they are.
+        interfaces: network interfaces to use, empty = any.
+        left_out: networks not to use, where no interfaces are named.
+        tcp: only TCP between hosts.
+        ssh: arguments for ssh, empty = none.
+        silent_s: after which a host that says nothing counts as lost; None = as mpiexec has it.
+    """
+
+    ranks: int
+    hosts: tuple[Host, ...]
+    command: tuple[str, ...]
+    exported: tuple[str, ...]
+    oversubscribed: bool
+    as_root: bool = False
+    binding: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    tcp: bool = False
+    ssh: tuple[str, ...] = ()
+    silent_s: float | None = None
+
+
+def mpiexec_command(job: Job, mpiexec: Path, library: MpiLibrary) -> list[str]:
+    """The command line; standard output and error come back marked with the rank of each line."""
+    family = _open_mpi if library.launcher is Launcher.OPEN_MPI else _hydra
+    return [str(mpiexec), *family(job, library), *job.extra, *job.command]
+
+
+def ssh_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """What mpiexec itself must find in its environment; each family reads its own variable.
+
+    What the user has set there comes behind: of two values ssh takes the first.
+    """
+    own = shlex.join(job.ssh)
+    return {name: " ".join(filter(None, [own, environ.get(name)])) for name in _SSH_VARIABLES if job.ssh}
+
+
+def ssh_words(job: Job, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """With which ssh is to be called as mpiexec calls it."""
+    given = next(filter(None, map(environ.get, _SSH_VARIABLES)), "")
+    return (*job.ssh, *shlex.split(given))
+
+
+def carried_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of those variables in `environ` that ranks on other hosts need."""
+    return tuple(name for name in environ if name in _CARRIED or name.startswith(_CARRIED_PREFIXES))
+
+
+def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
+    has_prrte = library.version >= (5,)
+    words = ["--allow-run-as-root"] if job.as_root else []
+    words += ["-np", str(job.ranks)]
+    if job.hosts:
+        words += ["--host", _host_list(job.hosts)]
+    # OVERSUBSCRIBE also where it is not needed: else mpiexec counts physical cores only and refuses.
+    words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
+    words += ["--output", "tag"] if has_prrte else ["--tag-output"]
+    if job.oversubscribed:
+        words += ["--mca", "mpi_yield_when_idle", "1"]
+    if job.tcp:
+        words += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if has_prrte else "self,vader,tcp"]
+    # One-sided communication is used inside a host only; the UCX component complains about several windows.
+    words += ["--mca", "osc", "^ucx"]
+    runtime = "--prtemca" if has_prrte else "--mca"
+    if job.hosts and job.silent_s is not None:
+        # Its own values let a host that is gone be noticed after eight minutes.
+        pause_s = max(1, round(job.silent_s / 6))
+        for name, value in (("time", 2 * pause_s), ("intvl", pause_s), ("probes", 4)):
+            words += [runtime, f"oob_tcp_keepalive_{name}", str(value)]
+    if job.interfaces:
+        names = ",".join(job.interfaces)
+        words += ["--mca", "btl_tcp_if_include", names]
+        words += [runtime, "prte_if_include" if has_prrte else "oob_tcp_if_include", names]
+    elif job.left_out:
+        words += ["--mca", "btl_tcp_if_exclude", ",".join(("127.0.0.0/8", *job.left_out))]
+    for name in job.exported:
+        words += ["-x", name]
+    return words
+
+
+def _hydra(job: Job, library: MpiLibrary) -> list[str]:
+    del library  # Hydra's words have not changed over the versions
+    words = ["-np", str(job.ranks), "-prepend-rank"]  # the environment travels whole, without being named
+    if job.hosts:
+        words += ["-hosts", _host_list(job.hosts)]
+    words += job.binding
+    if job.interfaces:
+        words += ["-iface", job.interfaces[0]]
+    if job.tcp:
+        words += ["-genv", "FI_PROVIDER", "tcp", "-genv", "UCX_TLS", "tcp,sm,self"]
+    return words
+
+
+def _host_list(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+# ── starts a job from parsed options ──────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
 """Besides a second for each rank that a core gets."""

@@ -24,11 +24,11 @@ from typing import NoReturn
 from sirtaki import console
 from sirtaki.errors import PeerLostError
 from sirtaki.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
+from sirtaki.run.launch import unescape
 
 from .as_horovod import SHIM
 from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import Event, Message, answer_termination, doing, end_with_parent, mark_unfinished_lines
-from .rank_command import unescape
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""

@@ -29,7 +29,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.autotune.trial import Arm
-from sirtaki.comm.collectives.rank_sets import GLOBAL
+from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.reducing.reducer import GradientReducer, ReducerOptions

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.autotune.trial import Arm
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
+from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.console import NO_LOG
 from sirtaki.engine import job

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
+from sirtaki.comm.collectives.engine import GLOBAL, EagerEngine, RankSet
 from sirtaki.comm.control.mpi import load_mpi, mpi_of
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError, NotInitializedError

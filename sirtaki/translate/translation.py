@@ -4,25 +4,671 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
+import libcst.helpers
+import libcst.matchers as m
 
 from sirtaki.errors import TranslationError
-
-from .changes import (
-    HandCut,
-    Optimizers,
-    Output,
-    begin,
-    free_name,
-    import_lines,
-    look_for_what_cannot_be,
-    place,
-    undo_wrapper,
+from sirtaki.translate.meaning import Loop, Over, RankValues, Training
+from sirtaki.translate.source import (
+    Edits,
+    Flows,
+    Kind,
+    Site,
+    Source,
+    argument,
+    bound_name,
+    called_attribute,
+    dotted,
+    keyword,
+    parameters,
+    targets,
+    walk,
+    with_more,
 )
-from .meaning import Loop, RankValues, Training
-from .source import Edits, Flows, Kind, Source, argument, bound_name, called_attribute, dotted, keyword, walk, with_more
+
+# ── the changes that make a script train on several ranks ─────────────────────────────────────────────────────────────
+
+
+def free_name(source: Source, wanted: str) -> str:
+    """`wanted`, or another where the script has something of that name."""
+    return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
+
+
+def import_lines(source: Source, *, hvd: str, ranks: str = "") -> list[str]:
+    """The imports, under these names, and a setting by which parameters without gradients stay what they are."""
+    as_ranks = "" if ranks == "ranks" else f" as {ranks}"
+    return [
+        *(["import os"] if source.imported.get("os") != "os" else []),
+        f"import sirtaki.torch as {hvd}",
+        *([f"from sirtaki.torch import ranks{as_ranks}"] if ranks else []),
+        'os.environ.setdefault("SIRTAKI_UNUSED", "none")',
+    ]
+
+
+def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
+    """Puts imports behind the script's own, and lines where it begins to do something."""
+    last = _last_import(source)
+    guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
+    if isinstance(guard, cst.If) and not _does_something(source, guard):
+        edits.after(last, *imports)
+        first = guard.body.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        edits.before(first, *lines)
+    else:
+        edits.after(last, *imports, *lines)
+
+
+def _last_import(source: Source) -> cst.BaseStatement:
+    """The last of those at the top, which may stand in a `try`."""
+    found: cst.BaseStatement | None = None
+    for statement in source.module.body:
+        does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
+        if does or m.matches(statement, GUARD):
+            break
+        if any(isinstance(node, cst.Import | cst.ImportFrom) for node in walk(statement)):
+            found = statement
+    first = found or source.module.body[0]
+    assert isinstance(first, cst.BaseStatement)
+    return first
+
+
+GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
+
+
+def _does_something(source: Source, guard: cst.If) -> bool:
+    """Whether code at the top level needs to know its rank: it makes, shows or trains something."""
+    for statement in source.module.body:
+        if statement is guard or isinstance(statement, cst.FunctionDef | cst.ClassDef):
+            continue
+        for call in source.all(cst.Call, statement):
+            name = source.full_name(call.func)
+            told = name.rpartition(".")[2] in ("print", "DataLoader", "main", "run", "open")
+            if told or name.startswith(("torch.optim.", "torch.save")) or name in source.functions:
+                return True
+    return False
+
+
+def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
+    """Edits what names a device.
+
+    Returns:
+        What the script does at its beginning.
+    """
+    for text in source.all(cst.SimpleString):
+        if re.fullmatch(r"""["']cuda:0["']""", text.value):
+            edits.replace(text, f'f"cuda:{{{hvd}.local_rank()}}"')
+        elif re.fullmatch(r"""["']cuda:\d+["']""", text.value):
+            edits.refuse(text, f"names one device for all ranks: {text.value}")
+    for call in source.all(cst.Call):
+        numbered = called_attribute(call) == "cuda" and call.args and isinstance(call.args[0].value, cst.Integer)
+        if numbered or source.full_name(call.func) == "torch.cuda.set_device":
+            edits.replace(call.args[0].value, f"{hvd}.local_rank()")
+    for node in source.all(cst.Subscript):
+        visible = source.full_name(node.value) == "os.environ" and "CUDA_VISIBLE_DEVICES" in source.code(node)
+        if visible and isinstance(source.parent(node), cst.AssignTarget):
+            edits.refuse(node, "chooses the devices that all ranks see: leave that to who starts the script")
+    for site in flows.made(Kind.WRAPPER):
+        if site.name.endswith(".DataParallel"):
+            undo_wrapper(source, flows, edits, site.call)
+    uses_cuda = source.imported.get("torch") == "torch" and "cuda" in source.text
+    return [f"if torch.cuda.is_available():\n    torch.cuda.set_device({hvd}.local_rank())"] if uses_cuda else []
+
+
+def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> None:
+    """`Wrapper(model, …)` becomes `model`, and `wrapped.module` what it was."""
+    inner = call.args[0].value
+    assign = source.parent(call)
+    same = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    if same and source.code(assign.targets[0].target) == source.code(inner):  # type: ignore[attr-defined]  # an Assign
+        edits.remove(source.statement(call))
+    else:
+        edits.change(call, lambda node: node.args[0].value)  # type: ignore[attr-defined]  # a call
+    for node in source.all(cst.Attribute):
+        wrapped = node.attr.value == "module" and flows.holds(node.value, Kind.WRAPPER)
+        if wrapped and not isinstance(source.parent(node), cst.AssignTarget):
+            edits.change(node, lambda there: there.value)  # type: ignore[attr-defined]  # an attribute
+    edits.note(call, "the model is not wrapped: its states have no `module.` before each name any more")
+
+
+AT_STEP = 1_000_000
+"""Backward passes before a step that nobody reaches: gradients are reduced when the step is made."""
+
+READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "unscale_", "get_total_norm"}
+
+
+class Optimizers:
+    """Edits what makes optimizers and what uses them."""
+
+    def __init__(self, training: Training, edits: Edits, *, hvd: str) -> None:
+        self._training, self._flows, self._edits, self._hvd = training, training.flows, edits, hvd
+        self._source: Source = training.source
+
+    def distribute(self, losses: dict[Over, int]) -> None:
+        """All of them; `losses` are what backward passes begin from, with a line of each."""
+        options = ""
+        if not self._training.passes_are_counted():
+            options += f", backward_passes_per_step={AT_STEP:_}"
+            self._edits.note(
+                0, "gradients of several backward passes are added up, and reduced when `step()` is called"
+            )
+        if Over.SUM in losses:
+            options += f", op={self._hvd}.Sum"
+            if Over.MEAN in losses:
+                self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
+        for site in self._flows.made(Kind.OPTIMIZER):
+            self._distribute(site, options)
+        self._synchronise(sums=Over.SUM in losses)
+
+    def _distribute(self, site: Site, options: str) -> None:
+        source, call = self._source, site.call
+        models = list(dict.fromkeys(source.code(model) for model in self._models(call)))
+        if not models:
+            self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
+            return
+        named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
+        statement = source.statement(call)
+        target = _assigned(source, call)
+        broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
+        if target is None:
+            self._edits.before(statement, *broadcasts)
+            self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}})")
+            more = cst.ensure_type(cst.parse_expression(f"f(_{named}{options})"), cst.Call).args[1:]
+            self._edits.change(call, lambda node: with_more(node, *more))
+        else:
+            name = source.code(target)
+            line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"
+            self._edits.after(statement, *broadcasts, line)
+
+    def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
+        """Whose parameters an optimizer gets."""
+        given = argument(call, "params", 0)
+        if given is None:
+            return
+        yield from self._receivers(given, set())
+
+    def _receivers(self, node: cst.CSTNode, seen: set[str]) -> Iterator[cst.BaseExpression]:
+        source = self._source
+        for call in source.all(cst.Call, node):
+            if called_attribute(call) in ("parameters", "named_parameters") and isinstance(call.func, cst.Attribute):
+                yield self._root(call.func.value)
+        for name in source.all(cst.Name, node):
+            symbol = source.symbol(name)
+            if symbol is None or name.value in seen or source.parent(name).__class__ is cst.Attribute:
+                continue
+            seen.add(name.value)
+            for origin in self._origins(name):
+                yield from self._receivers(origin, seen)
+
+    def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """`model` of `model.head`, since a part cannot be made alike without the rest."""
+        while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            node = node.value
+        return node
+
+    def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
+        """What a name was made from in its function: assigned, appended to, or looped over."""
+        source, symbol = self._source, self._source.symbol(name)
+        for assign in source.all(cst.Assign):
+            if any(source.symbol(target.target) == symbol for target in assign.targets):
+                yield assign.value
+        for loop in source.all(cst.For):
+            for call in source.all(cst.Call, loop.body):
+                grows = called_attribute(call) in ("append", "extend")
+                if grows and any(source.symbol(there) == symbol for there in source.all(cst.Name, call.func)):
+                    yield loop.iter
+
+    # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
+
+    def _synchronise(self, *, sums: bool) -> None:
+        """In front of what reads gradients, and around the step that follows."""
+        steps, seen = list(self._training.steps()), set[cst.CSTNode]()
+        for call, optimizer in steps:
+            if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
+                continue  # a closure: reduced after each call of it
+            step = self._source.statement(call)
+            alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
+            reads = self._reads_before(call) + ([] if alone else self._reads(step))
+            for read in reads:
+                seen.update([read], *(walk(function) for function in self._called_by(read)))
+            if not reads and not call.args:
+                continue
+            if any(self._source.parent(step) not in self._source.above(read) for read in reads) and sums:
+                self._edits.refuse(
+                    call, "gradients of sums are read where no step may follow: read them in front of the step"
+                )
+            if not alone:
+                line = self._source.line(call)
+                self._edits.refuse(line, "gradients are read before this step: put it on a line of its own")
+                continue
+            name = self._source.code(optimizer)
+            place = self._in_front_of(reads[0], step) if reads else step
+            self._edits.before(place, self._for_each(call, place, f"{name}.synchronize()"))
+            self._edits.put_into(step, f"with {name}.skip_synchronize()")
+        if self._training.passes_are_counted():
+            return
+        for node in self._source.all(cst.Attribute):
+            tested = isinstance(self._source.parent(node), cst.Comparison | cst.AssignTarget)
+            if _is_gradient(node) and node not in seen and not tested:
+                self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
+
+    def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
+        """A line of the optimizer that a call names, for a place outside of the loops that give it its name."""
+        names = {node.value for node in self._source.all(cst.Name, call)}
+        for there in self._source.above(call):
+            if there is place or self._source.contains(there, place):
+                break
+            if isinstance(there, cst.For) and names & {node.value for node in self._source.all(cst.Name, there.target)}:
+                head = f"for {self._source.code(there.target)} in {self._source.code(there.iter)}:\n"
+                line = head + "".join(f"    {part}\n" for part in line.splitlines())
+        return line
+
+    def _called_by(self, node: cst.CSTNode) -> list[cst.FunctionDef]:
+        return self._flows.callees(node) if isinstance(node, cst.Call) else []
+
+    def _reads_before(self, step: cst.Call, within: tuple[cst.CSTNode, ...] = ()) -> list[cst.CSTNode]:
+        """What reads gradients between a backward pass and a step, in its function."""
+        source, found = self._source, list[cst.CSTNode]()
+        here: cst.CSTNode = source.statement(step)
+        while not isinstance(here, cst.FunctionDef):
+            siblings = list(source.parent(here).children)
+            for sibling in reversed(siblings[: siblings.index(here)]):
+                found[:0] = self._reads(sibling)
+                if self._training.trains(sibling):
+                    return found
+            if source.parent(here) is source.module:
+                return found
+            here = source.statement(source.parent(here))
+        for call in source.all(cst.Call):
+            if here in self._flows.callees(call) and here not in within and self._reads_before(call, (*within, here)):
+                self._edits.refuse(call, "gradients are read before a step that a function makes: put both into one")
+        return found
+
+    def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
+        """Where gradients are to be reduced: before the branches and loops around a read that end before the step."""
+        here = self._source.statement(read)
+        for there in self._source.above(here):
+            if self._source.contains(there, step) or self._training.trains(there):
+                break
+            here = self._source.statement(there)
+        return here
+
+    def _reads(self, part: cst.CSTNode, within: tuple[cst.FunctionDef, ...] = ()) -> list[cst.CSTNode]:
+        """What reads gradients in a part of the script, behind its last backward pass; also in functions it calls."""
+        found: list[cst.CSTNode] = []
+        for node in walk(part):
+            if isinstance(node, cst.Call):
+                if self._training.trains(node):
+                    found.clear()
+                elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
+                    found.append(node)
+                for function in self._flows.callees(node):
+                    if function in within or not self._reads(function.body, (*within, function)):
+                        continue
+                    if not self._training.trains(function.body):
+                        found.append(node)
+                    elif not any(self._source.contains(function, step) for step, _ in self._training.steps()):
+                        self._edits.refuse(
+                            node, "computes and reads gradients, and makes no step: put it into one function"
+                        )
+            elif _is_gradient(node):
+                found.append(node)
+        return found
+
+
+def _is_gradient(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted(node.value) != "torch.autograd"
+
+
+def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
+    """What a call's value is assigned to, if it is just that."""
+    assign = source.parent(call)
+    alone = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    target = assign.targets[0].target if alone else None  # type: ignore[attr-defined]  # an Assign
+    return target if isinstance(target, cst.Name | cst.Attribute) else None
+
+
+WRITES = {
+    "torch.save", "pickle.dump", "json.dump", "yaml.dump", "joblib.dump", "numpy.save", "numpy.savez", "numpy.savetxt",
+    "numpy.savez_compressed", "os.remove", "os.unlink", "os.rename", "os.replace", "os.rmdir", "torch.onnx.export",
+    "torch.jit.save", "torchvision.utils.save_image", "safetensors.torch.save_file", "sys.stdout.write",
+    "sys.stderr.write",
+    "matplotlib.pyplot.savefig", "matplotlib.pyplot.show",
+}  # fmt: skip
+"""Calls that only rank 0 makes."""
+
+WRITING_METHODS = {
+    "savefig", "save_pretrained", "to_csv", "to_json", "write_text", "write_bytes", "unlink", "rmdir", "touch",
+}  # fmt: skip
+WRITING_PACKAGES = ("shutil.", "wandb.", "mlflow.")
+FOLDERS = {"os.makedirs", "os.mkdir", "mkdir", "makedirs"}
+READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
+
+
+class Output:
+    """Keeps a script's output to rank 0."""
+
+    def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
+        """`hvd` and `ranks` are the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
+        self._source, self._flows, self._edits, self._hvd, self._ranks = source, flows, edits, hvd, ranks
+        self._writes = False
+
+    def keep(self) -> None:
+        """The whole script."""
+        for call in self._source.all(cst.Call):
+            name, method = self._source.full_name(call.func), called_attribute(call)
+            if name in WRITES or name.startswith(WRITING_PACKAGES) or method in WRITING_METHODS:
+                self._writes = self._writes or not name.startswith("sys.")
+                self._on_root(call)
+            elif name in FOLDERS or method == "mkdir":
+                self._folder(call)
+            elif name == "open" or method == "open":
+                self._open(call)
+            elif name.rpartition(".")[2] in ("tqdm", "trange"):
+                self._bar(call)
+            elif call in self._flows.sites and self._flows.sites[call].kind is Kind.WRITER:
+                self._edits.wrap(call.func, f"{self._ranks}.on_root({{it}})")
+        for call in self._source.all(cst.Call):
+            if self._writes and self._source.full_name(call.func) in READS:
+                self._edits.before(self._source.statement(call), f"{self._hvd}.barrier()  # rank 0 may be writing it")
+
+    @property
+    def begins_with(self) -> list[str]:
+        """What the script does at its beginning, so that others keep silent."""
+        lines = []
+        if "print" in self._source.names():
+            lines.append(f"print = {self._ranks}.on_root(print)")
+        if self._source.imports("logging"):
+            lines.append(f"if {self._hvd}.rank() != 0:\n    logging.disable(logging.INFO)")
+        return lines
+
+    def _on_root(self, call: cst.Call) -> None:
+        """A plain call into a block of rank 0's; one whose value is used, or that may communicate, by a function."""
+        parent = self._source.parent(call)
+        line = self._source.parent(parent) if isinstance(parent, cst.Expr) else None
+        calls_own = any(self._flows.callees(inner) for inner in self._source.all(cst.Call, call))
+        communicates = calls_own or self._edits.changes_in(call)
+        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and not communicates:
+            self._edits.put_into(line, f"if {self._hvd}.rank() == 0")
+        else:
+            self._edits.wrap(call.func, f"{self._ranks}.on_root({{it}})")
+
+    def _folder(self, call: cst.Call) -> None:
+        if argument(call, "exist_ok") is None:
+            self._on_root(call)
+
+    def _open(self, call: cst.Call) -> None:
+        """Ranks other than the first write into nothing."""
+        receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
+        if isinstance(receiver, cst.Name) and receiver.value in self._source.imported:  # gzip.open
+            receiver = None
+        mode = argument(call, "mode", 1 if receiver is None else 0)
+        text = "" if mode is None else self._source.code(mode).strip("\"'")
+        if not set(text) & set("wax+"):
+            return
+        self._writes = True
+        if receiver is not None:  # a pathlib.Path
+            where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
+            self._edits.change(call, lambda node: _opened(node, where))
+        elif not call.args or call.args[0].keyword is not None:
+            self._edits.refuse(call, f"all ranks would write: `{self._source.code(call)}`")
+        else:
+            path = self._source.code(call.args[0].value)
+            self._edits.replace(call.args[0].value, f'{path} if {self._hvd}.rank() == 0 else "/dev/null"')
+
+    def _bar(self, call: cst.Call) -> None:
+        if argument(call, "disable") is None:
+            silent = keyword("disable", f"{self._hvd}.rank() != 0")
+            self._edits.change(call, lambda node: with_more(node, silent))
+
+
+def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
+    """`open(where, …)` for `path.open(…)`."""
+    assert isinstance(call, cst.Call)
+    return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])
+
+
+FRAMEWORKS = {
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "fairscale": "FairScale",
+    "tensorflow": "TensorFlow",
+    "jax": "JAX",
+    "ignite": "Ignite",
+}
+STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
+CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime.now", "time.process_time"}
+
+
+def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
+    """Notes obstacles."""
+    source = training.source
+    for name, title in FRAMEWORKS.items():
+        if source.imports(name):
+            edits.refuse(1, f"{title} has its own ways of training on several processes")
+    if source.imported.get("torch") != "torch":
+        edits.refuse(1, "`import torch` is missing")
+    if not training.backward_passes():
+        edits.refuse(1, "nowhere is `backward()` called: there is nothing to average")
+    elif not training.flows.made(Kind.OPTIMIZER):
+        edits.refuse(training.backward_passes()[0], "no optimizer of torch.optim is made for these gradients")
+    for call in source.all(cst.Call):
+        name = source.full_name(call.func)
+        if name in STARTS_PROCESSES or name.startswith("torch.distributed.fsdp"):
+            edits.refuse(call, f"`{name}` starts or divides work itself")
+        elif name in ("torch.autograd.backward", "exec", "eval") or called_attribute(call) == "manual_backward":
+            edits.refuse(call, f"cannot look into `{source.code(call)}`")
+    _look_for_clocks(training, edits)
+
+
+def _look_for_clocks(training: Training, edits: Edits) -> None:
+    """Loops that end when time is over end at different times on different ranks."""
+    source = training.source
+    timed = {
+        node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)
+    }
+    ends: list[cst.If | cst.While] = [
+        branch for branch in source.all(cst.If) if _leaves(branch) and _trains_around(training, branch)
+    ]
+    ends += [loop for loop in source.all(cst.While) if training.trains(loop.body)]
+    for node in ends:
+        if _reads_clock(source, node.test) or any(name.value in timed for name in source.all(cst.Name, node.test)):
+            text = source.code(node.test)
+            edits.refuse(node, f"ranks may decide differently, each by its own clock: `{text}`")
+
+
+def _leaves(branch: cst.If) -> bool:
+    return any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in walk(branch.body))
+
+
+def _reads_clock(source: Source, node: cst.CSTNode) -> bool:
+    return any(source.full_name(call.func) in CLOCKS for call in source.all(cst.Call, node))
+
+
+def _names(assign: cst.Assign) -> list[cst.Name]:
+    return [target.target for target in assign.targets if isinstance(target.target, cst.Name)]
+
+
+def _trains_around(training: Training, node: cst.CSTNode) -> bool:
+    around = training.source.above(node)
+    return any(isinstance(there, cst.For | cst.While) and training.trains(there) for there in around)
+
+
+DRAWS = {"torch.randint", "numpy.random.randint", "numpy.random.choice", "random.sample", "random.choices"}
+SPLITS = {"split", "chunk", "array_split"}
+
+
+class HandCut:
+    """Finds what a batch is cut from, and divides it among the ranks."""
+
+    def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
+        """`ranks` is the name that `sirtaki.torch.ranks` has in the script."""
+        self._training, self._edits, self._ranks = training, edits, ranks
+        self._source: Source = training.source
+        self._functions = self._called_in_training()
+
+    def divide(self, values: RankValues) -> None:
+        """Tells `values` which expressions are parts of batches from now on."""
+        flows = self._training.flows
+        read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, Kind.LOADER)}
+        for site in flows.made(Kind.LOADER):
+            if site not in read:
+                self._edits.refuse(site.call, "cannot see which loop trains on this loader")
+        cut = [*self._slices(), *self._draws()]
+        for loop in self._split_loops():
+            self._edits.wrap(loop.iter, f"map({self._ranks}.share, {{it}})")
+            values.batches.add(loop.iter)
+        found = bool(cut or values.batches)
+        if not found:
+            cut = list(self._whole_sets())
+            if cut:
+                names = ", ".join(dict.fromkeys(f"`{self._source.code(node)}`" for node in cut))
+                others = f"other tensors of a row for each sample need `{self._ranks}.share(…)`, too"
+                self._edits.note(cut[0], f"taken for all the data, and divided: {names}; {others}")
+        for node in cut:
+            self._edits.wrap(node, f"{self._ranks}.share({{it}})")
+            values.batches.add(node)
+        if not cut and not found:
+            first = self._training.backward_passes()[0]
+            self._edits.refuse(first, "cannot find the loader or the batches that are trained on here")
+            return
+        for call in self._source.all(cst.Call):
+            if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(
+                call
+            ):
+                self._edits.wrap(call, f"{self._ranks}.agreed({{it}})")
+        self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
+
+    def _trains(self, node: cst.CSTNode) -> bool:
+        """Whether a node is run while the script trains."""
+        if self._source.function_of(node) in self._functions:
+            return True
+        around = (there for there in self._source.above(node) if isinstance(there, cst.For | cst.While))
+        return any(self._training.trains(loop) for loop in around)
+
+    def _called_in_training(self) -> set[str]:
+        """The functions that loops which train call, or that train themselves."""
+        found: set[str] = set()
+        loops = [
+            loop
+            for loop in walk(self._source.module)
+            if isinstance(loop, cst.For | cst.While) and self._training.trains(loop)
+        ]
+        pending: list[cst.CSTNode] = [loop.body for loop in loops]
+        while pending:
+            for call in self._source.all(cst.Call, pending.pop()):
+                for function in self._training.flows.callees(call):
+                    name = self._source.name_of(function)
+                    if name not in found and function.name.value not in ("forward", "__init__"):
+                        found.add(name)
+                        pending.append(function.body)
+        return found
+
+    def _slices(self) -> Iterator[cst.Subscript]:
+        """`X[i : i + size]`, where `i` is counted by a loop around."""
+        for node in self._source.all(cst.Subscript):
+            if not self._trains(node) or not isinstance(node.slice[0].slice, cst.Slice):
+                continue
+            used = {name.value for name in self._source.all(cst.Name, node.slice[0])}
+            if used & self._stepped(node):
+                yield node
+
+    def _stepped(self, node: cst.CSTNode) -> set[str]:
+        """Variables of the loops around a node, and names that are computed from these in them."""
+        names: set[str] = set()
+        for there in self._source.above(node):
+            if isinstance(there, cst.FunctionDef):
+                break
+            if isinstance(there, cst.For) and isinstance(there.iter, cst.Call) and self._training.trains(there.body):
+                inner = {name.value for name in self._source.all(cst.Name, there.target)}
+                for assign in self._source.all(cst.Assign, there.body):
+                    if {name.value for name in self._source.all(cst.Name, assign.value)} & inner:
+                        inner |= {name.value for t in targets(assign) for name in self._source.all(cst.Name, t)}
+                names |= inner
+        return names
+
+    def _draws(self) -> Iterator[cst.Call]:
+        for call in self._source.all(cst.Call):
+            full = self._source.full_name(call.func)
+            if full in DRAWS and self._trains(call) and len(call.args) > 1:
+                yield call
+
+    def _split_loops(self) -> Iterator[cst.For]:
+        for loop in self._source.all(cst.For):
+            if isinstance(loop.iter, cst.Call) and self._training.trains(loop.body):
+                name = called_attribute(loop.iter)
+                if name in SPLITS and isinstance(loop.target, cst.Name):
+                    yield loop
+
+    def _whole_sets(self) -> Iterator[cst.Name]:
+        """All data in one batch: names of what a model or a loss gets that is not made in the loop, where it trains."""
+        found = {self._source.symbol(name) for name in self._whole_arguments()}
+        for name in self._source.all(cst.Name):
+            parent = self._source.parent(name)
+            label = isinstance(parent, cst.Arg) and parent.keyword is name
+            part = isinstance(parent, cst.Attribute) and parent.attr is name
+            if self._source.symbol(name) in found and not label and not part and self._trains_here(name):
+                yield name
+
+    def _whole_arguments(self) -> Iterator[cst.Name]:
+        """What a model or a loss gets that is not made in the loop: a loss as its first two arguments."""
+        models = {
+            self._source.code(call.func.value)
+            for call in self._source.all(cst.Call)
+            if called_attribute(call) == "parameters" and isinstance(call.func, cst.Attribute)
+        }
+        for call in self._source.all(cst.Call):
+            if not self._trains_here(call):
+                continue
+            given = call.args
+            if self._source.code(call.func) not in models:
+                name = self._source.full_name(call.func)
+                made = bool(self._training.flows.holds(call.func, Kind.LOSS))
+                is_named = any(word in name.lower() for word in ("loss", "entropy", "criterion"))
+                given = given[:2] if made or is_named else ()
+            for arg in given:
+                data = _receiver(arg.value)
+                if data is not None and data.value not in self._source.imported and not self._made_around(data):
+                    yield data
+
+    def _trains_here(self, node: cst.CSTNode) -> bool:
+        """Whether a backward pass stands in the same function, or loop."""
+        for there in self._source.above(node):
+            if isinstance(there, cst.FunctionDef | cst.For | cst.While):
+                return bool(self._training.backward_passes(there.body))
+        return False
+
+    def _made_around(self, name: cst.Name) -> bool:
+        """Whether the loop or closure around assigns to a name."""
+        symbol = self._source.symbol(name)
+        for there in self._source.above(name):
+            if isinstance(there, cst.FunctionDef) and any(p.name.value == name.value for p in parameters(there)):
+                return True
+            if isinstance(there, cst.FunctionDef | cst.For | cst.While):
+                for node in walk(there):
+                    names = (name for target in targets(node) for name in self._source.all(cst.Name, target))
+                    if any(self._source.symbol(name) == symbol for name in names):
+                        return True
+                if not isinstance(there, cst.FunctionDef):
+                    return False
+        return False
+
+
+def _receiver(node: cst.BaseExpression) -> cst.Name | None:
+    """`Y` of `Y`, `Y[:, 0]` or `Y.flip(1)`."""
+    if isinstance(node, cst.Call):
+        return _receiver(node.func.value) if isinstance(node.func, cst.Attribute) else None
+    if isinstance(node, cst.Attribute | cst.Subscript):
+        return _receiver(node.value)
+    return node if isinstance(node, cst.Name) else None
+
+
+# ── from a script of one process, of DistributedDataParallel's or of Horovod's to one of Sirtaki's ────────────────────
 
 CALLS = {
     "get_rank": "rank",

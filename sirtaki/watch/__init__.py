@@ -1,7 +1,6 @@
 """What a job tells those who watch it: iterations, trials, decisions, generations. `docs/how-to/watch.md`."""
 
-from .tensorboard import TensorBoard
-from .watchers import Decision, GenerationBegun, IterationEnded, TrialEnded, Watcher, add, remove
+from .watchers import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, add, remove
 
 __all__ = [
     "Decision",

@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sirtaki.aggregator import AggregatorClient, HeatLayout
-from sirtaki.aggregator.server import Aggregator
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator import Aggregator, AggregatorClient, HeatLayout, Wire
 
 FORK = mp.get_context("fork")
 

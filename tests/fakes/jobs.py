@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
+from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.engine import job
 

@@ -10,7 +10,7 @@ from simulation.network import Address, End, Process
 
 from sirtaki.engine.membership import Proof, ToRank
 from sirtaki.run.elastic.agent import CONNECT_S, AgentRules, candidates, expected_by_successor
-from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord
+from sirtaki.run.elastic.driver import AgentList, AgentRecord
 from sirtaki.run.elastic.job_members import (
     KILL_GRACE_S,
     EndAll,

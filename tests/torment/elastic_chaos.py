@@ -398,7 +398,7 @@ class Job(LaunchedJob):
         return False
 
     def _successor(self) -> int | None:
-        there = [pid for pid, line in self.processes().items() if "sirtaki.run.elastic.launch" in line]
+        there = [pid for pid, line in self.processes().items() if "sirtaki.run.elastic.driver" in line]
         says = [path.read_text() for path in self.folder.glob("sirtaki-*.log") if not path.stem.isdecimal()]
         return next((pid for pid in there if any(f"process {pid} on" in text for text in says)), None)
 

@@ -58,7 +58,7 @@ from ..tuning.warmup import TunedSynchroniser
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 
 if TYPE_CHECKING:
-    from sirtaki.comm.collectives.rank_sets import RankSet
+    from sirtaki.comm.collectives.engine import RankSet
 
     from ..job import Job
 

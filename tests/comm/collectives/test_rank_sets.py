@@ -7,9 +7,8 @@ import pytest
 import torch
 from fakes.meshes import on_planes
 
-from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.engine import GLOBAL, EagerEngine, RankSets
 from sirtaki.comm.collectives.operations import Kind, Signature
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, MismatchError
 

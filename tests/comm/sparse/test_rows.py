@@ -11,14 +11,15 @@ from fakes.meshes import on_planes, until
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.sparse import lanes as lanes_module
+from sirtaki.comm.sparse import worker as lanes_module
 from sirtaki.comm.sparse import worker as worker_module
-from sirtaki.comm.sparse.lanes import Closed, SparseLanes
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import (
     ALIGNMENT_BYTES,
+    Closed,
     RowFormat,
     Rows,
+    SparseLanes,
     SparseWork,
     SparseWorker,
     coalesced,

@@ -28,9 +28,8 @@ from sirtaki.autotune.sparse import (
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
-from sirtaki.comm.sparse.worker import RowFormat
+from sirtaki.comm.sparse.worker import RowFormat, SparseLanes
 from sirtaki.engine import sparse_gradients as module
 from sirtaki.engine.sparse_gradients import SparseMemory, SparseReductions, Times, fastest, measure, plan_of, skew_of
 from sirtaki.registry.entry import RowsKey, RowWay

@@ -16,8 +16,8 @@ from sirtaki.errors import ConfigError
 from sirtaki.mpi_library import MpiLibrary
 from sirtaki.run.as_horovod import SHIM, HorovodFinder, install
 from sirtaki.run.hosts import Host
+from sirtaki.run.launch import Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.run.options import RANK_SETTINGS, arguments_from_file, build_parser, option_names, parse
-from sirtaki.run.rank_command import Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ import pytest
 from sirtaki.comm.control.mesh_rendezvous import listen
 from sirtaki.engine.membership import Finished, Proof
 from sirtaki.errors import CommError, ConfigError
-from sirtaki.run.elastic import agent, agent_crew
+from sirtaki.run.elastic import agent, driver
 from sirtaki.run.elastic.agent import (
     LEAVE_GRACE_S,
     AgentConfig,
@@ -28,7 +28,7 @@ from sirtaki.run.elastic.agent import (
     end_grace_s,
     reach_driver,
 )
-from sirtaki.run.elastic.agent_crew import AgentCrew, StartedAgent, agent_words, is_child, new_endpoint
+from sirtaki.run.elastic.driver import AgentCrew, StartedAgent, agent_words, is_child, new_endpoint
 from sirtaki.run.elastic.job_members import (
     KILL_GRACE_S,
     EndAll,
@@ -150,7 +150,7 @@ time.sleep(60)
     assert events(crew, 1) == [Lost("a", "its agent is gone")]
     process = crew._leaving[0]._process  # type: ignore[attr-defined]
     crew.send_to(["a"], EndAll())
-    with mock.patch.object(agent_crew, "end_grace_s", return_value=-2.0):
+    with mock.patch.object(driver, "end_grace_s", return_value=-2.0):
         crew.close()
     assert (process.poll() is None) is has_successors
     process.kill()

@@ -155,8 +155,8 @@ def test_the_user_can_end_a_job_whose_driver_was_lost(start: Callable) -> None:
     job.of_size(2)
     os.kill(job.process.pid, signal.SIGKILL)
     job.wait()
-    job.until(lambda: any("elastic.launch" in line for line in job.processes().values()))
-    (successor,) = [pid for pid, line in job.processes().items() if "elastic.launch" in line]
+    job.until(lambda: any("elastic.driver" in line for line in job.processes().values()))
+    (successor,) = [pid for pid, line in job.processes().items() if "elastic.driver" in line]
     job.until(lambda: any("takes over" in log.read_text() for log in job.folder.glob("*.log")))
     os.kill(successor, signal.SIGTERM)
     job.until(lambda: not job.processes())

@@ -13,11 +13,10 @@ import pytest
 
 from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.run.elastic import launch
+from sirtaki.run.elastic import driver
 from sirtaki.run.elastic.agent import DriverEndpoint, ElasticJob, Inheritance
-from sirtaki.run.elastic.driver import Discovery, ask_script
+from sirtaki.run.elastic.driver import Discovery, ask_script, policy_of
 from sirtaki.run.elastic.job_members import OnFailure, Policy
-from sirtaki.run.elastic.launch import policy_of
 from sirtaki.run.options import is_elastic, parse
 
 
@@ -155,7 +154,7 @@ def test_what_a_driver_leaves_behind_comes_back_as_it_was(monkeypatch: pytest.Mo
     endpoint = DriverEndpoint(proof=Proof(job="j", secret="s"), listeners=(7,), agents=(2, 3), numbers=7)
     told = Inheritance(job=job, environ={"A": "b"}, endpoint=endpoint)
     drive = mock.Mock(return_value=5)
-    monkeypatch.setattr(launch, "drive", drive)
+    monkeypatch.setattr(driver, "drive", drive)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(told))))
-    assert launch.inherit() == 5
+    assert driver.inherit() == 5
     assert drive.call_args.args == (job, endpoint, {**os.environ, "A": "b"}, None)

@@ -18,27 +18,25 @@ from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
-from sirtaki.comm.nccl_streams.process_group import (
+from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
+from sirtaki.comm.router import streams_of
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
+from sirtaki.comm.transports.nccl import (
     LAUNCH_ORDER,
-    NcclGroup,
-    NcclOpener,
-    NcclVersions,
-    ask_for_launch_order,
-    ways_left,
-)
-from sirtaki.comm.nccl_streams.transport import (
     CommunicatorKey,
     CommunicatorPool,
     Group,
     GroupWork,
+    NcclGroup,
     NcclHierarchicalTransport,
+    NcclOpener,
     NcclTransport,
+    NcclVersions,
     Scope,
+    ask_for_launch_order,
     ctas_for,
+    ways_left,
 )
-from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
-from sirtaki.comm.router import streams_of
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
 from sirtaki.errors import CommError, PlanError, TransportError
 
 

@@ -1,1 +1,0 @@
-"""CUDA: NCCL communicators on their own CUDA streams, and staging through pinned memory."""
