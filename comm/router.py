@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -45,9 +43,6 @@ LONG_WAY_S = 2e-3
 nodes (400 Mbit/s, 100 a flow): units of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any delay, but 8 MiB at
 once 1.04 to 1.09 of it up to 2 ms, and as long at 5 ms."""
 
-ROUNDS = 5
-"""Of the control plane, the shortest of which says how long a message takes."""
-
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
 
 
@@ -83,7 +78,7 @@ class Router:
         """
         self._control, self.device, self._timeout_s, self._nccl = control, device, timeout_s, nccl
         self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
-        self._direct = _messages_take_long(control) if direct is None else direct
+        self._direct = direct
         self._pool = None
         if nccl is not None:
             self._pool = CommunicatorPool(
@@ -168,13 +163,18 @@ class Router:
             duplicate = control.duplicate_cross if across else control.duplicate
             return MpiTransport(lambda: mpi_of(duplicate()), control.agree_on_success)
         store, address = control.store()
-        group = f"local{control.local_rank}" if across else "all"
-        return (DirectTransport if self._direct else GlooTransport)(
+        group, rank, size = (
+            (f"local{control.local_rank}", control.cross_rank, control.cross_size)
+            if across
+            else ("all", control.rank, control.size)
+        )
+        far = size > 2 and control.round_trip_s >= 2 * LONG_WAY_S
+        return (DirectTransport if (far if self._direct is None else self._direct) else GlooTransport)(
             store=WatchfulStore(store, control.failures),
             prefix=lambda: f"{control.next_prefix()}/{group}",
             address=address,
-            rank=control.cross_rank if across else control.rank,
-            size=control.cross_size if across else control.size,
+            rank=rank,
+            size=size,
             timeout_s=self._timeout_s,
             agree=control.agree_on_success,
             failures=control.failures,
@@ -414,19 +414,6 @@ class Router:
         if self._pool is not None and self._control.failures.error is None:
             self.device.synchronise()  # what is closed must have nothing in flight
             self._pool.close()
-
-
-def _messages_take_long(control: ControlPlane) -> bool:
-    """Collective: whether a message is that long under way between the nodes that going round a ring takes longer."""
-    if control.one_node or control.size <= 2:
-        return False
-    rounds_s = []
-    for _ in range(ROUNDS):
-        begin_s = time.perf_counter()
-        control.maximum(np.zeros(1))
-        rounds_s.append(time.perf_counter() - begin_s)
-    shortest_s = float(control.maximum(np.array([min(rounds_s)]))[0])
-    return shortest_s >= LONG_WAY_S * math.ceil(math.log2(control.size))
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:

@@ -151,7 +151,7 @@ class NetLab:
             self._switch = None
         if self._delays is not None:
             self._delays.kill()
-            self._delays.wait()
+            self._delays.communicate()
             self._delays = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

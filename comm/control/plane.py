@@ -121,7 +121,7 @@ def _like(rank: int, marks: Sequence[int]) -> list[int]:
 LIMIT_S = 300.0
 """How long a store is waited for, at its opening and for each answer."""
 
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S, CONNECTIONS = 3.0, 3
 ATTEMPT_S, AGAIN_S = 1.0, 0.05
 """How long one attempt to connect goes on, which hears of no failure, and when the next one follows."""
 
@@ -133,16 +133,20 @@ class _Rendezvous:
     Attributes:
         store: None as long as it is not open.
         own_address: of this host, at which the others reach it.
+        round_trip_s: of the network between rank 0 and the rank that is farthest from it.
         prefixes: how many groups have met here.
     """
 
     store: TCPStore | None = None
     own_address: str = LOOPBACK
+    round_trip_s: float = 0.0
     prefixes: int = 0
 
 
-def reach(candidates: Sequence[str], port: int) -> tuple[str, str]:
-    """The first candidate that answers at `port`, and the address of this host as that one sees it.
+def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
+    """The first candidate that answers at `port`, the address of this host as that one sees it, and the round trip.
+
+    A connection is made when one packet has gone there and one has come back, for which nobody's process has to run.
 
     Raises:
         CommError: none answers.
@@ -150,8 +154,13 @@ def reach(candidates: Sequence[str], port: int) -> tuple[str, str]:
     tried = []
     for candidate in candidates:
         try:
-            with socket.create_connection((candidate, port), timeout=CONNECT_TIMEOUT_S) as connection:
-                return candidate, connection.getsockname()[0]
+            round_trips_s = []
+            for _ in range(CONNECTIONS):
+                begin_s = time.perf_counter()
+                with socket.create_connection((candidate, port), timeout=CONNECT_TIMEOUT_S) as connection:
+                    round_trips_s.append(time.perf_counter() - begin_s)
+                    own_address = connection.getsockname()[0]
+            return candidate, own_address, min(round_trips_s)
         except OSError as err:
             tried.append(f"{candidate}:{port} ({err})")
     raise CommError(
@@ -323,16 +332,22 @@ class ControlPlane:
             found: tuple[list[str], int] | SirtakiError = self.broadcast(offer)
             if isinstance(found, SirtakiError):
                 raise found
-            problem = ""
+            problem, round_trip_s = "", 0.0
             if self.rank != 0:
                 try:
-                    server, there.own_address = reach(*found)
+                    server, there.own_address, round_trip_s = reach(*found)
                     there.store = connect_to_store(server, found[1], failures=self.failures)
                 except (CommError, OSError, RuntimeError) as err:
                     problem = str(err)
             self.agree_on_success(problem)
+            there.round_trip_s = float(self.maximum(np.array([round_trip_s]))[0])
         assert there.store is not None
         return there.store, there.own_address
+
+    @property
+    def round_trip_s(self) -> float:
+        """Seconds for a packet from the rank farthest from rank 0 to it and back; 0.0 until `store` has been called."""
+        return self._rendezvous.round_trip_s
 
     def _serve(self) -> tuple[list[str], int] | SirtakiError:
         """Opens the store here; addresses of which one is to be reached and the port, or why there is none."""

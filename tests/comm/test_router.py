@@ -1,8 +1,7 @@
 """What can carry units, how many streams of it, and what is left when something cannot be opened."""
 
 import logging
-import math
-import time
+import sys
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from fakes.groups import LoneOpener
 from torch.distributed import HashStore
 
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
@@ -124,26 +124,18 @@ def test_the_streams_that_a_plan_uses_are_named_once_for_each_algorithm() -> Non
     assert streams_of(there, TREE) == [StreamSpec(0)]
 
 
-@pytest.mark.parametrize(
-    ("way_s", "size", "one_node", "direct"),
-    [(5e-3, 4, False, True), (0.0, 4, False, False), (5e-3, 2, False, False), (5e-3, 4, True, False)],
-)
-def test_units_go_straight_only_where_messages_between_more_than_two_nodes_take_long(
-    monkeypatch: pytest.MonkeyPatch, way_s: float, size: int, one_node: bool, direct: bool
+@pytest.mark.parametrize(("round_trip_s", "size", "direct"), [(0.01, 4, True), (0.0, 4, False), (0.01, 2, False)])
+def test_units_go_straight_only_where_packets_between_more_than_two_ranks_take_long(
+    monkeypatch: pytest.MonkeyPatch, round_trip_s: float, size: int, direct: bool
 ) -> None:
-    def maximum(values: Any) -> Any:
-        time.sleep(way_s * math.log2(size))
-        return values
-
     monkeypatch.setattr(Router, "_possible", lambda self: ((GLOO, FLAT),))
     control: Any = SimpleNamespace(
         rank=0,
         size=size,
         local_sizes=(1,) * size,
-        one_node=one_node,
         failures=FailureBoard(),
         minimum=lambda values: np.full_like(values, 1000.0),
-        maximum=maximum,
+        round_trip_s=round_trip_s,
         store=lambda: (HashStore(), "127.0.0.1"),
         agree_on_success=lambda problem: None,
     )
@@ -375,6 +367,7 @@ def job(
         cross_rank=0,
         cross_size=size // local_sizes[0],
         one_node=local_sizes[0] == size,
+        round_trip_s=0.0,
         is_homogeneous=len(set(local_sizes)) == 1,
         backend=backend,
         failures=FailureBoard(),
@@ -466,3 +459,28 @@ def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wan
     assert made._pool is not None
     assert len(made._pool.open) == 1
     assert made._pool.limit == MAX_COMMUNICATORS
+
+
+ON_NODES = """
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.router import Router
+from sirtaki.engine.ranks import open_ranks
+from sirtaki.settings import Settings
+
+control = ControlPlane(open_ranks(Settings.from_environ()))
+router = Router(control, timeout_s=30.0)
+names = {type(each).__name__ for each in router.transports.values()}
+router.close()
+control.close()
+if control.rank == 0:
+    print("DirectTransport" in names)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"no emulated cluster: {why_unavailable()}")
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+def test_how_long_packets_take_between_nodes_is_measured_however_long_ranks_wait_for_each_other(delay_s: float) -> None:
+    with NetLab(LabShape(nodes=3, delay_s=delay_s)) as lab:
+        said = lab.run_ranks([sys.executable, "-c", ON_NODES], timeout_s=60)
+    assert said.split() == [str(delay_s > 0)]
