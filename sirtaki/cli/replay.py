@@ -169,6 +169,7 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
                 "iteration_s": answer.times.iteration_s,
                 "low_s": answer.low_s,
                 "high_s": answer.high_s,
+                "told": answer.is_told,
                 "throughput": factor * base.times.iteration_s / answer.times.iteration_s,
                 "exposed": max(0.0, 1.0 - apart.iteration_s / answer.times.iteration_s),
             }
@@ -180,10 +181,10 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
     cells = (
         (
             f"{row['batch']:g} ×",
-            ms(row["iteration_s"]),
+            ms(row["iteration_s"]) if row["told"] else "",
             f"{milliseconds(row['low_s'])} to {milliseconds(row['high_s'])}",
-            f"{row['throughput']:.2f} ×",
-            percent(row["exposed"]),
+            f"{row['throughput']:.2f} ×" if row["told"] else "only a trial tells",
+            percent(row["exposed"]) if row["told"] else "",
         )
         for row in rows
     )

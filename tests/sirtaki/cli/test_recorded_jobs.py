@@ -226,6 +226,17 @@ def test_throughput_is_told_for_batches_of_other_sizes(folder: Path, capsys: pyt
         asked(folder, capsys, "--batches", "0")
 
 
+def test_of_batches_whose_step_no_replay_knows_only_the_interval_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = asked(written(tmp_path / "one", record(on_one_host())), capsys, "--batches", "8")
+    rows = [line.split() for line in out.splitlines() if "× " in line]
+    assert rows[0][:2] == ["1", "×"]
+    assert rows[0][-4] == "1.00"
+    assert rows[1][3] == "to"
+    assert "only a trial tells" in out
+
+
 def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of(SIZES, (4,)).to_json()))
