@@ -40,8 +40,8 @@ from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace, Nccl
 from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import SessionResult, WarmupSession
 from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.nccl_streams.transport import ALLOWANCES, ctas_for
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind, Unit
-from sirtaki.comm.transports.nccl import ALLOWANCES, ctas_for
 from sirtaki.engine.tuning.plans import WAY_BYTES, for_each_class, promising_ways
 from sirtaki.errors import PlanError
 from sirtaki.measures import SMALLEST_UNIT_BYTES

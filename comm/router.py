@@ -12,6 +12,7 @@ from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.nccl_streams.transport import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
 from sirtaki.comm.transports.contract import (
     FlatBuffer,
     Parcels,
@@ -25,7 +26,6 @@ from sirtaki.comm.transports.contract import (
 )
 from sirtaki.comm.transports.gloo import DirectTransport, GlooTransport, WatchfulStore
 from sirtaki.comm.transports.mpi import MpiTransport
-from sirtaki.comm.transports.nccl import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, share_memory
 from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError, PlanError, TransportError

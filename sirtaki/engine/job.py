@@ -27,8 +27,8 @@ from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.nccl_streams.transport import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
-from sirtaki.comm.transports.nccl import ask_for_launch_order
 from sirtaki.console import start_logging
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.registry.safe_store import load_ahead

@@ -17,11 +17,11 @@ from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import Device
+from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
 from sirtaki.comm.transports.gloo import DirectTransport
-from sirtaki.comm.transports.nccl import NcclHierarchicalTransport, NcclTransport
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL

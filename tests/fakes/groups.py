@@ -2,9 +2,9 @@
 
 import torch
 
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
 from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.comm.transports.nccl import CommunicatorKey, Group, GroupWork
 
 
 class Done:

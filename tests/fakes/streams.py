@@ -18,10 +18,10 @@ import torch
 
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork, Scope
 from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.mpi import mpi_all_reduce_
-from sirtaki.comm.transports.nccl import CommunicatorKey, Group, GroupWork, Scope
 
 LATEST_S = 2e-3
 

@@ -17,9 +17,9 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.nccl_streams.transport import ask_for_launch_order, find_nccl
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.nccl import ask_for_launch_order, find_nccl
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.stream_trial import try_streams
 from sirtaki.errors import PlanError

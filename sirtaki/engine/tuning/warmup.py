@@ -785,7 +785,7 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
     if not on_gpus:
         return Router(control, timeout_s=settings.transport_timeout_s)
     from sirtaki.comm.device import cuda_device
-    from sirtaki.comm.transports.nccl import find_nccl
+    from sirtaki.comm.nccl_streams.transport import find_nccl
 
     index = on_gpus[0].index
     device = cuda_device(torch.cuda.current_device() if index is None else index)

@@ -9,7 +9,7 @@ import torch
 
 from sirtaki.comm import device
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.transports import nccl as process_group
+from sirtaki.comm.nccl_streams import transport as process_group
 from sirtaki.engine.tuning import warmup as devices
 from sirtaki.engine.tuning.warmup import open_router
 

@@ -14,9 +14,9 @@ from sirtaki.autotune.knobs import KIB, MIB, KnobSpace, NcclWays
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import Device, Event
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
 from sirtaki.comm.plan import Algorithm, NcclWay, Route, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.nccl import CommunicatorKey, Group, GroupWork
 from sirtaki.engine.tuning.plans import (
     LEAST_LARGE_BYTES,
     NEEDED_FIRST,

@@ -18,10 +18,7 @@ from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
-from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
-from sirtaki.comm.router import streams_of
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
-from sirtaki.comm.transports.nccl import (
+from sirtaki.comm.nccl_streams.transport import (
     LAUNCH_ORDER,
     CommunicatorKey,
     CommunicatorPool,
@@ -37,6 +34,9 @@ from sirtaki.comm.transports.nccl import (
     ctas_for,
     ways_left,
 )
+from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
+from sirtaki.comm.router import streams_of
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
 from sirtaki.errors import CommError, PlanError, TransportError
 
 

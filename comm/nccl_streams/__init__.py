@@ -1,0 +1,1 @@
+"""CUDA: NCCL communicators on their own CUDA streams, and staging through pinned memory."""
