@@ -270,6 +270,18 @@ class KnobSpace:
         most = dict(self.most_streams).get(route, self.streams[-1])
         return tuple(count for count in self.streams if count <= most)
 
+    def at(self, unit_bytes: int, streams: int, threads: int, route: int) -> Knobs:
+        """The knobs at one index of each axis; as many streams as the route offers, if that is fewer."""
+        transport, algorithm = self.routes[route]
+        offered = self.streams_on((transport, algorithm))
+        return Knobs(
+            unit_bytes=unit_bytes,
+            streams=offered[min(streams, len(offered) - 1)],
+            threads=self.threads[threads],
+            transport=transport,
+            algorithm=algorithm,
+        )
+
     @property
     def has_choices(self) -> bool:
         """There is more than one setting."""
@@ -346,15 +358,7 @@ class KnobLattice:
     def at(self, index: tuple[int, ...]) -> Knobs:
         """The knobs at one index of each axis; as many streams as the route offers, if that is fewer."""
         unit, streams, threads, route = index
-        transport, algorithm = self.space.routes[route]
-        offered = self.space.streams_on((transport, algorithm))
-        return Knobs(
-            unit_bytes=self.unit_bytes[unit],
-            streams=offered[min(streams, len(offered) - 1)],
-            threads=self.space.threads[threads],
-            transport=transport,
-            algorithm=algorithm,
-        )
+        return self.space.at(self.unit_bytes[unit], streams, threads, route)
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
         """Index of the nearest setting; None for cuts, compressors and ways of NCCL's, and outside the space."""

@@ -8,17 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
+from sirtaki.comm.sparse.worker import RowFormat
 from sirtaki.measures import ring_bytes
-
-if TYPE_CHECKING:
-    from sirtaki.comm.sparse.worker import RowFormat
 
 Curve = npt.NDArray[np.float64]
 

@@ -23,19 +23,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from sirtaki.comm.control.failure import WAIT_SLICE_S, caused, fresh
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
 
 from .plan import Route
 from .router import Router
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 LEAST_BYTES = 128 << 10
 """A tensor of less than one unit for each stream is cut into equal parts, one for each, of at least this size."""

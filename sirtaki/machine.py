@@ -104,6 +104,14 @@ def _act_in_child() -> None:
 os.register_at_fork(after_in_child=_act_in_child)
 
 
+def signal_name(number: int) -> str:
+    """Such as `SIGTERM`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 def handle_signal(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
     """Installs a handler in this process; those that it forks have the default instead."""
 

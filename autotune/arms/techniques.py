@@ -389,15 +389,8 @@ class ScikitOptimizeArm:
     def _at(self, point: Sequence[Any]) -> Knobs:
         log2_bytes, streams, threads, route = point
         low, high = self._space.unit_bytes
-        transport, algorithm = self._space.routes[route]
-        offered = self._space.streams_on((transport, algorithm))
-        return Knobs(
-            unit_bytes=min(max(self._space.whole_unit_bytes(2.0**log2_bytes), low), high),
-            streams=offered[min(streams, len(offered) - 1)],
-            threads=self._space.threads[threads],
-            transport=transport,
-            algorithm=algorithm,
-        )
+        unit_bytes = min(max(self._space.whole_unit_bytes(2.0**log2_bytes), low), high)
+        return self._space.at(unit_bytes, streams, threads, route)
 
     def _point(self, knobs: Knobs) -> list[Any]:
         values = (knobs.streams, knobs.threads, knobs.route)

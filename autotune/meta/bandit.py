@@ -25,25 +25,27 @@ def window_for(budget_trials: int, n_arms: int) -> int:
     return max(n_arms, budget_trials // 2, 1)
 
 
+EXPLORATION = 0.2
+"""C of the AUC formula, as AIACC has it."""
+
+
 class AUCBandit:
     """Scores arms by what they found lately and by how little they were tried.
 
     Args:
         arms: names, all different.
         window: uses that are remembered, of all arms together.
-        exploration: C; AIACC uses 0.2.
 
     Raises:
         TuningError: names repeat, there are none, or the window is empty.
     """
 
-    def __init__(self, arms: Sequence[str], *, window: int, exploration: float = 0.2) -> None:
+    def __init__(self, arms: Sequence[str], *, window: int) -> None:
         if not arms or len(set(arms)) != len(arms):
             raise TuningError(f"a bandit needs arms with different names, not {list(arms)}")
         if window < 1:
             raise TuningError(f"the window must hold at least one use, not {window}")
         self.arms = tuple(arms)
-        self.exploration = exploration
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
@@ -64,7 +66,7 @@ class AUCBandit:
         uses = self.uses(arm)
         if uses == 0:
             return math.inf
-        return self.auc(arm) + self.exploration * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
+        return self.auc(arm) + EXPLORATION * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
 
     def ranking(self, rng: np.random.Generator, *, as_given: bool = False) -> list[str]:
         """All arms, the highest score first; `rng` orders equal ones, unless those without a use come `as_given`."""
@@ -94,7 +96,6 @@ class BanditArm:
         arms: with different names.
         rng: breaks ties between equal scores.
         window: uses that the bandit remembers (see `window_for`).
-        exploration: C of the AUC formula.
         as_given: untried arms have their turns in the order given, the most promising first; else by lot, as printed.
         doubted: whether what the arms' space was narrowed by has turned out to be wrong.
         wider: makes arms that see the whole space, which then take over from those of their names.
@@ -109,13 +110,12 @@ class BanditArm:
         *,
         rng: np.random.Generator,
         window: int,
-        exploration: float = 0.2,
         as_given: bool = False,
         doubted: Callable[[], bool] | None = None,
         wider: Callable[[], Sequence[Arm]] | None = None,
         where: Callable[[], str] = str,
     ) -> None:
-        self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
+        self.bandit = AUCBandit([arm.name for arm in arms], window=window)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
         self._as_given = as_given
@@ -237,7 +237,6 @@ def default_arms(
     budget_iterations: int = 100,
     names: Sequence[str] | None = None,
     planners: Sequence[Arm] = (),
-    exploration: float = 0.2,
     as_given: bool = True,
     whole_space: KnobSpace | None = None,
     where: Callable[[], str] = str,
@@ -253,7 +252,6 @@ def default_arms(
         budget_iterations: of the warm-up; the bandit's window scales with it.
         names: search techniques; None = all of ours and all that installed packages bring.
         planners: arms that are there already, with names of their own; the best first.
-        exploration: C of the AUC formula.
         as_given: planners have the first turns as given, then the techniques; else by lot, as printed.
         whole_space: what techniques choose from once trials have spoken against the planners' model, by whose word
             `space` is narrower; None = `space`.
@@ -287,7 +285,6 @@ def default_arms(
         arms,
         rng=ties,
         window=window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(arms)),
-        exploration=exploration,
         as_given=as_given,
         doubted=lambda: any(isinstance(arm, Planner) and arm.doubted for arm in planners),
         wider=None if whole_space is None or whole_space == space else lambda: techniques(whole_space),

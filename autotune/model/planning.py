@@ -309,7 +309,8 @@ MAX_PLANS = 12  # the plans with the fewest units count, which keeps a calibrati
 KEPT_BACK = 0.03
 """A factor of e costs the fit as much as a trial that is missed by this share: what no trial shows stays as it was."""
 
-_MAX_EVALUATIONS = 12  # of the simulator, for all trials, in one fit of a link
+_SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
+"""How least squares are searched for, with so many simulations of all trials in one fit."""
 
 
 def calibrate_link(
@@ -341,10 +342,7 @@ def calibrate_link(
         errors,
         x0=np.zeros(3 + (link.host_s > 0.0)),
         bounds=(-3, 3),
-        diff_step=0.02,
-        loss="soft_l1",
-        f_scale=0.1,
-        max_nfev=_MAX_EVALUATIONS,
+        **_SEARCH,
     )
     residual = root_mean_square(fit.fun[: len(plans)])
     if residual > MAX_RESIDUAL:
@@ -491,10 +489,7 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
             errors,
             x0=np.clip(start[free], low[free], high[free]),
             bounds=(low[free], high[free]),
-            diff_step=0.02,
-            loss="soft_l1",
-            f_scale=0.1,
-            max_nfev=_MAX_EVALUATIONS,
+            **_SEARCH,
         )
         x[free] = fit.x
         return x

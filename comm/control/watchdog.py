@@ -18,14 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 from .communicator import Communicator
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.failure import FailureBoard
 
 
 class Tag(IntEnum):

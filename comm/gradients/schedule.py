@@ -6,16 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..control.plane import ControlPlane
 from ..plan import CommPlan, NcclWay, Route
 from .buffers import GradientBuffers, GradientGroup
-
-if TYPE_CHECKING:
-    from ..control.plane import ControlPlane
-
 
 PROFILING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""

@@ -30,11 +30,11 @@ import threading
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.errors import CommError, PlanError
 
@@ -67,9 +67,6 @@ from .schedule import (
     overtaking,
     schedule,
 )
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 

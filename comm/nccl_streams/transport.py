@@ -20,13 +20,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
 
 from sirtaki.comm import recorder
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import CudaDevice, Device, Event
 from sirtaki.comm.plan import NcclWay, TransportKind
 from sirtaki.comm.transports.contract import (
@@ -41,9 +42,6 @@ from sirtaki.comm.transports.contract import (
 )
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 # ── units over several NCCL communicators at once, each on a CUDA stream of its own ───────────────────────────────────
 #

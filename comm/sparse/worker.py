@@ -8,22 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.comm.transports.contract import HALF_DTYPES, FlatBuffer, Parcels, ThreadWork, Work
 from sirtaki.comm.transports.shared_memory import share_memory
 from sirtaki.errors import CommError, ConfigError, TransportError
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 # ── what carries rows ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -22,12 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sirtaki.comm.control.failure import caused
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, PeerLostError, TransportError
 from sirtaki.machine import process_fields
 
@@ -46,9 +46,6 @@ from .contract import (
     Work,
     scale_,
 )
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from sirtaki.autotune.sparse import (
     summarise,
 )
 from sirtaki.comm.control.failure import WAIT_SLICE_S
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import REMEDY, Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
 from sirtaki.comm.plan import TransportKind
@@ -41,15 +42,11 @@ from sirtaki.comm.transports.contract import scale_
 from sirtaki.errors import PlanError
 from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
 from sirtaki.registry.safe_store import SafeStore
-from sirtaki.settings import REGISTRY_OFF
+from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .tuning.cache import cluster_fingerprint
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sirtaki.autotune.knobs import MIB
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
+from sirtaki.comm.router import Router
 from sirtaki.measures import faster
 
 from . import job as job
 from .tuning.warmup import open_router
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.router import Router
 
 UNITS, UNIT_BYTES = 16, 2 * MIB
 ROUNDS = 7

@@ -109,6 +109,9 @@ def complete_environ(
         )
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks)), **KEEP_FREED_MEMORY}
     environ.update({name: value for name, value in defaults.items() if name not in environ})
+    environ.pop(BAR, None)
+    if is_terminal(sys.stderr):
+        environ[BAR] = "1"
     if options.interfaces:
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
 
@@ -356,9 +359,6 @@ def launch(options: argparse.Namespace) -> int:
     environ.update(_rendezvous(environ, hosts))
     local_ranks = max((min(ranks, host.slots) for host in hosts), default=ranks)
     complete_environ(environ, options, local_ranks=local_ranks, beside=library.horovod or "")
-    environ.pop(BAR, None)
-    if is_terminal(sys.stderr):
-        environ[BAR] = "1"
     job = Job(
         ranks=ranks,
         hosts=() if here else hosts,

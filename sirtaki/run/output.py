@@ -23,6 +23,7 @@ from typing import IO, TextIO
 
 from sirtaki.console import drawn, is_terminal
 from sirtaki.errors import ConfigError
+from sirtaki.machine import signal_name
 
 from .rank_channel import PATTERN, UNFINISHED, Event, Message
 
@@ -90,6 +91,12 @@ class Console:
                 rest = rest[os.write(descriptor, rest) :]
             except BlockingIOError:  # the terminal is shared with a program that does not wait
                 select.select([], [descriptor], [])
+
+
+def standard_consoles() -> dict[str, Console]:
+    """Standard output and error, by their names; they share a bar."""
+    bar = Bar()
+    return {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
 
 
 def say(line: str) -> None:
@@ -196,8 +203,8 @@ class NoticeFilter:
 
 def killed(rank: int, host: str, number: int) -> Ending:
     """The end of a rank by signal `number`."""
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    reason = f"killed by {name}{', as the system does where memory runs out' if number == signal.SIGKILL else ''}"
+    why = ", as the system does where memory runs out" if number == signal.SIGKILL else ""
+    reason = f"killed by {signal_name(number)}{why}"
     return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
 
 

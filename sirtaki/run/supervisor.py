@@ -27,7 +27,7 @@ from .leftovers import (
     remove_session_folder,
     session_members,
 )
-from .output import Bar, Console, Ending, NoticeFilter, OutputOptions, RankOutput, killed
+from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed, standard_consoles
 from .rank_channel import Event, Message, end_with_parent
 
 FAILURE_GRACE_S = 3.0
@@ -69,11 +69,7 @@ class Supervisor:
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
-        bar = Bar()
-        self._consoles = {
-            "stdout": Console(sys.stdout, "stdout", bar),
-            "stderr": Console(sys.stderr, "stderr", bar),
-        }
+        self._consoles = standard_consoles()
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Runs `command` (an mpiexec) to its end; no process of the job is left.

@@ -6,17 +6,14 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import dense_strides
 from sirtaki.errors import MismatchError
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 

@@ -38,13 +38,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
 
 from sirtaki.autotune.trial import Arm
+from sirtaki.comm.collectives.engine import RankSet
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
@@ -52,15 +53,11 @@ from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
 
+from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
 from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
-
-if TYPE_CHECKING:
-    from sirtaki.comm.collectives.engine import RankSet
-
-    from ..job import Job
 
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy
 import torch
@@ -21,6 +21,7 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Remembered, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import PlanError, TuningError, in_a_line
 from sirtaki.machine import host_kind
@@ -34,10 +35,6 @@ from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, ad
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .plans import checked_plans, fixed_knobs
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-
 
 logger = logging.getLogger(__name__)
 

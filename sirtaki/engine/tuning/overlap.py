@@ -7,23 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.simulator import put_off_iteration_s
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.schedule import IterationPace
+from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import GradientLayout
+from sirtaki.measures import LinkModel
 
 from .plans import plans_for
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.gradients.iteration import IterationReport
-    from sirtaki.comm.gradients.synchroniser import Synchroniser
-    from sirtaki.measures import LinkModel
-
 
 MOST_TRIED = 8
 """Settings with updates put off, the tuner's own included."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,18 +22,15 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.replayer import SharedHost
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import Device
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
+from sirtaki.comm.transports.contract import FlatBuffer
 from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.settings import Settings
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.device import Device
-    from sirtaki.comm.router import Router
-    from sirtaki.comm.transports.contract import FlatBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -567,17 +564,10 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
             router.open_plan(plan)
             rounds = [_round(control, router, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
             worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
-            alone_s, beside_s, compute_s, undisturbed_s = (tuple(column.tolist()) for column in worst.T)
-            probes.append(
-                ThreadProbe(
-                    threads=threads,
-                    unit_bytes=unit_bytes,
-                    alone_s=alone_s,
-                    beside_s=beside_s,
-                    compute_s=compute_s,
-                    undisturbed_s=undisturbed_s,
-                )
+            measured = zip(
+                ("alone_s", "beside_s", "compute_s", "undisturbed_s"), map(tuple, worst.T.tolist()), strict=True
             )
+            probes.append(ThreadProbe(threads=threads, unit_bytes=unit_bytes, **dict(measured)))
     return probes
 
 

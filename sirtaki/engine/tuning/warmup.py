@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from sirtaki.autotune.meta.session import (
 from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.compress import Cost, PowerSgd
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Pace, Reduction
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
@@ -73,9 +74,6 @@ from .plans import (
     without_planners,
 )
 from .trial_log import StepTime, StepTimes, TrialLogWriter
-
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 

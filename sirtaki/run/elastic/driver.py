@@ -30,11 +30,10 @@ from typing import IO, Generic, Protocol, TypeVar
 import msgspec
 
 from sirtaki.comm.control.mesh_rendezvous import Door, listen
-from sirtaki.console import is_terminal
 from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel, encoded
-from sirtaki.launchers import BAR, node_names
+from sirtaki.launchers import node_names
 from sirtaki.run.elastic.agent import (
     DRIVER,
     AgentConfig,
@@ -64,7 +63,7 @@ from sirtaki.run.elastic.job_members import (
 from sirtaki.run.host_check import PROBLEM, Need, versions_here
 from sirtaki.run.hosts import MOST_SLOTS, OPTIONS, Host, given_hosts, parse_hosts, remedy, ssh_arguments
 from sirtaki.run.launch import begin_environ, carried_variables, complete_environ, rank_command
-from sirtaki.run.output import Bar, Console, OutputOptions, RankOutput, output_folder, say
+from sirtaki.run.output import OutputOptions, RankOutput, output_folder, say, standard_consoles
 from sirtaki.run.rank_channel import Event, Message
 from sirtaki.run.supervisor import signals_heard
 from sirtaki.settings import Settings
@@ -796,8 +795,7 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
         label=lambda worker: members.member_list.label(worker),
         place=lambda worker: members.member_list.place(worker),
     )
-    bar = Bar()
-    consoles = {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
+    consoles = standard_consoles()
 
     def hear(message: Message) -> None:
         if message.event is Event.PROGRESS:
@@ -874,9 +872,6 @@ def launch_elastic(options: argparse.Namespace) -> int:
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
     complete_environ(environ, options, local_ranks=min(max([1, *hosts.values()]), policy.max_ranks or 2**31))
-    environ.pop(BAR, None)
-    if is_terminal(sys.stderr):
-        environ[BAR] = "1"
     job = replace(
         job,
         command=command.words,

@@ -7,7 +7,6 @@ it is, and what the rules want done goes to the agent of a host as it is. No soc
 from __future__ import annotations
 
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from msgspec import Struct
 
 from sirtaki.comm.control.mesh_rendezvous import Attendee
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, FromRank, Join, Member, Patience
+from sirtaki.machine import signal_name
 
 
 class Phase(Enum):
@@ -116,11 +116,7 @@ class RankEnd:
     def text(self) -> str:
         """Says how the process ended, as part of a sentence."""
         if self.is_signal:
-            try:
-                name = signal.Signals(self.exit_code - 128).name
-            except ValueError:
-                name = f"signal {self.exit_code - 128}"
-            return f"was killed by {name}"
+            return f"was killed by {signal_name(self.exit_code - 128)}"
         if not self.exit_code:
             return "ended"
         return f"failed ({self.reason or f'exit code {self.exit_code}'})"
