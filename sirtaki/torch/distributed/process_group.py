@@ -22,7 +22,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError
 from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
 #
