@@ -31,7 +31,6 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import CudaDevice, Device, Event
 from sirtaki.comm.plan import NcclWay, TransportKind
 from sirtaki.comm.transports.contract import (
-    NOTHING_TO_DO,
     FlatBuffer,
     ReduceOp,
     StreamCost,
@@ -346,13 +345,9 @@ class NcclTransport(Transport):
             self._device.synchronise()  # what is closed for the new ones must have nothing in flight
         self._pool.require(keys)
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Issues it behind what is on the current stream by now."""
         unit = buffer.tensor[start:stop]
-        if unit.numel() == 0:
-            return NOTHING_TO_DO
         with ISSUING:
             work, left = self._issue_in_turn(unit, stream, op, scale)
         unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")

@@ -362,7 +362,6 @@ class Transport(ABC):
             CommError: the job has failed.
         """
 
-    @abstractmethod
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> Work:
@@ -370,6 +369,11 @@ class Transport(ABC):
 
         The range may be empty; it must not be touched until the work is done.
         """
+        return self._carry(buffer, start, stop, stream, op, scale) if start < stop else NOTHING_TO_DO
+
+    @abstractmethod
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """What `all_reduce` does to a range that is not empty."""
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
         """Has a thread of the stream do this before it looks at units that are submitted from now on.
@@ -394,6 +398,10 @@ class Transport(ABC):
             incoming: bytes, contiguous, as many as come; the parcels lie there one behind the other, by sender.
             stream: that is open.
         """
+        return NOTHING_TO_DO if parcels.empty else self._exchange(outgoing, parcels, incoming, stream)
+
+    def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
+        """What `exchange` does if there are parcels."""
         raise NotImplementedError
 
     def keep(self, streams: int) -> None:  # noqa: B027 - most have nothing to close

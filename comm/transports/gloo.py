@@ -33,7 +33,6 @@ from sirtaki.errors import CommError
 
 from ..plan import TransportKind
 from .contract import (
-    NOTHING_TO_DO,
     SHARE,
     Agree,
     FlatBuffer,
@@ -302,23 +301,17 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         group._set_default_timeout(self._timeout)
         return group
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Hands the range to Gloo, which reduces it in threads of its own."""
         unit = buffer.tensor[start:stop]
-        if unit.numel() == 0:
-            return NOTHING_TO_DO
         work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
         unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
             unit_work.note_end()
         return unit_work
 
-    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+    def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
         """Has each pair of ranks use its own connection of the stream, all at the same time."""
-        if parcels.empty:
-            return NOTHING_TO_DO
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
@@ -497,13 +490,9 @@ class DirectTransport(GlooTransport):
         self._paths.append(path)
         return group
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Has the stream's own threads reduce the range."""
         unit = buffer.tensor[start:stop]
-        if unit.numel() == 0:
-            return NOTHING_TO_DO
         what = f"elements [{start}, {stop}) on stream {stream.number}"
         return self._paths[stream.number].all_reduce(unit, op, scale, what)
 

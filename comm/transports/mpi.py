@@ -19,7 +19,6 @@ from sirtaki.errors import CommError
 from ..plan import TransportKind
 from .contract import (
     HALF_DTYPES,
-    NOTHING_TO_DO,
     Agree,
     FlatBuffer,
     Parcels,
@@ -98,13 +97,9 @@ class MpiTransport(StreamTransport[_Stream]):
             close=lambda stream: self._end([stream]),
         )
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Has the stream's thread reduce the range by MPI."""
         unit = buffer.tensor[start:stop]
-        if unit.numel() == 0:
-            return NOTHING_TO_DO
         return self._submit(
             stream.number,
             lambda comm: mpi_all_reduce_(unit, comm=comm, op=op, scale=scale),
@@ -116,10 +111,8 @@ class MpiTransport(StreamTransport[_Stream]):
         self.streams[stream.number].put(act)
         return True
 
-    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+    def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
         """Has the stream's thread carry the parcels by MPI."""
-        if parcels.empty:
-            return NOTHING_TO_DO
         return self._submit(
             stream.number, lambda comm: mpi_exchange(outgoing.tensor, parcels, incoming, comm=comm), "an exchange"
         )

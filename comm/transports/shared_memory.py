@@ -34,7 +34,6 @@ from sirtaki.machine import process_fields
 from ..plan import TransportKind
 from .contract import (
     HALF_DTYPES,
-    NOTHING_TO_DO,
     FlatBuffer,
     Parcels,
     ReduceOp,
@@ -513,12 +512,8 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
     def _open(self, number: int) -> _Stream:
         return _Stream(self._control, number, self._across() if self._across is not None else None)
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Has the stream's thread reduce the range with those of other ranks; the buffer must be a shared one."""
-        if start == stop:
-            return NOTHING_TO_DO
         task = _Task(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
@@ -528,10 +523,8 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
         self.streams[stream.number].prepare(act)
         return True
 
-    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+    def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
         """Copies the parcels for this rank out of the others' buffers, which must be shared ones on one node."""
-        if parcels.empty:
-            return NOTHING_TO_DO
         me = self._control.local_rank
 
         def receive() -> None:

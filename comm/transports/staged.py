@@ -16,7 +16,6 @@ from sirtaki.comm.device import Device, Event, copy_
 
 from ..plan import TransportKind
 from .contract import (
-    NOTHING_TO_DO,
     FlatBuffer,
     ReduceOp,
     StreamCost,
@@ -112,12 +111,8 @@ class StagedTransport(StreamTransport[_Stream]):
     def _open(self, number: int) -> _Stream:
         return _Stream(number, self._device, self._inner, self._failures)
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> Work:
+    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Copies the range to the buffer's mirror, reduces it there and copies it back; it must have one."""
-        if start == stop:
-            return NOTHING_TO_DO
         return self.streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def keep(self, streams: int) -> None:
