@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sirtaki.comm import device
-from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.nccl_streams import transport as process_group
+from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.tuning import warmup as devices
 from sirtaki.engine.tuning.warmup import open_router
 
