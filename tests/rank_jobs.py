@@ -1,6 +1,6 @@
 """Programs of tests/ranks as jobs of several ranks, and the cases of such a program as single tests.
 
-A program that keeps its cases in `CASES` and ends with `conformance.training.main(CASES)` is one launch for all of its
+A program that ends with `CASES = cases(globals())` and `conformance.training.main(CASES)` is one launch for all of its
 cases: the ranks say of each when they have passed it, and each is a test of its own:
 
     test_edited_gradients_train_as_in_one_process = played_on_ranks("gradient_edits", Job(2), slow(Job(3)))
@@ -11,6 +11,7 @@ cases: the ranks say of each when they have passed it, and each is a test of its
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shutil
 import signal
@@ -22,7 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from types import FunctionType
+from typing import IO, Any
 
 import preloaded
 import pytest
@@ -147,6 +149,23 @@ class Job:
     ranks: int
     label: str = ""
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def cases(module: Mapping[str, Any], *parameters: str) -> list[Callable[..., None]]:
+    """The functions that a module has written so far for each to be a test, but for those that are in a list already.
+
+    They are public, return nothing, and have no parameters but these, and others with defaults.
+    """
+    listed = [each for value in module.values() if isinstance(value, list) for each in value if callable(each)]
+
+    def is_case(value: Any) -> bool:
+        if not isinstance(value, FunctionType) or value.__module__ != module["__name__"]:
+            return False
+        signature = inspect.signature(value)
+        needed = tuple(name for name, each in signature.parameters.items() if each.default is each.empty)
+        return needed == parameters and signature.return_annotation in (None, "None") and value.__name__[0] != "_"
+
+    return [value for value in module.values() if is_case(value) and value not in listed]
 
 
 def slow(job: Job) -> ParameterSet:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from rank_jobs import cases
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus, opinion
@@ -174,16 +175,4 @@ def what_is_left_to_gain_is_a_share_or_unknown(make: MakeArm) -> None:
         converse(arm, 1)
 
 
-ARM_CHECKS: tuple[Callable[[MakeArm], None], ...] = (
-    proposals_lie_inside_the_space_and_respect_what_is_fixed,
-    asking_twice_without_telling_stays_inside_the_space,
-    asking_for_several_gives_at_most_that_many,
-    the_same_seed_gives_the_same_proposals,
-    trials_of_others_are_taken_in,
-    failed_trials_are_taken_in,
-    pruned_trials_are_taken_in,
-    telling_nothing_is_harmless,
-    the_same_trial_may_be_told_again,
-    the_name_is_stable,
-    what_is_left_to_gain_is_a_share_or_unknown,
-)
+ARM_CHECKS = cases(globals(), "make")

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from conformance.put_off import assert_same, numbers, words
+from rank_jobs import cases
 from torch import nn
 from torch.nn import functional as F
 
@@ -124,10 +125,4 @@ def custom_optimizer() -> None:
     assert_same(Perceptron(), square, lambda params: Signs(params, lr=1e-3))
 
 
-FIVE_MODELS = (
-    convolutional,
-    transformer_with_tied_embeddings,
-    lstm,
-    experts_of_which_some_are_unused,
-    custom_optimizer,
-)
+FIVE_MODELS = cases(globals())

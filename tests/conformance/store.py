@@ -1,7 +1,6 @@
 """What every registry store must do, whatever database is behind it."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from conformance.graphs import chain_graph
 from msgspec import structs
+from rank_jobs import cases
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
@@ -316,19 +316,4 @@ def finds_and_forgets_ways_of_rows_by_their_id(store: Store) -> None:
     assert store.get(entry.id) == entry
 
 
-CHECKS: tuple[Callable[[Store], None], ...] = (
-    finds_what_was_saved,
-    keeps_keys_apart,
-    a_worse_entry_does_not_replace_a_better_one,
-    what_a_job_has_disproved_gives_way_to_a_worse_one,
-    lists_newest_first,
-    an_ambiguous_or_unknown_id_is_refused,
-    forgetting_removes_what_only_that_entry_used,
-    prunes_by_age_and_by_count,
-    keeps_signatures_beside_graphs,
-    keeps_distances_in_both_directions,
-    refuses_what_it_could_not_read_again,
-    keeps_settings_of_sharded_training_beside_ways_of_rows,
-    saves_all_entries_and_ways_or_none,
-    finds_and_forgets_ways_of_rows_by_their_id,
-)
+CHECKS = cases(globals(), "store")

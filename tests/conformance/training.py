@@ -1,6 +1,7 @@
 """Training on several ranks must equal training in one process; written once for all programs for ranks."""
 
 import copy
+import inspect
 import re
 import sys
 import warnings
@@ -91,13 +92,17 @@ def raises(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
         act()
 
 
-def main(cases: Sequence[Callable[[], None]]) -> None:
-    """Collective: plays the cases that the command line names, or all; each rank says which it has passed."""
+def main(cases: Sequence[Callable[..., None]]) -> None:
+    """Collective: plays the cases that the command line names, or all; each rank says which it has passed.
+
+    Cases that have parameters `rank` and `size` are given them.
+    """
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning)  # PyTorch 2.4, of itself
     hvd.init()
     chosen = [case for case in cases if case.__name__ in sys.argv] or cases
     for case in chosen:
-        case()
+        given = {"rank": hvd.rank(), "size": hvd.size()}
+        case(**{name: given[name] for name in inspect.signature(case).parameters if name in given})
         print(f"passed {case.__name__}", flush=True)
     hvd.shutdown()

@@ -1,9 +1,9 @@
 """Meshes whose ranks all live in this process."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sirtaki.comm.control.mesh import Links, MeshCommunicator
@@ -22,25 +22,17 @@ def connected(size: int, *, heartbeat_s: float | None = None) -> list[Links]:
     return [Links(rank, own, heartbeat_s=heartbeat_s) for rank, own in enumerate(sockets)]
 
 
+def at_once(act: Callable[..., Any], *of_each: Iterable[Any]) -> list[Any]:
+    """What `act` returns, called for each in a thread of its own; once all have ended, what one of them raises."""
+    arguments = list(zip(*of_each, strict=True))
+    with ThreadPoolExecutor(len(arguments) or 1) as threads:
+        ended = [threads.submit(act, *each) for each in arguments]
+    return [each.result() for each in ended]
+
+
 def on_all(links: Sequence[Links], act: Callable[[MeshCommunicator], Any]) -> list[Any]:
     """What `act` returns on each rank, each in a thread of its own; raises what one of them raises."""
-    results: list[Any] = [None] * len(links)
-
-    def run(number: int) -> None:
-        try:
-            results[number] = act(MeshCommunicator(links[number]))
-        except BaseException as err:
-            results[number] = err
-
-    threads = [threading.Thread(target=run, args=[number]) for number in range(len(links))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return at_once(lambda own: act(MeshCommunicator(own)), links)
 
 
 def among(size: int, act: Callable[[MeshCommunicator], Any]) -> list[Any]:
@@ -79,11 +71,7 @@ def on_planes(size: int, act: Callable[[ControlPlane], Any], *, local_size: int 
 
 def close(links: Sequence[Links]) -> None:
     """Of all ranks, which must happen at the same time."""
-    threads = [threading.Thread(target=each.close) for each in links]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(Links.close, links)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:

@@ -5,12 +5,12 @@ theirs would wait for it. Started by test_blocked.py.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from conformance.training import main
+from rank_jobs import cases
 
 import sirtaki.torch as hvd
 from sirtaki.engine.participants import TELL_ANYWAY_S
@@ -136,14 +136,7 @@ def ranks_without_gradients_of_one_optimizer_wait_long_for_each_other_once_only(
     assert sorted(slowest_s)[2] < TELL_ANYWAY_S, slowest_s
 
 
-CASES: list[Callable[[], None]] = [
-    a_rank_that_lacks_a_gradient_waits_in_an_operation,
-    a_rank_that_computes_or_waits_for_what_the_others_have_submitted_holds_nobody_up,
-    a_rank_waits_in_another_optimizers_step,
-    a_rank_leaves_its_backward_pass_out,
-    two_ranks_wait_at_the_ends_of_different_backward_passes,
-    ranks_without_gradients_of_one_optimizer_wait_long_for_each_other_once_only,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

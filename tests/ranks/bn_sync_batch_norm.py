@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.training import assert_same_parameters, batch, main
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -129,15 +130,7 @@ def training_with_a_distributed_optimizer() -> None:
         assert_same_parameters(model, alone, 1e-10)
 
 
-CASES = [
-    any_number_of_dimensions,
-    every_option,
-    large_means_lose_no_digits,
-    a_rank_without_rows_takes_part,
-    half_precision_inputs,
-    too_little_to_normalise_is_an_error,
-    training_with_a_distributed_optimizer,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

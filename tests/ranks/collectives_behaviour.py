@@ -1,26 +1,12 @@
 """Gradients, process sets, join, names and objects, case by case. Started by test_collectives.py."""
 
 import warnings
-from collections.abc import Callable
-from functools import wraps
 
 import torch
 from conformance.training import main
+from rank_jobs import cases
 
 import sirtaki.torch as hvd
-
-CASES: list[Callable[[], None]] = []
-
-
-def case(function: Callable[[int, int], None]) -> Callable[[], None]:
-    """Keeps it as a case, which is called with the rank and the number of ranks."""
-
-    @wraps(function)
-    def play() -> None:
-        function(hvd.rank(), hvd.size())
-
-    CASES.append(play)
-    return play
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -30,7 +16,6 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def the_gradient_of_an_all_reduce_is_reduced_alike(rank: int, size: int) -> None:
     for op, factor in ((hvd.Sum, 1.0), (hvd.Average, 1 / size)):
         x = torch.full((4,), 1.0 + rank, requires_grad=True)
@@ -41,7 +26,6 @@ def the_gradient_of_an_all_reduce_is_reduced_alike(rank: int, size: int) -> None
             assert not hvd.allreduce(x, op=op).requires_grad
 
 
-@case
 def the_gradient_of_a_grouped_all_reduce_reaches_every_member(rank: int, size: int) -> None:
     xs = [torch.full((n + 1,), 1.0, requires_grad=True) for n in range(3)]
     ys = hvd.grouped_allreduce(xs, op=hvd.Sum)
@@ -50,7 +34,6 @@ def the_gradient_of_a_grouped_all_reduce_reaches_every_member(rank: int, size: i
         same(x.grad, torch.full((n + 1,), float(size * (n + 1))))
 
 
-@case
 def the_gradient_of_an_all_gather_is_the_own_part_of_the_average(rank: int, size: int) -> None:
     x = torch.ones(rank + 2, 3, requires_grad=True)
     y = hvd.allgather(x)
@@ -60,7 +43,6 @@ def the_gradient_of_an_all_gather_is_the_own_part_of_the_average(rank: int, size
     same(x.grad, weights[before : before + rank + 2] * (size + 1) / 2)
 
 
-@case
 def the_gradient_of_a_grouped_all_gather_is_the_own_part(rank: int, size: int) -> None:
     xs = [torch.ones(rank + 1, requires_grad=True), torch.ones(3 - rank % 2, 2, requires_grad=True)]
     ys = hvd.grouped_allgather(xs)
@@ -69,14 +51,12 @@ def the_gradient_of_a_grouped_all_gather_is_the_own_part(rank: int, size: int) -
     same(xs[1].grad, torch.full((3 - rank % 2, 2), 2.0))
 
 
-@case
 def the_gradient_of_a_broadcast_is_the_average_on_the_root(rank: int, size: int) -> None:
     x = torch.ones(3, requires_grad=True)
     ((rank + 1) * hvd.broadcast(x, size - 1)).sum().backward()
     same(x.grad, torch.full((3,), (size + 1) / 2 if rank == size - 1 else 0.0))
 
 
-@case
 def the_gradient_of_an_all_to_all_goes_back(rank: int, size: int) -> None:
     x = torch.ones(2 * size + 1, 2, requires_grad=True)
     received, splits = hvd.alltoall(x, splits=torch.full((size,), 2))
@@ -86,7 +66,6 @@ def the_gradient_of_an_all_to_all_goes_back(rank: int, size: int) -> None:
     same(x.grad, torch.cat([back, torch.zeros(1)])[:, None].expand(-1, 2))  # the last row went nowhere
 
 
-@case
 def the_gradient_of_a_reduce_scatter_is_gathered(rank: int, size: int) -> None:
     for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
         x = torch.ones(size + 1, requires_grad=True)
@@ -96,7 +75,6 @@ def the_gradient_of_a_reduce_scatter_is_gathered(rank: int, size: int) -> None:
         same(x.grad, torch.tensor([0.5 * factor * (owner + 1) for owner in owners]))
 
 
-@case
 def gradients_of_gradients_work(rank: int, size: int) -> None:
     x = torch.full((2,), 2.0, requires_grad=True)
     y = hvd.allreduce(x, op=hvd.Sum)
@@ -109,7 +87,6 @@ def gradients_of_gradients_work(rank: int, size: int) -> None:
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def a_compressed_tensor_comes_back_in_its_dtype(rank: int, size: int) -> None:
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
         floats = hvd.allreduce(torch.full((5,), float(rank)), op=hvd.Sum, compression=compression)
@@ -123,7 +100,6 @@ def a_compressed_tensor_comes_back_in_its_dtype(rank: int, size: int) -> None:
         assert part.item() == size
 
 
-@case
 def what_overflows_is_infinite_without_a_warning(rank: int, size: int) -> None:
     largest = torch.full((3,), torch.finfo(torch.float32).max)
     with warnings.catch_warnings():
@@ -134,7 +110,6 @@ def what_overflows_is_infinite_without_a_warning(rank: int, size: int) -> None:
     assert bool(nothing.isnan().all()) is (size > 1)
 
 
-@case
 def in_place_forms_write_into_strided_tensors_and_parameters(rank: int, size: int) -> None:
     matrix = torch.ones(4, 4)
     hvd.allreduce_(matrix[:, 1], op=hvd.Sum)
@@ -144,14 +119,12 @@ def in_place_forms_write_into_strided_tensors_and_parameters(rank: int, size: in
     same(parameter.data, torch.full((2,), size - 1.0))
 
 
-@case
 def conjugate_views_are_sent_as_what_they_show(rank: int, size: int) -> None:
     z = torch.tensor([1 + 2j]).conj()
     assert hvd.broadcast(z, 0).item() == 1 - 2j
     assert hvd.allreduce(z, op=hvd.Sum).item() == size * (1 - 2j)
 
 
-@case
 def adasum_follows_the_paper(rank: int, size: int) -> None:
     if size & (size - 1):
         return
@@ -178,7 +151,6 @@ def adasum_follows_the_paper(rank: int, size: int) -> None:
     same(both[1], torch.ones(size))
 
 
-@case
 def sparse_tensors_add_up_where_they_meet(rank: int, size: int) -> None:
     with torch.sparse.check_sparse_tensor_invariants(False):
         tensor = torch.sparse_coo_tensor([[0, rank], [1, 1]], torch.tensor([1.0, rank + 1.0]), (size, 2))
@@ -194,7 +166,6 @@ def sparse_tensors_add_up_where_they_meet(rank: int, size: int) -> None:
 # ── names and handles ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size: int) -> None:
     many, sets = (1 << 20) + 3, hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
@@ -221,7 +192,6 @@ def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size
     hvd.join()
 
 
-@case
 def more_names_than_bits_are_no_problem(rank: int, size: int) -> None:
     for begin in (0, 700):
         numbers = range(begin, begin + 700)
@@ -229,7 +199,6 @@ def more_names_than_bits_are_no_problem(rank: int, size: int) -> None:
         assert [hvd.synchronize(handle).item() for handle in handles] == [size * n for n in numbers]
 
 
-@case
 def a_name_may_come_again_with_another_tensor(rank: int, size: int) -> None:
     for shape in ((3,), (3,), (2, 2), (), (0,)):
         for dtype in (torch.float32, torch.int32):
@@ -239,7 +208,6 @@ def a_name_may_come_again_with_another_tensor(rank: int, size: int) -> None:
             )
 
 
-@case
 def poll_tells_when_it_is_done(rank: int, size: int) -> None:
     handle = hvd.allreduce_async(torch.ones(1), name="polled")
     while not hvd.poll(handle):
@@ -256,7 +224,6 @@ def poll_tells_when_it_is_done(rank: int, size: int) -> None:
     assert hvd.synchronize(sent) is second
 
 
-@case
 def objects_travel(rank: int, size: int) -> None:
     assert hvd.allgather_object({"rank": rank, "more": "x" * rank}, name="objects") == [
         {"rank": other, "more": "x" * other} for other in range(size)
@@ -264,7 +231,6 @@ def objects_travel(rank: int, size: int) -> None:
     assert hvd.broadcast_object({"rank": rank}, root_rank=size - 1) == {"rank": size - 1}
 
 
-@case
 def the_deprecated_average_still_works(rank: int, size: int) -> None:
     for average, wanted in ((True, 1.0), (False, float(size))):
         with warnings.catch_warnings(record=True) as caught:
@@ -276,7 +242,6 @@ def the_deprecated_average_still_works(rank: int, size: int) -> None:
 # ── process sets ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def a_process_set_has_a_life(rank: int, size: int) -> None:
     evens = hvd.ProcessSet(range(0, size, 2))
     assert (evens.size(), evens.rank(), evens.included(), evens.process_set_id) == (None,) * 4
@@ -324,7 +289,6 @@ def a_process_set_has_a_life(rank: int, size: int) -> None:
     assert hvd.remove_process_set(again)
 
 
-@case
 def a_communicator_makes_a_process_set(rank: int, size: int) -> None:
     if size < 3 or not hvd.mpi_enabled():
         return
@@ -350,7 +314,6 @@ def fails(kind, words, call):
 # ── join ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def joined_ranks_take_part_with_zeros(rank: int, size: int) -> None:
     for named in (True, False):
         for step in range(2 * (rank + 1)):
@@ -366,7 +329,6 @@ def joined_ranks_take_part_with_zeros(rank: int, size: int) -> None:
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
-@case
 def other_operations_fail_while_somebody_has_joined(rank: int, size: int) -> None:
     if size == 1:
         return
@@ -385,7 +347,6 @@ def other_operations_fail_while_somebody_has_joined(rank: int, size: int) -> Non
     assert hvd.allgather(torch.ones(1)).sum() == size
 
 
-@case
 def operations_under_way_end_before_the_join(rank: int, size: int) -> None:
     handles = [hvd.allreduce_async(torch.ones(2), op=hvd.Sum) for _ in range(size - rank)]
     hvd.join()
@@ -397,13 +358,11 @@ def operations_under_way_end_before_the_join(rank: int, size: int) -> None:
 # ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@case
 def initialising_twice_is_once(rank: int, size: int) -> None:
     hvd.init()
     assert hvd.size() == size
 
 
-@case
 def what_is_first_called_in_inference_mode_works_in_it_and_outside(rank: int, size: int) -> None:
     hvd.shutdown()
     hvd.init()
@@ -421,15 +380,13 @@ def what_is_first_called_in_inference_mode_works_in_it_and_outside(rank: int, si
                 same(hvd.allreduce_(x, op=hvd.Sum), torch.full((numel,), total))
 
 
-@case
 def everything_works_once_more_after_shutdown(rank: int, size: int) -> None:
     hvd.shutdown()
     hvd.init()
     for each in CASES[: CASES.index(everything_works_once_more_after_shutdown)]:
-        each()
+        each(rank, size)
 
 
-@case
 def process_sets_may_be_given_to_init(rank: int, size: int) -> None:
     static = hvd.ProcessSet([size - 1])
     hvd.shutdown()
@@ -444,6 +401,8 @@ def process_sets_may_be_given_to_init(rank: int, size: int) -> None:
         fails(ValueError, "dynamic", lambda: hvd.init(process_sets="static"))
     hvd.init(process_sets="dynamic")
 
+
+CASES = cases(globals(), "rank", "size")
 
 if __name__ == "__main__":
     main(CASES)

@@ -6,11 +6,11 @@ All ranks draw the same numbers, and every rank can compute every other's.
 import os
 import random
 import sys
-import threading
 import time
-import traceback
 
 import numpy as np
+from fakes.meshes import at_once
+from rank_jobs import cases
 
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import poll_until
@@ -160,25 +160,15 @@ def a_long_message_arrives_though_its_sender_has_dropped_the_communicator() -> N
 
 
 def threads_use_duplicates_at_the_same_time() -> None:
-    problems = []
-
     def use(comm: Communicator, number: int) -> None:
-        try:
-            for turn in range(30):
-                length = (0, 5, 3000, 40_000)[(turn + number) % 4]
-                array = values(comm.rank + number, length)
-                wait(comm, comm.all_reduce(array, Op.SUM))
-                assert np.array_equal(array, sum(values(rank + number, length) for rank in range(comm.size)))
-                wait(comm, comm.barrier())
-        except BaseException:
-            problems.append(traceback.format_exc())
+        for turn in range(30):
+            length = (0, 5, 3000, 40_000)[(turn + number) % 4]
+            array = values(comm.rank + number, length)
+            wait(comm, comm.all_reduce(array, Op.SUM))
+            assert np.array_equal(array, sum(values(rank + number, length) for rank in range(comm.size)))
+            wait(comm, comm.barrier())
 
-    threads = [threading.Thread(target=use, args=[world.duplicate(), number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems[0]
+    at_once(use, [world.duplicate() for _ in range(4)], range(4))
 
 
 def subsets_are_numbered_in_the_order_given_and_others_know_nothing() -> None:
@@ -233,23 +223,7 @@ def an_operation_is_under_way_while_others_run() -> None:
     assert array.all()
 
 
-CASES = [
-    arrays_of_all_lengths_and_types_are_reduced,
-    sums_have_the_same_bits_on_all_ranks,
-    every_root_broadcasts,
-    equal_and_ragged_arrays_are_gathered,
-    every_rank_gives_every_other_its_part,
-    parts_of_a_reduction_are_scattered,
-    nobody_passes_a_barrier_before_all_have_come,
-    neighbours_exchange_arrays_of_all_lengths,
-    short_messages_keep_their_order_and_wait_for_nobody,
-    a_long_message_arrives_though_its_sender_has_dropped_the_communicator,
-    threads_use_duplicates_at_the_same_time,
-    subsets_are_numbered_in_the_order_given_and_others_know_nothing,
-    a_freed_communicator_leaves_the_others_alone,
-    a_rank_may_be_far_ahead_of_the_others,
-    an_operation_is_under_way_while_others_run,
-]
+CASES = cases(globals())
 
 
 def thousands_of_operations_in_a_drawn_order() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from conformance.training import assert_equal_on_all_ranks, batch, main, raises
+from rank_jobs import cases
 from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
@@ -290,16 +291,7 @@ def what_cannot_be_compressed_is_told() -> None:
         first.close()
 
 
-CASES = (
-    what_is_applied_and_owed_is_the_sum_of_the_gradients,
-    one_step_is_off_by_what_is_stated,
-    numbers_that_are_not_finite_are_seen_by_all_and_forgotten,
-    a_state_that_is_loaded_owes_the_same,
-    all_dtypes_train,
-    sets_of_ranks_sparse_rows_and_joined_ranks_go_along,
-    gradients_of_ddp_are_compressed_too,
-    what_cannot_be_compressed_is_told,
-)
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

@@ -29,6 +29,7 @@ from conformance.ddp import (
 )
 from conformance.gradient_losses import LOSSES, logged
 from conformance.training import main, raises
+from rank_jobs import cases
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -348,28 +349,7 @@ def its_ranks_are_those_of_the_process_group() -> None:
     assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
 
 
-CASES = (
-    its_ranks_are_those_of_the_process_group,
-    a_model_trains_as_in_one_process,
-    gradients_may_be_asked_for_through_the_output,
-    parameters_may_differ_where_a_pass_is_not_synchronised,
-    convolutions_in_channels_last_keep_their_strides,
-    two_models_may_be_trained_in_turns,
-    ranks_may_have_unequal_numbers_of_batches,
-    those_that_have_joined_may_not_count,
-    batches_may_be_unequal_and_parameters_unused,
-    gradients_may_come_several_times_where_the_graph_stays,
-    gradients_that_come_several_times_are_refused_elsewhere,
-    what_a_model_returns_may_be_of_any_type,
-    a_rank_may_use_no_parameter_at_all,
-    only_the_pass_that_a_forward_has_asked_for_is_synchronised,
-    a_pass_through_outputs_of_which_some_were_made_in_no_sync_is_synchronised,
-    a_copy_of_the_model_is_pytorchs,
-    a_model_may_be_compiled,
-    many_steps_are_tuned_and_stay_right,
-    what_cannot_be_attached_is_refused,
-    a_model_whose_job_has_ended_trains_no_more_but_computes,
-)
+CASES = cases(globals())
 
 
 if __name__ == "__main__":

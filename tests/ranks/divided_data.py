@@ -5,6 +5,7 @@ import random
 
 import torch
 from conformance.training import main
+from rank_jobs import cases
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import sirtaki.torch as hvd
@@ -149,19 +150,9 @@ def tuples_may_be_divided() -> None:
         assert torch.equal(some, -negated)
 
 
-CASES = (
-    ranks_together_see_the_batches_of_one_process,
-    what_is_left_is_padded_with_samples_of_the_pass,
-    what_is_left_may_be_dropped,
-    a_stream_is_dealt_out,
-    the_whole_data_can_be_seen_again,
-    ranks_go_on_with_different_noise_and_agree_again,
-    a_batch_that_cannot_be_divided_is_refused,
-    ranks_in_different_epochs_are_told_so,
-    shares_of_a_batch_make_the_batch,
-    tuples_may_be_divided,
-)
-VALUES = (numbers_of_all_ranks_are_put_together, only_rank_0_prints)
+VALUES = [numbers_of_all_ranks_are_put_together, only_rank_0_prints]
+CASES = cases(globals())
+
 
 if __name__ == "__main__":
     main((*CASES, *VALUES))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.training import main
+from rank_jobs import cases
 
 import sirtaki.torch as hvd
 from sirtaki.comm.control.mesh_rendezvous import Meeting
@@ -264,21 +265,7 @@ def only_a_removal_needs_no_sync() -> None:
     assert said == [False, True, False]
 
 
-CASES = [
-    a_change_of_hosts_is_told_at_the_next_commit_and_keeps_what_was_done_since,
-    looking_for_changes_without_saving_loses_nothing_either,
-    a_failure_goes_back_to_the_last_commit_and_its_random_numbers,
-    callbacks_are_called_after_the_new_beginning_and_may_fail,
-    states_of_the_scripts_own_are_saved_restored_and_shared,
-    values_are_shared_by_what_the_script_gives,
-    the_variables_of_a_rank_are_those_of_its_generation,
-    a_process_set_that_does_not_fit_says_so_when_it_is_used,
-    a_reset_of_the_scripts_own_may_end_everything_and_begin_anew,
-    handles_of_a_generation_end_with_it,
-    an_optimizer_goes_on_or_says_why_it_cannot,
-    who_is_not_wanted_any_more_ends_with_0,
-    only_a_removal_needs_no_sync,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     lone = Lone()

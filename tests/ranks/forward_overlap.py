@@ -12,6 +12,7 @@ import torch
 from conformance.put_off import adam, assert_same, numbers, plain_step
 from conformance.put_off_models import FIVE_MODELS, Perceptron, Signs, square
 from conformance.training import main
+from rank_jobs import cases
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -281,21 +282,7 @@ def the_end_comes_with_updates_put_off() -> None:
     hvd.init()
 
 
-CASES = (
-    *FIVE_MODELS,
-    options_are_those_of_the_step,
-    averages_copies_and_vectors,
-    evaluation_and_other_forwards,
-    checkpointed_normed_and_frozen,
-    a_look_on_one_rank_only,
-    reads_past_python_are_waited_for,
-    memory_that_parameters_share_is_never_stale,
-    a_read_that_was_not_learned_is_found_by_the_check,
-    optimizers_that_look_at_all_parameters_are_refused,
-    compiled_models_wait,
-    a_dropped_optimizer_makes_its_updates_and_is_gone,
-    the_end_comes_with_updates_put_off,
-)
+CASES = [*FIVE_MODELS, *cases(globals())]
 
 if __name__ == "__main__":
     if os.environ.get("SIRTAKI_TEST_DOUBLE"):  # so that last bits are far from what a stale read would change

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from conformance.training import main, raises
+from rank_jobs import cases
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -688,42 +689,7 @@ def what_does_not_fit_is_refused() -> None:
     raises(MismatchError, "the sharded model", lambda: sharded(Tower(blocks=1 + (dist.get_rank() == 0))))
 
 
-CASES = (
-    a_model_trains_as_in_one_process,
-    gradients_accumulate_in_place_and_over_passes,
-    gradients_are_clipped_by_their_norm_over_all_shards,
-    frozen_parameters_stay,
-    parameters_are_kept_or_gathered_again,
-    precision_is_mixed_as_by_pytorch,
-    halves_are_divided_by_pytorch_itself,
-    shards_may_lie_in_the_hosts_memory,
-    embeddings_may_be_tied,
-    activations_may_be_computed_again,
-    replicas_of_shards_are_averaged,
-    tensors_may_be_parallel_beside_shards,
-    modules_may_be_evaluated_between_steps_and_used_in_another_order,
-    parameters_that_are_kept_may_be_frozen_while_gradients_accumulate,
-    parameters_that_are_kept_are_not_gathered_for_the_backward_pass,
-    modules_that_are_joined_travel_as_one,
-    joined_modules_may_be_frozen,
-    joined_modules_that_the_user_gathers_are_waited_for_where_each_rank_likes,
-    joined_modules_may_have_hooks_on_one_rank_alone,
-    joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero,
-    what_a_failed_backward_pass_has_scattered_is_there_before_an_update,
-    a_forward_pass_without_a_backward_pass_leaves_sharded_parameters,
-    updates_between_forward_and_backward_pass_are_seen_as_without_sirtaki,
-    parts_that_are_called_alone_keep_nothing,
-    parameters_may_be_sharded_in_another_dimension,
-    knobs_of_the_user_stay,
-    collectives_of_the_user_may_come_late,
-    scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in,
-    settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest,
-    hooks_see_gradients_as_soon_as_they_are_told,
-    compiled_models_train_as_in_one_process,
-    packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks,
-    models_that_are_gone_hold_nobody_up,
-    what_does_not_fit_is_refused,
-)
+CASES = cases(globals())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.training import main, sgd
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -149,13 +150,7 @@ def what_it_says_of_compiled_models_is_told_to_all_ranks_by_init() -> None:
         hvd.init()
 
 
-CASES = [
-    a_recorded_jobs_plan_runs_where_nothing_is_tuned,
-    it_is_the_first_trial_where_a_job_is_tuned,
-    what_cannot_be_read_or_must_run_and_does_not_fit_is_an_error_on_all_ranks,
-    a_tuned_job_goes_on_without_a_plan_that_does_not_fit,
-    what_it_says_of_compiled_models_is_told_to_all_ranks_by_init,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

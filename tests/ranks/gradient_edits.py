@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conformance.training import main
+from rank_jobs import cases
 from torch.utils.checkpoint import checkpoint
 
 import sirtaki.torch as hvd
@@ -260,16 +261,7 @@ def unused_gradients_are_zeros_or_none() -> None:
             assert not grad.any()
 
 
-CASES = (
-    gradients_that_are_kept_stay_what_they_were,
-    what_is_kept_of_gradients_is_copied_only_while_it_is_kept,
-    reentrant_checkpoints_that_share_a_parameter_are_told_what_helps,
-    a_copy_that_is_trained_on_is_warned_of_once,
-    a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write,
-    a_write_on_one_rank_is_an_error_on_all_of_them,
-    a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks,
-    unused_gradients_are_zeros_or_none,
-)
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from conformance.training import assert_equal_on_all_ranks, batch, main, raises
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -364,18 +365,7 @@ def mistakes_are_told() -> None:
     assert_equal_on_all_ranks(model)
 
 
-CASES = (
-    local_sgd_averages_as_simulated,
-    diloco_updates_as_simulated,
-    any_optimizer_may_be_the_outer_one,
-    every_dtype_is_averaged,
-    ranks_may_have_different_numbers_of_batches,
-    training_goes_on_from_a_saved_state,
-    what_a_rank_learns_while_a_fragment_travels_is_kept,
-    a_tuned_interval_is_the_same_everywhere_and_follows_the_network,
-    sets_of_ranks_train_apart_and_beside_a_distributed_optimizer,
-    mistakes_are_told,
-)
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conformance.transport import expected, values
+from rank_jobs import cases
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.plane import ControlPlane
@@ -186,15 +187,7 @@ def shared_memory_needs_no_pidfd() -> None:
     router.close()
 
 
-CASES = [
-    no_descriptors_left,
-    offers_fit_the_scarcest_rank,
-    half_opened_streams_are_closed,
-    a_route_that_does_not_open_is_left_out,
-    buffers_that_cannot_be_shared_are_not,
-    an_unreachable_store_leaves_mpi,
-    shared_memory_needs_no_pidfd,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     control = ControlPlane(open_ranks(Settings.from_environ()))

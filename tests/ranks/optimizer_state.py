@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.training import assert_equal_on_all_ranks, batch, main
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -125,14 +126,7 @@ def parameters_must_be_a_state_dict_or_named() -> None:
     assert buffers.num_batches_tracked == hvd.size() - 1
 
 
-CASES = [
-    every_optimizer_of_torch,
-    a_distributed_optimizer_may_be_broadcast_itself,
-    a_fresh_optimizer_moves_nothing,
-    several_groups_and_tensors_as_options,
-    lbfgs_is_refused,
-    parameters_must_be_a_state_dict_or_named,
-]
+CASES = cases(globals())
 
 if __name__ == "__main__":
     main(CASES)

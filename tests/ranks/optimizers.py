@@ -30,6 +30,7 @@ from conformance.training import (
     sgd,
 )
 from fakes.backward import Raises
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -268,21 +269,7 @@ def gradients_may_be_asked_for_through_the_output() -> None:
         assert_same_training(dense_model(), partial(loss, batch), step=thrice, backward_passes_per_step=3, steps=3)
 
 
-TRAINING = [
-    an_ordinary_loop,
-    gradients_may_be_asked_for_through_the_output,
-    large_gradients_in_many_units_on_several_streams,
-    gradients_may_be_read_between_passes_that_bring_some_each,
-    gradients_that_are_never_zeroed,
-    an_order_that_differs_between_ranks_and_iterations,
-    an_order_that_changes_for_good_is_learned_anew,
-    plans_that_change_in_mid_training,
-    scaled_losses_and_an_overflow_on_one_rank,
-    a_compiled_model,
-    a_model_compiled_in_parts,
-    gradients_with_a_graph_of_their_own,
-    schedulers_made_before_or_after_wrapping,
-]
+TRAINING = cases(globals())
 
 
 # ── Training with a DistributedOptimizer equals training in one process, whatever the types and strides ──────────────
@@ -349,12 +336,7 @@ def complex_parameters() -> None:
     assert_equal_on_all_ranks(model)
 
 
-TYPES = [
-    bfloat16_autocast,
-    smaller_types_on_the_wire,
-    several_dtypes_in_one_model,
-    complex_parameters,
-]
+TYPES = cases(globals())
 
 
 # ── What a DistributedOptimizer offers besides ordinary training: sparse gradients, groups, process sets ─────────────
@@ -556,16 +538,7 @@ def mistakes_are_named() -> None:
     assert_same_training(mlp(), mean_square)
 
 
-FEATURES = [
-    parameters_have_names,
-    groups_of_parameters,
-    a_group_leaves_as_one,
-    adasum_combines_updates,
-    a_process_set_that_is_removed_closes_its_optimizers,
-    copies_and_pickles_are_plain_optimizers,
-    gradients_that_are_missing_are_told,
-    mistakes_are_named,
-]
+FEATURES = cases(globals())
 
 
 # ── Optimizers that come, go and share parameters: wrapped again, dropped, closed, one encoder in severa ─────────────
@@ -780,17 +753,7 @@ def one_that_has_failed_waits_while_another_goes_on() -> None:
         goes_on_alone(models[number], optimizers[number], 0)
 
 
-LIFETIMES = [
-    shared_with_other_options_is_an_error_on_all_ranks,
-    wrapping_twice_is_an_error,
-    a_closed_optimizer_says_so,
-    the_borrower_trains_on_when_the_owner_is_gone,
-    dropped_on_one_rank_only,
-    dropped_between_backward_and_step,
-    one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails,
-    of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only,
-    one_that_has_failed_waits_while_another_goes_on,
-]
+LIFETIMES = cases(globals())
 
 
 # ── Optimizers that are dropped, jobs that begin and end: nothing of them is left ────────────────────────────────────
@@ -917,13 +880,7 @@ def shared_bytes() -> int:
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
 
 
-LEFTOVERS = [
-    dropped_optimizers_leave_nothing,
-    optimizers_in_reference_cycles_are_collected,
-    added_parameter_groups_leave_nothing,
-    starting_and_ending_leaves_nothing,
-    memory_is_returned,
-]
+LEFTOVERS = cases(globals())
 
 
 def many_dropped_optimizers_leave_nothing() -> None:
@@ -938,11 +895,7 @@ def starting_and_ending_many_times_leaves_nothing() -> None:
     starting_and_ending_leaves_nothing(50)
 
 
-MANY_LEFTOVERS = [
-    many_dropped_optimizers_leave_nothing,
-    many_added_parameter_groups_leave_nothing,
-    starting_and_ending_many_times_leaves_nothing,
-]
+MANY_LEFTOVERS = cases(globals())
 
 
 if __name__ == "__main__":

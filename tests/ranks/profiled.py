@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from conformance.training import main
 from fakes import recordings
+from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -251,17 +252,8 @@ def a_script_may_use_the_profiler_itself() -> None:
     assert {rank.detail for rank in found.ranks.values()} == {Detail.UNITS}
 
 
-CASES = (
-    all_ranks_record_the_same_units,
-    operators_follow_each_other_and_phases_are_known,
-    memory_is_recorded_of_one_step_and_modules_of_all_operators,
-    units_alone_are_recorded_without_operators,
-    what_there_is_is_written_if_training_ends_early,
-    buffers_of_two_optimizers_are_told_apart,
-    an_error_put_into_a_clock_is_recovered,
-    a_script_may_use_the_profiler_itself,
-)
-SUBSETS = (a_buffer_of_some_ranks_is_known_to_all,)
+SUBSETS = [a_buffer_of_some_ranks_is_known_to_all]
+CASES = cases(globals())
 
 
 if __name__ == "__main__":

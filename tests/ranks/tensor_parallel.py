@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from conformance.training import batch, main, raises
+from rank_jobs import cases
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -158,15 +159,7 @@ def what_does_not_fit_is_refused() -> None:
         raises(ConfigError, "DTensor", act)
 
 
-CASES = (
-    shards_train_as_in_one_process,
-    gradients_are_clipped_by_their_norm_over_all_shards,
-    parameters_may_have_no_gradient_or_come_later,
-    parameters_may_be_frozen_and_thawed,
-    gradients_may_travel_in_groups_and_in_fewer_bytes,
-    a_gradient_that_is_written_too_early_is_told,
-    what_does_not_fit_is_refused,
-)
+CASES = cases(globals())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from conformance.training import main
+from fakes.meshes import at_once
+from rank_jobs import cases
 
 import sirtaki.torch.distributed  # noqa: F401
 from sirtaki.torch.distributed.process_group import KEEPS_WORKS, LANE_DTYPES, LARGE_BYTES, SirtakiProcessGroup
@@ -292,20 +294,12 @@ def groups_do_not_wait_for_each_other() -> None:
         work.wait()
         assert torch.equal(tensor.double(), total)
 
-    wrong: list[int] = []
-
     def use(group: dist.ProcessGroup) -> None:
-        for number in range(20):
+        for _ in range(20):
             dist.all_reduce(tensor := mine.clone(), group=group)
-            if not torch.equal(tensor.double(), total):
-                wrong.append(number)
+            assert torch.equal(tensor.double(), total)
 
-    threads = [threading.Thread(target=use, args=[group]) for group in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(use, order)
     dist.destroy_process_group(first)
     dist.destroy_process_group(second)
 
@@ -358,27 +352,7 @@ def strangers_are_not_let_in() -> None:
     assert tensor[0] == len(ranks())
 
 
-CASES = (
-    the_group_says_what_it_is,
-    groups_come_and_go,
-    sums_are_those_of_one_process_in_every_type_and_size,
-    random_floats_are_summed_as_exactly_as_their_type_allows,
-    what_inference_mode_has_made_is_written_by_any_thread,
-    works_that_nobody_waits_for_end_too,
-    futures_hold_the_tensors,
-    compiled_code_reaches_the_same_operations,
-    tensors_are_gathered_in_every_type_size_and_form,
-    many_gathers_and_sums_may_be_under_way,
-    gathers_may_be_coalesced,
-    sizes_that_do_not_fit_are_refused,
-    what_gloo_refuses_is_refused,
-    a_message_may_come_from_anybody,
-    objects_and_barriers_pass,
-    subgroups_count_their_own_ranks,
-    groups_do_not_wait_for_each_other,
-    waiting_may_be_limited,
-    strangers_are_not_let_in,
-)
+CASES = cases(globals())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance.training import main
+from rank_jobs import cases
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -271,6 +272,9 @@ def optimizer_states_may_be_sharded_under_ddp() -> None:
             assert len(ours.state_dict()["state"]) == len(list(alone.parameters()))
 
 
+CASES = cases(globals())
+
+
 def fsdp_trains_as_one_process() -> None:
     sharded = fully_sharded(network())
     trains_alike(sharded, lambda: [p.full_tensor().detach() for p in sharded.parameters()])
@@ -305,24 +309,8 @@ def checkpoints_are_saved_and_loaded() -> None:
         assert torch.equal(found.full_tensor(), wanted)
 
 
-FULLY_SHARDS = TorchVersion(torch.__version__) >= "2.5"
-"""`fully_shard` of PyTorch 2.4 wants CUDA's streams."""
-
-CASES = (
-    ddp_trains_as_one_process,
-    ddp_models_attach_themselves,
-    one_rank_may_look_at_a_model_first,
-    one_rank_may_look_at_a_model_while_another_one_trains,
-    one_rank_may_look_at_a_model_between_steps_that_others_do_not_wait_for,
-    two_ddp_models_attach_themselves_in_turns,
-    ranks_that_join_from_the_beginning_keep_ddp,
-    parameters_may_be_frozen_in_the_first_step,
-    attached_models_may_join,
-    models_with_a_communication_hook_keep_ddp,
-    models_may_be_compiled_with_ddp,
-    optimizer_states_may_be_sharded_under_ddp,
-    *((fsdp_trains_as_one_process, checkpoints_are_saved_and_loaded) if FULLY_SHARDS else ()),
-)
+if TorchVersion(torch.__version__) >= "2.5":  # `fully_shard` of PyTorch 2.4 wants CUDA's streams
+    CASES += cases(globals())
 
 
 if __name__ == "__main__":

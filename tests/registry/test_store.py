@@ -16,6 +16,7 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -462,15 +463,12 @@ def test_of_many_jobs_at_once_one_puts_it_aside_and_the_new_one_stays(path: Path
     path.write_bytes(b"garbage" * 999)
     meeting = threading.Barrier(6)
 
-    def job() -> None:
+    def job(_: int) -> None:
         meeting.wait()
         SafeStore(str(path)).save(make_entry())
 
-    threads = [threading.Thread(target=job) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(job, range(6)))
     assert [other.name for other in path.parent.glob("*.broken-*")] == ["registry.db.broken-1"]
     assert open_store(str(path)).lookup(make_entry().key) == make_entry()
     set_aside(path)  # what another job has replaced stays

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.meshes import among, until
+from fakes.meshes import among, at_once, until
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine as engine_module
@@ -49,17 +49,13 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
         own.shuffle(names)
         found: dict[str, float] = {}
 
-        def some(part: list[str], *, waits: bool) -> None:
+        def some(part: list[str], waits: bool) -> None:
             works = {name: submit(engine, name, float(name[1:]), wake=not waits) for name in part}
             for name in own.sample(part, len(part)):
                 assert engine.finish(works[name])
                 found[name] = float(works[name].results[0][0])
 
-        threads = [threading.Thread(target=some, args=[names[at::4]], kwargs={"waits": at > 1}) for at in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(some, [names[at::4] for at in range(4)], [False, False, True, True])
         assert found == {name: SIZE * float(name[1:]) for name in names}
         assert engine.rounds.concluded == 40
 

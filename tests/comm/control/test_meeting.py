@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fakes.meshes import close, until
+from fakes.meshes import at_once, close, until
 
 from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.failure import poll_until
@@ -59,26 +59,14 @@ def together(
     places: Sequence[Meeting], *, timeout_s: float = 20.0, secrets: Sequence[str | None] = ()
 ) -> list[MeshCommunicator | Exception]:
     """What each rank gets, in a thread each."""
-    results: list[Any] = [None] * len(places)
 
-    def join(number: int) -> None:
+    def join(place: Meeting, secret: str | None) -> MeshCommunicator | Exception:
         try:
-            results[number] = meet(
-                places[number],
-                interface=None,
-                secret=secrets[number] if secrets else None,
-                timeout_s=timeout_s,
-                heartbeat_s=None,
-            )
+            return meet(place, interface=None, secret=secret, timeout_s=timeout_s, heartbeat_s=None)
         except Exception as err:
-            results[number] = err
+            return err
 
-    threads = [threading.Thread(target=join, args=[number]) for number in range(len(places))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return at_once(join, places, secrets or [None] * len(places))
 
 
 def leave(comms: Sequence[Any]) -> None:
@@ -197,22 +185,10 @@ def appointments(size: int, in_vain: Callable[[], str] = lambda: "") -> list[App
 
 
 def keep_all(several: Sequence[Appointment | None], *, name: str = "job/1", timeout_s: float = 20.0) -> list[Any]:
-    """What each rank gets, in a thread each; one that has no appointment does not come."""
-    results: list[Any] = [None] * len(several)
-
-    def come(rank: int, appointment: Appointment) -> None:
-        meeting = Meeting(rank=rank, size=len(several), name=name, appointment=appointment)
-        try:
-            results[rank] = meet(meeting, interface=None, secret=None, timeout_s=timeout_s, heartbeat_s=None)
-        except Exception as err:
-            results[rank] = err
-
-    threads = [threading.Thread(target=come, args=[*pair]) for pair in enumerate(several) if pair[1] is not None]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    """What each rank gets, in a thread each; one that has no appointment does not come, and gets None."""
+    meetings = [Meeting(rank=n, size=len(several), name=name, appointment=each) for n, each in enumerate(several)]
+    found = iter(together([each for each in meetings if each.appointment is not None], timeout_s=timeout_s))
+    return [None if each is None else next(found) for each in several]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from conftest import RunRanks
-from fakes.meshes import among, on_planes, until
+from fakes.meshes import among, at_once, on_planes, until
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_jobs import OVER_MESH
@@ -136,11 +136,7 @@ def test_several_threads_lose_no_message_between_them() -> None:
                 with lock:
                     found.extend(some)
 
-        threads = [threading.Thread(target=work, args=[thread]) for thread in range(threads_a_rank)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(work, range(threads_a_rank))
         until(lambda: found.extend(courier.receive(Tag.BLOCKED)) or len(found) == each * threads_a_rank)  # type: ignore[func-returns-value]
         assert sorted(message for _, message in found) == [(t, n) for t in range(threads_a_rank) for n in range(each)]  # type: ignore[type-var]
         meet(comm)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.meshes import at_once
 
 from sirtaki.comm.control.communicator import Backend, Op
 from sirtaki.comm.control.failure import FailureBoard
@@ -99,11 +100,7 @@ def test_all_ranks_learn_the_same_rounds_whatever_their_orders(seed: int, granul
         assert negotiation_.close()
 
     meeting = threading.Barrier(RANKS)
-    threads = [threading.Thread(target=rank, args=[number]) for number in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
+    at_once(rank, range(RANKS))
     assert agreed[0] == agreed[1] == agreed[2]
     everything = sorted(index for indices in agreed[0] for index in indices)
     assert everything == sorted(2 * list(range(n_gradients)))

@@ -20,7 +20,7 @@ from fakes.aggregators import (
     serving,
     values_of,
 )
-from fakes.meshes import until
+from fakes.meshes import at_once, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -312,17 +312,10 @@ def test_where_nobody_answers_or_a_rank_does_not_come_there_is_an_error_in_time(
 
 def test_two_jobs_at_once_do_not_meet() -> None:
     with serving() as (address, aggregator):
-        jobs = [threading.Thread(target=lambda name=name: results.append(sums_of([address], 2, SMALL, 4, job=name)))
-                for name in ("a", "b")]  # fmt: skip
-        results: list[list[Any]] = []
-        for job in jobs:
-            job.start()
-        for job in jobs:
-            job.join()
+        results = at_once(lambda name: sums_of([address], 2, SMALL, 4, job=name), ["a", "b"])
         until(lambda: not aggregator._jobs)  # all ranks have left
     for result in results:
         assert_all_well(result)
-    assert len(results) == 2
 
 
 # ── what an aggregator gives away, and what it does not let itself be told ───────────────────────────────────────────

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.meshes import until
+from fakes.meshes import at_once, until
 
 from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
@@ -337,20 +337,6 @@ class Rank:
         return told
 
 
-def on_all(world: World, act: Callable[[Rank], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(world.ranks)
-
-    def run(rank: Rank) -> None:
-        results[rank.origin] = act(rank)
-
-    threads = [threading.Thread(target=run, args=[rank]) for rank in world.ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    return results
-
-
 def join_left(rank: Rank, *, after: int, has_state: bool = True) -> Generation:
     return SurvivingMembership(rank, interface="lo").join(  # type: ignore[arg-type]
         after=after, has_state=has_state, timeout_s=10.0
@@ -377,15 +363,14 @@ def test_survivors_of_one_host_meet_at_loopback_alone() -> None:
         return place
 
     world = World(3)
-    assert on_all(world, act) == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    assert at_once(act, world.ranks) == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
     assert [rank.n_shrunk for rank in world.ranks] == [0, 0, 0]
 
 
 def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys() -> None:
     world = World(3)
-    told = on_all(
-        world,
-        lambda rank: join_left(rank, after=4 if rank.origin == 1 else 3, has_state=rank.origin > 0),
+    told = at_once(
+        lambda rank: join_left(rank, after=4 if rank.origin == 1 else 3, has_state=rank.origin > 0), world.ranks
     )
     assert {generation.number for generation in told} == {5}
     assert [generation.meeting.rank for generation in told] == [2, 0, 1]
@@ -398,14 +383,14 @@ def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys(
 
 def test_survivors_of_several_hosts_listen_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
-    for generation in on_all(World(2), lambda rank: join_left(rank, after=0)):
+    for generation in at_once(lambda rank: join_left(rank, after=0), World(2).ranks):
         assert [len(each.places) for each in generation.meeting.appointment.attendees] == [2, 2]  # interface="lo", too
         close_places(generation)
 
 
 def test_ranks_of_a_host_stay_neighbours() -> None:
     world = World(4)
-    on_all(world, lambda rank: close_places(join_left(rank, after=1)))
+    at_once(lambda rank: close_places(join_left(rank, after=1)), world.ranks)
     hosts = [("a",), ("b",), ("a",), ("b",)]
     told = [
         replace(each, introduction=replace(each.introduction, attendee=replace(each.attendee, host=host)))
