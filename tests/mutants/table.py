@@ -48,7 +48,7 @@ MUTANTS = (
                 "if interrupted and interrupted():",
             ),
             "a wrong divisor": ("scale=reduction.postscale,", "scale=1.0,"),
-            "a factor that is left out": ("if reduction.prescale != 1.0:", "if reduction.prescale > 1.0:"),
+            "a factor that is left out": ("self._reduction.prescale) != 1.0:", "self._reduction.prescale) > 1.0:"),
             "a lost unit": (
                 "for number in range(len(self._schedule.units)) if number not in left]",
                 "for number in range(1, len(self._schedule.units)) if number not in left]",

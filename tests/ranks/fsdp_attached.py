@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from conformance.training import main, raises
+from fakes.backward import Raises
 from rank_jobs import cases
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -448,15 +449,6 @@ def joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero() -> 
 
 
 def what_a_failed_backward_pass_has_scattered_is_there_before_an_update() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-            return values.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError
-
     if not hasattr(FSDPModule, "reset_iter_state"):
         return
 
@@ -469,8 +461,8 @@ def what_a_failed_backward_pass_has_scattered_is_there_before_an_update() -> Non
         for step in range(STEPS):
             optimizer.zero_grad()
             block = model.blocks[step % 4]
-            fails = block.register_forward_hook(lambda module, args, output: Fails.apply(output)) if step % 2 else None
-            with suppress(ArithmeticError):
+            fails = block.register_forward_hook(lambda module, args, output: Raises.apply(output)) if step % 2 else None
+            with suppress(ValueError):
                 loss(model, dist.get_rank(), step).backward()
             optimizer.step()
             if fails is not None:

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from conformance.store import changed_in, make_entry, places_in
+from fakes.warmup_job import ListArm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Purpose, SessionResult
-from sirtaki.autotune.trial import Arm, Proposal, Trial
+from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import checked_plans
@@ -208,17 +209,6 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
 
 
 def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
-    *ran, _ = tuned(tmp_path / "registry.db", [OneUnit()])
+    the_same = replace(DEFAULT, streams=4, unit_bytes=MIB)
+    *ran, _ = tuned(tmp_path / "registry.db", [ListArm(*[the_same] * 1000)])
     assert set(ran) == {DEFAULT}
-
-
-class OneUnit:
-    """Proposes what the default is, on other numbers of streams."""
-
-    name = "one unit"
-
-    def ask(self, n: int = 1) -> list[Proposal]:
-        return [Proposal(arm=self.name, knobs=replace(DEFAULT, streams=4, unit_bytes=MIB))]
-
-    def tell(self, trials: list[Trial]) -> None:
-        pass
