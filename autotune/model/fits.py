@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -124,8 +124,9 @@ LEAST_BUSY = 0.02
 def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     """α, G(n) and processor time o of `t = α + n · max(o, bytes / G(n))` by least squares of the relative errors.
 
-    t is the time of a round; no parameter is negative. Probes of one shape count by their median. G between measured
-    numbers of streams is interpolated, beyond the largest it is constant.
+    t is the time of a round; no parameter is negative. Probes of one shape count by their median. Between two measured
+    numbers of streams each stream carries what it does with fewer, until they carry together what they do with more: so
+    flows behave that each have a cap, on a link that some of them fill. Beyond the largest number G is constant.
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, the times do not grow with the size, or the
@@ -150,15 +151,24 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
             f"the α-β model misses the probes by {fit.residual:.0%} (at most {MAX_RESIDUAL:.0%} is trusted), most at "
             f"{worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
         )
-    counts = list(fit.s_per_byte)
-    throughput = np.interp(range(1, counts[-1] + 1), counts, [1 / slope for slope in fit.s_per_byte.values()])
+    rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
         alpha_s=fit.alpha_s,
-        throughput=tuple(throughput.tolist()),
+        throughput=tuple(_between(rates, count) for count in range(1, max(rates) + 1)),
         host_s=fit.host_s,
         residual=fit.residual,
         busy=_busy([probe for probe in probes if probe.streams == 1]),
     )
+
+
+def _between(rates: Mapping[int, float], count: int) -> float:
+    """Bytes a second of so many streams, by what some numbers of them were measured to carry, ascending."""
+    if count in rates:
+        return rates[count]
+    fewer, more = max(each for each in rates if each < count), min(each for each in rates if each > count)
+    if rates[more] < rates[fewer]:
+        return rates[fewer] + (rates[more] - rates[fewer]) * (count - fewer) / (more - fewer)
+    return min(rates[fewer] * count / fewer, rates[more])
 
 
 def _busy(probes: Sequence[LinkProbe]) -> float:

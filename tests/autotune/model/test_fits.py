@@ -36,8 +36,29 @@ def test_exact_probes_give_the_link_back():
     assert fitted.alpha_s == pytest.approx(LINK.alpha_s)
     assert fitted.throughput[0] == pytest.approx(5e8)
     assert fitted.throughput[1] == pytest.approx(8e8)
-    assert fitted.throughput[2] == pytest.approx(8.5e8)  # three streams were not measured: between two and four
+    assert fitted.throughput[2] == pytest.approx(
+        9e8
+    )  # three streams were not measured: each carries what one of two does
     assert fitted.residual < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ({1: 12e6, 4: 24e6}, [12e6, 24e6, 24e6, 24e6]),  # two flows fill the link
+        ({1: 12e6, 4: 40e6}, [12e6, 24e6, 36e6, 40e6]),
+        ({1: 24e6, 4: 18e6}, [24e6, 22e6, 20e6, 18e6]),
+    ],
+)
+def test_streams_between_those_that_were_measured_carry_what_flows_with_a_cap_do(
+    measured: dict[int, float], expected: list[float]
+) -> None:
+    probes = [
+        LinkProbe(unit_bytes=size, streams=n, seconds=n * size / rate)
+        for n, rate in measured.items()
+        for size in (64 * KIB, MIB)
+    ]
+    assert fit_link(probes).throughput == pytest.approx(expected)
 
 
 HOST_BOUND = LinkModel(alpha_s=2e-4, throughput=(8e6, 16e6, 24e6, 31e6, 31e6, 31e6, 31e6, 31e6), host_s=3e-3)
