@@ -275,20 +275,6 @@ def test_knobs_between_two_points_count_as_the_nearer() -> None:
     assert lattice.at(index).unit_bytes == 2 * MIB
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO, cuts=(Cut(stop=1),)),
-        Knobs(unit_bytes=KIB, streams=1, transport=TransportKind.GLOO),
-        Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL),
-    ],
-)
-def test_explicit_cuts_and_foreign_knobs_have_no_place(knobs: Knobs) -> None:
-    lattice = KnobLattice(KnobSpace(routes=(GLOO,), unit_bytes=(MIB, 4 * MIB)))
-    assert lattice.index_of(knobs) is None
-    assert lattice.place(knobs) is None
-
-
 def test_a_route_has_only_points_with_as_many_streams_as_it_offers() -> None:
     flat, tree = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.GLOO, Algorithm.HIERARCHICAL)
     space = KnobSpace(routes=(flat, tree), streams=(1, 2, 4, 8), most_streams=((tree, 4),))

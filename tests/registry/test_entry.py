@@ -90,10 +90,6 @@ def test_times_that_cannot_be_are_refused(name: str, value: float) -> None:
         replace(make_entry(), **{name: value})
 
 
-def test_it_says_what_it_is() -> None:
-    assert make_entry().describe() == "Réseau on 4 ranks on 2 hosts"
-
-
 # ── what is checked ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -128,10 +124,6 @@ JSON = st.recursive(
 
 
 PLACES = places_in(GOOD)
-
-
-def test_json_comes_back_as_the_same_entry() -> None:
-    assert entry_from_json(json.loads(json.dumps(GOOD))) == make_entry()
 
 
 @pytest.mark.lengthy

@@ -80,19 +80,6 @@ def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
             assert [match.distance for match in found] == pytest.approx(all_distances[:k])
 
 
-def test_the_same_job_is_no_way_off_and_parts_are_told_apart(store: Store) -> None:
-    entry = make_entry(model=chain_graph([10] * 20), ranks=4)
-    store.save(entry)
-    (same,) = find(store, entry.model, entry.topology)
-    assert (same.id, same.distance) == (entry.id, 0.0)
-    (grown,) = find(store, entry.model, hosts(8))
-    assert grown.model_distance == 0.0
-    assert grown.distance == pytest.approx(TOPOLOGY_WEIGHT * grown.topology_distance)
-    (deeper,) = find(store, chain_graph([10] * 22), entry.topology)
-    assert deeper.topology_distance == 0.0
-    assert deeper.distance == pytest.approx(MODEL_WEIGHT * deeper.model_distance)
-
-
 def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Store) -> None:
     entry = make_entry()
     store.save(entry)
@@ -193,13 +180,6 @@ def test_cluster_distance_grows_with_the_difference_of_measured_links() -> None:
     assert far[0] == 0.0 < far[1] < far[2] < far[3] == far[4] == topology_distance(base.shape(), labelled.shape())
 
 
-def test_cluster_distance_grows_with_the_difference_in_size() -> None:
-    base = hosts(8).shape()
-    near, far = hosts(10).shape(), hosts(64).shape()
-    assert 0 < topology_distance(base, near) < topology_distance(base, far) < 1
-    assert topology_distance(hosts(8, 4).shape(), hosts(8, 2).shape()) > 0
-
-
 # ── what is found, adapted to the job ──
 
 UNIFORM = {**KNOBS, "cuts": None}
@@ -223,10 +203,6 @@ def suited(entry: Entry, *, distance: float = 0.1, **changes: object) -> WarmSta
 
 def warm_starts(store: Store, job: Job) -> list[WarmStart]:
     return adapted_all(neighbours(store, job), job)
-
-
-def test_an_empty_registry_gives_nothing(store: Store) -> None:
-    assert warm_starts(store, job_like(make_entry())) == []
 
 
 def test_a_jobs_own_entry_is_not_its_neighbour_and_takes_no_place(store: Store) -> None:
@@ -362,23 +338,6 @@ def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
         start = suited(replace(entry, link=link), ranks=16)
         assert start.knobs["unit_bytes"] == 2 * UNIFORM["unit_bytes"]
         assert "latency" not in start.explanation  # nobody has measured it here
-
-
-def test_a_link_that_one_stream_fills_gets_one_stream() -> None:
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
-    flat = replace(LINK, throughput=(1e9, 1e9, 1e9))
-    start = suited(entry, links={ROUTE: flat})
-    assert start.knobs["streams"] == 1
-    assert "streams 1 instead of 4" in start.explanation
-    assert suited(entry, links={ROUTE: replace(LINK, throughput=(1e9,))}).knobs["streams"] == 4
-
-
-def test_streams_that_start_up_for_longer_get_company() -> None:
-    """A unit starts up for 20 times as long as it takes to send: many more streams than there keep the link busy."""
-    entry = replace(make_entry(), knobs={**UNIFORM, "streams": 1}, link=LINK)
-    slow = replace(LINK, alpha_s=20 * UNIFORM["unit_bytes"] / LINK.throughput[0])
-    start = suited(entry, links={ROUTE: slow})
-    assert 1 < start.knobs["streams"] <= len(LINK.throughput)
 
 
 def test_only_what_is_permitted_is_proposed() -> None:

@@ -74,16 +74,6 @@ PLANNERS = (MgWfbp, AscWfbp, AscWfbpN)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_plan_is_proposed_once_and_fits_the_space(planner):
-    arm = planner(space=PLANNER_SPACE, model=model_of([100_000] * 20))
-    (proposal,) = arm.ask(5)
-    assert proposal.arm == planner.name
-    assert proposal.knobs in PLANNER_SPACE
-    assert proposal.knobs.to_plan(GradientLayout(sizes=(100_000,) * 20)).numel == 2_000_000
-    assert arm.ask(5) == []
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
 def test_a_plan_has_no_more_streams_than_its_route_offers(planner):
     few = KnobSpace(routes=(GLOO, MPI), most_streams=((MPI, 1),))
     arm = planner(space=few, model=model_of([100_000] * 20, links={MPI: LINK}))
@@ -119,10 +109,6 @@ def test_a_plan_that_was_measured_already_is_not_proposed():
 def test_a_fixed_unit_size_is_not_overruled():
     fixed = KnobSpace(routes=(GLOO,), unit_bytes=(1 << 20, 1 << 20))
     assert MgWfbp(space=fixed, model=model_of([100_000] * 4)).ask() == []
-
-
-def test_gradients_without_elements_need_no_plan():
-    assert AscWfbpN(space=PLANNER_SPACE, model=model_of([0, 0])).ask() == []
 
 
 def test_a_planner_that_needs_more_streams_than_permitted_proposes_nothing():
@@ -250,15 +236,6 @@ def test_empty_gradients_travel_with_the_next_one():
     assert merge_gradients([1.0, 9.0], [0, 1], alpha_s=0.0, beta_s_per_byte=0.1) == [2]
 
 
-def test_a_chain_of_short_waits_misleads_the_rule_but_not_the_optimum():
-    ready_s, sizes = [0.0, 0.99, 1.9], [100, 1, 1]
-    rule = merge_gradients(ready_s, sizes, alpha_s=1.0, beta_s_per_byte=1.0)
-    best = merge_optimally(ready_s, sizes, alpha_s=1.0, beta_s_per_byte=1.0)
-    assert rule == [3]
-    assert best == [1, 3]
-    assert end_s(ready_s, sizes, best, alpha_s=1, beta=1) < end_s(ready_s, sizes, rule, alpha_s=1, beta=1)
-
-
 cases = st.integers(1, 7).flatmap(
     lambda n: st.tuples(
         st.lists(st.floats(0, 3), min_size=n, max_size=n),
@@ -356,33 +333,6 @@ def test_n_ways_come_near_the_best_plan_of_whole_gradients(model):
     assert n_way <= 1.25 * best_span_s(model, ROUTE, streams=3) + 2e-6
 
 
-def test_a_link_that_one_flow_fills_and_more_crowd_gets_one_stream():
-    model = PlanningModel(
-        layout=GradientLayout(sizes=(2_000_000,) * 10),
-        profile=Profile.from_durations([0.0] * 10),
-        links={ROUTE: LinkModel(alpha_s=1e-4, throughput=(3e8, 2.5e8, 2e8))},
-    )
-    (proposal,) = AscWfbpN(space=KnobSpace(routes=(ROUTE,)), model=model).ask()
-    assert proposal.knobs.streams == 1
-
-
-def test_with_contention_the_threads_are_chosen_too():
-    rate = RateCurve(gamma_1=1e9, gamma_2=9e8, gamma_3=0.02)
-    threads = (128, 512, 2048)
-    space = KnobSpace(routes=(ROUTE,), streams=(1, 2), threads=threads)
-    chosen = {}
-    for compute_s in (0.001, 0.5):  # communication decides, or computation
-        model = PlanningModel(
-            layout=GradientLayout(sizes=(1_000_000,) * 10),
-            profile=Profile.from_durations([compute_s] * 10),
-            links={ROUTE: LinkModel(alpha_s=1e-3, throughput=(5e8,))},
-            contention=ContentionModel(alpha_1=1.0, alpha_2=2e-4, overlapped=rate, alone=rate),
-        )
-        (proposal,) = AscWfbpN(space=space, model=model).ask()
-        (chosen[compute_s],) = {cut.threads for cut in proposal.knobs.cuts}
-    assert chosen[0.5] < chosen[0.001]
-
-
 LIBRA_ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 
 
@@ -429,15 +379,6 @@ def test_threads_chosen_for_the_same_groups_beat_any_one_count_for_all(name):
         assert end_s <= simulator.run_cuts(cuts).end_s * 1.01
 
 
-def test_long_computation_gets_few_threads_and_short_computation_many():
-    typical = {}
-    for backward_s in (0.05, 2.0):
-        knobs, _ = planned(Libra, libra_model_of("resnet152", backward_s=backward_s))
-        inner = [cut.threads for cut in knobs.cuts[:-1]]
-        typical[backward_s] = sum(inner) / len(inner)
-    assert typical[2.0] < typical[0.05]
-
-
 def test_threads_that_the_user_has_fixed_are_every_units():
     (proposal,) = Libra(
         space=replace(LIBRA_SPACE, threads=(2048,)), model=libra_model_of("resnet50", contention=None)
@@ -446,31 +387,11 @@ def test_threads_that_the_user_has_fixed_are_every_units():
     assert {unit.threads for unit in plan.units} == {2048}
 
 
-def test_without_contention_no_threads_are_named_and_the_plan_is_no_worse_than_mg_wfbp():
-    model = libra_model_of("resnet50", contention=None)
-    knobs, end_s = planned(Libra, model)
-    assert all(cut.threads is None for cut in knobs.cuts)
-    assert end_s <= planned(MgWfbp, model)[1] * 1.01
-
-
 def test_a_link_that_one_flow_cannot_fill_is_filled_by_slices():
     model = libra_model_of("vgg16", contention=None, link=cluster("10 Gbit/s TCP", 8).link())
     space = KnobSpace(routes=(LIBRA_ROUTE,), streams=(1, 2, 3, 4))
     (proposal,) = Libra(space=space, model=model).ask()
     assert proposal.knobs.streams == 3
-
-
-@pytest.mark.parametrize("arm", [Libra, LibraM])
-def test_odd_profiles_are_planned(arm):
-    for sizes, durations_s in (((10,), [0.0]), ((0, 5, 0), [0.1, 0.0, 0.2]), ((1000,) * 10_000, [1e-5] * 10_000)):
-        model = PlanningModel(
-            layout=GradientLayout(sizes=sizes),
-            profile=Profile.from_durations(durations_s),
-            links={LIBRA_ROUTE: LIBRA_LINK},
-            contention=LIBRA_CONTENTION,
-        )
-        (proposal,) = arm(space=LIBRA_SPACE, model=model).ask()
-        assert proposal.knobs.cuts[-1].stop == sum(sizes)
 
 
 ROUNDING = 1e-8

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.arm import ARM_CHECKS, GPU, ONLY_STREAMS, PLANNED, WIDE, MakeArm, converse, span_of, trial_of
+from conformance.arm import ARM_CHECKS, GPU, ONLY_STREAMS, WIDE, MakeArm, converse, span_of, trial_of
 
 from sirtaki.autotune.arms import techniques
 from sirtaki.autotune.arms.bayesian import BayesianArm, GaussianProcess, IntArray
@@ -440,13 +440,6 @@ def test_it_starts_from_what_other_arms_have_measured(arm: BayesianArm) -> None:
     assert span_of(first.knobs) <= 1.5 * optimum(WIDE)
 
 
-def test_explicit_cuts_are_skipped(arm: BayesianArm) -> None:
-    converse(arm, 8)
-    before = arm.ask(3)
-    arm.tell([trial_of(Proposal(arm="planner", knobs=PLANNED), 1e-6)])
-    assert arm.ask(3) == before
-
-
 def test_the_hope_for_more_shrinks_with_what_is_known() -> None:
     arm = BayesianArm(GPU, rng=np.random.default_rng(0))
     assert arm.expected_improvement() is None
@@ -499,35 +492,16 @@ def test_it_believes_less_in_a_lucky_measurement_than_in_its_neighbours(arm: Bay
     assert arm.expected_span_s(lattice.at((0, 0, 0, 0))) is None
 
 
-ROUTES = 2
-
-
 def bowl(x_ND: FloatArray, routes_N: IntArray) -> FloatArray:
     """Both routes have their optimum at (0.6, 0.3); the second is slower by a third."""
     values: FloatArray = ((x_ND - np.array([0.6, 0.3])) ** 2).sum(1) + routes_N / 3.0
     return values
 
 
-def fitted(n: int) -> tuple[GaussianProcess, FloatArray, IntArray]:
-    """The process after `n` random points, and the points."""
-    rng = np.random.default_rng(1)
-    x_ND, routes_N = rng.random((n, 2)), rng.integers(ROUTES, size=n)
-    process = GaussianProcess(x_ND, routes_N, bowl(x_ND, routes_N), np.ones(n), noise=1.0, repetitions=0.0)
-    return process, x_ND, routes_N
-
-
 def mean_and_deviation(process: GaussianProcess, x_MD: FloatArray, routes_M: IntArray) -> tuple[FloatArray, ...]:
     """Averaged over the hyperparameters."""
     mean_KM, deviation_KM = process.predict(x_MD, routes_M)
     return process.weights @ mean_KM, process.weights @ deviation_KM
-
-
-def test_it_predicts_between_the_points() -> None:
-    process, *_ = fitted(40)
-    rng = np.random.default_rng(2)
-    x_MD, routes_M = rng.uniform(0.1, 0.9, (50, 2)), rng.integers(ROUTES, size=50)
-    mean_M, _ = mean_and_deviation(process, x_MD, routes_M)
-    assert np.abs(mean_M - bowl(x_MD, routes_M)).max() < 0.05
 
 
 def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it() -> None:
@@ -553,15 +527,6 @@ def test_repetitions_say_how_much_is_noise() -> None:
         return float(np.abs(mean_N - y_N).mean())
 
     assert follows(noise=0.01) < 0.5 * follows(noise=0.1)
-
-
-def test_where_only_routes_differ_there_are_no_coordinates() -> None:
-    routes_N = np.array([0, 1, 0, 1])
-    process = GaussianProcess(
-        np.empty((4, 0)), routes_N, np.array([0.0, 0.4, 0.02, 0.41]), np.ones(4), noise=1.0, repetitions=0.0
-    )
-    mean_M, _ = mean_and_deviation(process, np.empty((2, 0)), np.array([0, 1]))
-    assert mean_M[0] < mean_M[1]
 
 
 def test_points_that_all_take_the_same_are_no_trouble() -> None:

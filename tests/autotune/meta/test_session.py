@@ -207,12 +207,6 @@ def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expect
     assert "budget of 300 steps used" in hopeful.result.reason
 
 
-def test_a_budget_too_small_for_a_trial_keeps_the_default() -> None:
-    job = Job(session(GridArm(SPACE), budget_iterations=5)).run()
-    assert job.result.knobs == DEFAULT
-    assert job.run_for(Purpose.TRIAL) == []
-
-
 # Small things.
 def test_an_empty_measurement_is_refused() -> None:
     with pytest.raises(TuningError, match="must not be empty"):
@@ -773,14 +767,6 @@ def test_what_is_slower_than_the_fastest_that_loses_nothing_is_not_kept_though_i
     ).run()
     assert compressed in job.run_for(Purpose.TRIAL)
     assert job.result.knobs == BEST
-
-
-def test_a_remembered_compressor_is_left_alone_by_jobs_that_do_not_allow_it() -> None:
-    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
-    exact = replace(remembered(BEST), knobs=compressed)
-    assert session(exact=exact, space=LOSSY_SPACE).assignment.knobs == compressed
-    job = Job(session(exact=exact, space=replace(SPACE, lossy=("fp16",)))).run()
-    assert not any(now.knobs.lossy for now in job.assignments)
 
 
 def test_a_retune_drops_a_compressor_that_has_become_slower() -> None:

@@ -55,33 +55,6 @@ def two_streams(*, alpha_s=1.0):
     return LinkModel(alpha_s=alpha_s, throughput=(1.0 * MB, 1.5 * MB))
 
 
-def test_the_processor_is_shared_by_all_streams_and_works_while_the_link_does():
-    link = LinkModel(alpha_s=0.0, throughput=(1 * MB, 2 * MB), host_s=0.5)
-    layout = layout_of(1, 1, 0.1, 0.1)
-    simulator = Simulator(layout=layout, profile=Profile(ready_s=(0, 0, 0, 0), compute_s=0), link=link)
-    # Two long units: the link takes 1 s, the processor (half of it for each) is done at the same time.
-    assert simulator.run(plan_of(layout, [1, 2, 2.2], [0, 1, 0])).stop_s == pytest.approx((1, 1, 1.5))
-    # Two short ones after them: 0.05 s each on the link, but 0.5 s each of one processor.
-    assert simulator.run(plan_of(layout, [1, 2, 2.1, 2.2], [0, 1, 0, 1])).stop_s == pytest.approx((1, 1, 2, 2))
-
-
-def test_a_unit_is_issued_only_after_all_earlier_units_of_the_plan():
-    layout = layout_of(1, 1)
-    simulator = Simulator(layout=layout, profile=Profile(ready_s=(5, 1), compute_s=5), link=two_streams())
-    timeline = simulator.run(plan_of(layout, [1, 2], [0, 1]))
-    assert timeline.issue_s == (5, 5)
-    assert timeline.first_ready_s == 1
-
-
-def test_a_backward_pass_longer_than_the_communication_decides_the_iteration():
-    layout = layout_of(1)
-    simulator = Simulator(
-        layout=layout, profile=Profile(ready_s=(1,), compute_s=9, forward_s=4), link=two_streams(alpha_s=0)
-    )
-    timeline = simulator.run(plan_of(layout, [1]))
-    assert (timeline.span_s, timeline.end_s, timeline.iteration_s) == (1, 9, 13)
-
-
 def contention(**changes):
     fields = {
         "alpha_1": 1.0,
@@ -192,34 +165,6 @@ def unit(n_bytes: int, *members: int, stream: int = 0) -> ScheduledUnit:
 
 def pace(*ready_s: float) -> IterationPace:
     return IterationPace(needed=[0.0] * len(ready_s), ready_s=ready_s, backward_s=ready_s[-1], s_per_byte=1.0)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "seconds"),
-    [
-        # 1.5 s are sent behind 1 s of backward, and forward waits for what takes as long behind that.
-        ([0, 1], 2.0 + 2.0 + 1.0),
-        # Forward begins when the first layer has come; half of it later it waits for the second until both have.
-        ([1, 0], 2.0 + 3.0 + 0.5),
-    ],
-)
-def test_the_order_tells_what_is_waited_for(numbers: list[int], seconds: float) -> None:
-    units, comes_s = [unit(3, 0), unit(3, 1)], [1.0, 2.0]
-    taken_s = put_off_iteration_s(
-        [units[number] for number in numbers],
-        [comes_s[number] for number in numbers],
-        pace(1.0, 2.0),
-        forward_s=1.0,
-        link=LinkModel(alpha_s=0.0, throughput=(2.0,)),
-    )
-    assert taken_s == pytest.approx(seconds)
-
-
-def test_streams_share_what_the_link_carries_and_each_unit_costs_its_start() -> None:
-    link = LinkModel(alpha_s=0.25, throughput=(1.0, 1.5))
-    units = [unit(3, 0), unit(3, 0, stream=1)]
-    taken_s = put_off_iteration_s(units, [1.0, 1.0], pace(1.0), forward_s=0.5, link=link)
-    assert taken_s == pytest.approx(1.0 + 0.25 + 6 / 1.5 + 0.5)
 
 
 def test_more_messages_than_a_host_gets_through_are_waited_for() -> None:
@@ -380,13 +325,6 @@ def test_the_order_of_near_equals_says_little() -> None:
     assert told(0.4, 0.2, 0.201, 0.2015).believed
 
 
-def test_a_trial_that_is_told_twice_counts_once() -> None:
-    forecast = told(0.1, 0.12)
-    before = forecast.agreement
-    forecast.tell([ran(2, 0.12)])
-    assert forecast.agreement == before
-
-
 def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
     forecast = told(float("inf"), 0.1)
     elsewhere = replace(streams(1), transport=TransportKind.MPI)
@@ -402,13 +340,6 @@ def test_what_is_promised_is_measured_by_the_best_so_far() -> None:
     assert forecast.promises(streams(4), gain=0.01)
     assert not forecast.promises(streams(1), gain=0.01)
     assert told().promises(streams(1), gain=0.01)
-
-
-def test_another_model_is_judged_by_the_same_trials() -> None:
-    forecast = told(0.1, 0.12, 0.15)
-    crowded = LinkModel(alpha_s=1e-6, throughput=(4e9, 3e9, 2e9, 1e9))
-    forecast.update_model(replace(FORECAST_MODEL, links={ROUTE: crowded}))
-    assert forecast.believed
 
 
 def test_planners_hold_their_tongue_while_trials_speak_against_their_model() -> None:
@@ -450,15 +381,6 @@ def test_a_model_that_is_not_presumed_right_is_believed_once_it_has_ranked_five_
     spans_s: Sequence[float], believed: bool
 ) -> None:
     assert unpresumed(*spans_s).believed is believed
-
-
-def test_planners_are_silent_until_then() -> None:
-    planners = make_planners(space=replace(SPACE, streams=tuple(range(1, 7))), model=SIX_STREAMS, presumed=False)
-    trials = [ran(count, span_s) for count, span_s in enumerate(RIGHT_S, 1)]
-    for told, asked in ((trials[:4], False), (trials[4:], True)):
-        for planner in planners:
-            planner.tell(told)
-        assert any(planner.ask() for planner in planners) is asked
 
 
 TRIALS_LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))

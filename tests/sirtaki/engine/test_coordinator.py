@@ -227,17 +227,6 @@ def test_where_the_default_takes_longer_than_planners_expect_draws_come_first(tm
     assert learnt.overlapped.gamma_1 / learnt.alone.gamma_1 == pytest.approx(0.3, rel=0.15)
 
 
-def test_a_model_that_cannot_be_made_is_told_of_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> PlanningModel:
-        raise ZeroDivisionError
-
-    assert with_usual_arms(broken)[1] in OUR_ARMS
-    assert "tuning goes on without planners" in caplog.text
-    caplog.clear()
-    assert with_usual_arms(lambda: None)[1] in OUR_ARMS
-    assert "without planners" not in caplog.text
-
-
 HERE, ELSEWHERE = (0, 0, 0), (0, 0)
 
 

@@ -320,14 +320,6 @@ def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
     ] == [unknown]
 
 
-def test_a_planner_whose_units_do_not_fit_plans_anew() -> None:
-    (planner, *_) = make_planners(space=SPACE, model=MODEL)
-    found = first_proposals([start(POOR, arm=planner.name, lost_cuts=True)], layouts=[LAYOUT], space=SPACE, model=MODEL)
-    assert [(proposal.knobs, proposal.arm) for proposal in found] == [(best_plan(), planner.name)]
-    assert f"planned anew by {planner.name}" in found[0].message
-    assert "scaled" not in found[0].message  # what was scaled is not what is tried
-
-
 def test_an_entry_with_knobs_that_are_none_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     broken = replace(start(GOOD), knobs={**GOOD.to_json(), "transport": "pigeon"})
     assert first_proposals([broken], layouts=[LAYOUT], space=SPACE, model=None) == []
