@@ -97,7 +97,6 @@ class TensorReduction(TensorOperation):
         *,
         start: int = 0,
         op: ReduceOp = ReduceOp.SUM,
-        scale: float = 1.0,
         timeout_s: float,
         then: Callable[[], None] = lambda: None,
     ) -> None:
@@ -108,13 +107,12 @@ class TensorReduction(TensorOperation):
             target: see above.
             start: see above.
             op: how elements are combined.
-            scale: what the result is multiplied by.
             timeout_s: after so long, from now on, it has failed.
             then: see `TensorOperation`.
         """
         super().__init__(then)
         self.source, self.target, self.start = source, target, start
-        self.op, self.scale = op, scale
+        self.op = op
         self.timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
 
 
@@ -278,7 +276,6 @@ class UnitPipeline:
             route=self._route,
             stream=self._issued % self._streams,
             op=reduction.op,
-            scale=reduction.scale,
         )
         return _Unit(reduction, low, high, result, work)
 

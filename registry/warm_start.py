@@ -417,7 +417,7 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
     if job.permitted is not None and not set(knobs.get("nccl", {}).items()) <= set(job.permitted.nccl):
         changes.append("as NCCL decides, which is not told here")
         del knobs["nccl"]
-    here = _link_here(entry, job, route_of(knobs))
+    here = job.links.get(route_of(knobs)) or _resized_link(entry, job)
     latency_ratio, bandwidth_ratio = _link_ratios(entry, job, here)
     if (
         route_of(knobs) in job.links
@@ -445,11 +445,6 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         lost_cuts=lost_cuts,
         entry=entry,
     )
-
-
-def _link_here(entry: Entry, job: Job, route: RouteNames) -> LinkModel | None:
-    """The job's link as measured, else the entry's with the job's number of ranks; None where neither is known."""
-    return job.links[route] if route in job.links else _resized_link(entry, job)
 
 
 def _resized_link(entry: Entry, job: Job) -> LinkModel | None:

@@ -330,7 +330,7 @@ def calibrate_link(
         TuningError: fewer than four trials ran, or the corrected model still misses them by more than
             `fits.MAX_RESIDUAL`.
     """
-    plans, spans_s = _measured(layout, trials, at_least=4)
+    plans, spans_s = _measured(layout, trials)
     corrected = _link_correction(link)
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -600,13 +600,11 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
                 return
 
 
-def _measured(
-    layout: GradientLayout, trials: Sequence[Trial], *, at_least: int
-) -> tuple[list[CommPlan], NDArray[np.float64]]:
+def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:
     """Plans and spans of the trials with the fewest units, of those that ran."""
     usable = [t for t in trials if t.status is not TrialStatus.FAILED and math.isfinite(t.span_s) and t.span_s > 0]
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
-    if len(pairs) < at_least:
-        raise TuningError(f"a calibration needs {at_least} trials or more that ran, not {len(pairs)}")
+    if len(pairs) < 4:
+        raise TuningError(f"a calibration needs four trials or more that ran, not {len(pairs)}")
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

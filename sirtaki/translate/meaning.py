@@ -49,7 +49,11 @@ class Training:
             if flows.holds(loop.iter, Kind.LOADER) and not _counts(loop.iter):
                 body = loop.body if isinstance(loop, cst.For) else source.parent(loop)
                 (self.loops if self.trains(body) else self.other_loops).append(loop)
-        self.reads = [call for call in self._calls_of("next") if self._is_read_in_training(call)]
+        self.reads = [
+            call
+            for call in source.all(cst.Call)
+            if dotted(call.func) == "next" and flows.holds(call, Kind.LOADER) and self._is_read_in_training(call)
+        ]
         loaders = [site for loop in self.loops for site in flows.holds(loop.iter, Kind.LOADER)]
         loaders += [site for call in self.reads for site in flows.holds(call, Kind.LOADER)]
         self.divided = list(dict.fromkeys(loaders))
@@ -139,11 +143,6 @@ class Training:
             if more == found:
                 return found
             found |= more
-
-    def _calls_of(self, name: str) -> Iterator[cst.Call]:
-        for call in self.source.all(cst.Call):
-            if isinstance(call.func, cst.Name) and call.func.value == name and self.flows.holds(call, Kind.LOADER):
-                yield call
 
     def _is_read_in_training(self, call: cst.Call) -> bool:
         around = [there for there in self.source.above(call) if isinstance(there, cst.For | cst.While)]

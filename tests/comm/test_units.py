@@ -22,8 +22,8 @@ UNIT_BYTES = 64
 class FakeWork:
     """A unit of two ranks that have the same: done when asked for, unless the router holds it."""
 
-    def __init__(self, router: "FakeRouter", part: torch.Tensor, op: ReduceOp, scale: float) -> None:
-        self._router, self._part, self._op, self._scale = router, part, op, scale
+    def __init__(self, router: "FakeRouter", part: torch.Tensor, op: ReduceOp) -> None:
+        self._router, self._part, self._op = router, part, op
 
     def wait(self, timeout_s: float) -> bool:
         if self._router.error is not None:
@@ -31,7 +31,7 @@ class FakeWork:
         if not self._router.moving.wait(timeout_s):
             return False
         if self._op is ReduceOp.SUM:
-            self._part.copy_(self._part * (2 * self._scale))
+            self._part.copy_(self._part * 2)
         self._router.under_way -= 1
         return True
 
@@ -48,7 +48,7 @@ class FakeRouter:
         self.full = False
 
     def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, route: Any, stream: int, op: ReduceOp, scale: float
+        self, buffer: FlatBuffer, start: int, stop: int, *, route: Any, stream: int, op: ReduceOp
     ) -> FakeWork:
         assert (route, StreamSpec(stream).threads) == (ROUTE, None)
         if self.full:
@@ -56,7 +56,7 @@ class FakeRouter:
         self.units.append((start, stop, stream))
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        return FakeWork(self, buffer.tensor[start:stop], op, scale)
+        return FakeWork(self, buffer.tensor[start:stop], op)
 
 
 def build(
@@ -124,10 +124,10 @@ def test_a_tensor_of_less_than_a_unit_for_each_stream_takes_them_all(kib: int, l
 def test_a_part_of_the_result_may_be_all_that_is_wanted(slots: int) -> None:
     pipeline, _, _ = build(slots=slots)
     source, target = torch.arange(100.0), torch.zeros(30)
-    each = reduction(source, target, start=25, scale=0.25)
+    each = reduction(source, target, start=25)
     pipeline.submit(each)
     pipeline.finish(each)
-    assert torch.equal(target, torch.arange(25.0, 55.0) / 2)
+    assert torch.equal(target, torch.arange(25.0, 55.0) * 2)
     assert torch.equal(source, torch.arange(100.0))
 
 

@@ -799,11 +799,6 @@ def without_others(settings: Settings) -> str:
     return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
 
 
-def without_tuning(settings: Settings, default: Knobs) -> str:
-    """What runs in a job that is not tuned, in one line."""
-    return f"{default.describe()}; {tuning_off(settings)}{NO_LOG if settings.trial_log else ''}"
-
-
 def _coordinator(
     settings: Settings,
     control: ControlPlane,
@@ -930,7 +925,8 @@ class TunedSynchroniser:
     def _intention(self, settings: Settings) -> str:
         """What will happen, and how to switch that off, in one line."""
         if not self.tuning:
-            return without_tuning(settings, self._default)
+            no_log = NO_LOG if settings.trial_log else ""
+            return f"{self._default.describe()}; {tuning_off(settings)}{no_log}"
         if not self._space.has_choices:
             return f"{self._default.describe()}, which is all that there is to choose from"
         return f"{self._default.describe()}; {tuning_ahead(settings)}"
