@@ -83,6 +83,14 @@ def process_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host has not ended; a zombie, which nobody may bury for long, has."""
+    try:
+        return process_fields(pid)[0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self").exists()  # without /proc nothing can be known
+
+
 T = TypeVar("T")
 
 _left_to_children: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()

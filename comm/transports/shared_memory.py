@@ -29,7 +29,7 @@ import torch
 from sirtaki.comm.control.failure import caused
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, PeerLostError, TransportError
-from sirtaki.machine import process_fields
+from sirtaki.machine import is_alive
 
 from ..plan import TransportKind
 from .contract import (
@@ -196,7 +196,7 @@ class Doorbell:
         dead = []
         ready = self._poll.poll(timeout_s * 1000)
         if not ready:
-            dead = [self._polled.pop(pid) for pid in list(self._polled) if not _is_alive(pid)]
+            dead = [self._polled.pop(pid) for pid in list(self._polled) if not is_alive(pid)]
         for descriptor, _ in ready:
             if descriptor == self._inbox:
                 os.read(self._inbox, 65536)
@@ -212,14 +212,6 @@ class Doorbell:
             if descriptor >= 0:
                 os.close(descriptor)
         self._inbox, self._outboxes, self._lives = -1, [], {}
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process of this node has not ended; a zombie has."""
-    try:
-        return process_fields(pid)[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @functools.cache

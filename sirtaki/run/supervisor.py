@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from sirtaki.errors import LaunchError
-from sirtaki.machine import process_fields
+from sirtaki.machine import is_alive
 
 from .leftovers import (
     Janitor,
@@ -215,7 +215,7 @@ class Supervisor:
 
     def _has_vanished(self, rank: int) -> bool:
         message = self._started[rank]
-        return message.host == socket.gethostname() and not _is_alive(message.pid)
+        return message.host == socket.gethostname() and not is_alive(message.pid)
 
     def _end_all(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Asks mpiexec to end its ranks, on whatever host; then kills what is left on this one."""
@@ -276,12 +276,3 @@ def _is_of(ending: Ending, message: Message) -> bool:
 
 def _exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie, which a stuck mpiexec does not bury, is dead."""
-    try:
-        state = process_fields(pid)[0]
-    except OSError:
-        return not Path("/proc/self").exists()  # without /proc nothing can be known
-    return state not in {"Z", "X"}
