@@ -564,10 +564,17 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
             router.open_plan(plan)
             rounds = [_round(control, router, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
             worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
-            measured = zip(
-                ("alone_s", "beside_s", "compute_s", "undisturbed_s"), map(tuple, worst.T.tolist()), strict=True
+            alone_s, beside_s, compute_s, undisturbed_s = map(tuple, worst.T.tolist())
+            probes.append(
+                ThreadProbe(
+                    threads=threads,
+                    unit_bytes=unit_bytes,
+                    alone_s=alone_s,
+                    beside_s=beside_s,
+                    compute_s=compute_s,
+                    undisturbed_s=undisturbed_s,
+                )
             )
-            probes.append(ThreadProbe(threads=threads, unit_bytes=unit_bytes, **dict(measured)))
     return probes
 
 
