@@ -83,16 +83,6 @@ def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(fact
     assert watch.pace is pace
 
 
-def test_after_a_re_tune_the_new_times_are_the_reference() -> None:
-    rng = np.random.default_rng(0)
-    watch = warmed_up(rng)
-    assert iterations_until(watch, 2 * gaussian(rng, 20)) is not None
-    watch.retuned()
-    assert iterations_until(watch, 2 * gaussian(rng, 5000)) is None
-    assert iterations_until(watch, gaussian(rng, 30)) is not None
-    assert watch.pace is Pace.FASTER
-
-
 def test_re_tunes_in_quick_succession_come_half_as_often_each_time_until_it_is_quiet_for_long() -> None:
     watch, spans_s, waited = DriftWatch(), 1.0, []
     for quiet in (0, 0, 0, 0, LONG * 8 * COOL_DOWN, 0):

@@ -242,13 +242,6 @@ def test_it_is_not_used_where_it_gains_nothing_and_the_tuners_setting_stays() ->
     assert "not used" in trials.describe()
 
 
-def test_the_first_and_the_best_run_again_before_it_is_decided() -> None:
-    trials = made()
-    run = play(lambda choice: 0.5 if choice.puts_off and choice.knobs.streams == 2 else 1.0, trials)
-    assert run[-2] == trials.first
-    assert run[-1] == trials.now
-
-
 def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
     fixed = KnobSpace(routes=TRIED_SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
     run = play(lambda choice: 1.0, made(space=fixed))

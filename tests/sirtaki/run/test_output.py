@@ -89,11 +89,6 @@ def test_an_error_is_shown_though_its_rank_is_ended_meanwhile(end):
     assert shown(b"".join(error_of(0, b"Traceback", b"E: x", end=end)))[0] == "[0] Traceback\n[0] E: x\n"
 
 
-def test_what_a_rank_writes_after_its_error_is_shown_at_once():
-    late = b"[1,0]<stderr>: late\n"
-    assert shown(b"".join(error_of(0, b"E: x")) + late)[0] == "[0] E: x\n[0] late\n"
-
-
 def test_files_get_what_each_rank_wrote_and_a_place_has_one_for_all_that_have_been_there_in_this_job(tmp_path):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").write_text("of another job")
