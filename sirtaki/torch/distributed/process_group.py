@@ -222,6 +222,7 @@ class GroupLanes:
                     return
         except Exception as err:  # whatever it is, those who wait must hear of it
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
+            error = self._ranks.failures.error or error  # what broke the connections, where that is known
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
