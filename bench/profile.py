@@ -178,8 +178,9 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
         sample(way)()
     found.clear()
     samples = alternate({way: sample(way) for way in WAYS}, options["rounds"], seed=options["seed"])
+    result = {"samples": samples, **{what: list(values) for what, values in found.items()}}
     sample("operators")()
-    return {"samples": samples, **found}
+    return result
 
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:

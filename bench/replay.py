@@ -20,10 +20,10 @@ Bars: error of an iteration 5 % on average, 10 % at worst; what-if 8 %.
 runs nothing. It asks the replayer's simulator what the settings of the kept sweeps (`bench/recorded`) would take, and
 fits by quantile regression how far it is off, as `sirtaki.analysis.what_if.ModelError` has it: the logarithm of true
 over told is, beside what the steps asked from leave open (their scatter, and how much shorter they were than told), at
-most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of jobs that the
-fit has not seen, each job on each route counting alike. What is refused is shown beside it: by `refusal`, or since an
+most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of each job, had
+the fit not seen it. What is refused is shown beside it: by `refusal`, or since an
 interval would be wider than `WIDEST`. Each job is judged by what is fitted to the others; errors that are fitted to all
-are those that `what_if` has.
+are those that `what_if` has. By these are "unseen" jobs judged, which came when nothing was changed any more.
 Bars: what is told is off by 8 % on average and 15 % at worst, and in nine of ten questions within the interval.
 """
 
@@ -54,6 +54,7 @@ from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import (
+    BETWEEN_HOSTS,
     CONFIDENCE,
     WIDEST,
     Answer,
@@ -69,6 +70,7 @@ from sirtaki.analysis.what_if import (
     with_ranks,
     without_stragglers,
 )
+from sirtaki.analysis.what_if import ON_ONE_HOST as ALONE
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.replayer import SharedHost
@@ -322,6 +324,7 @@ class Miss:
     """One setting of a sweep, asked of another one; logarithms of quotients.
 
     Attributes:
+        unseen: of a job to which nothing was fitted.
         told, true: how many times as long it takes.
         units: how many times as many there are, or as few.
         open: what the steps of the one that it is asked of leave open.
@@ -330,6 +333,7 @@ class Miss:
 
     kind: str
     job: str
+    unseen: bool
     told: float
     true: float
     units: float
@@ -365,10 +369,10 @@ def misses() -> Iterator[Miss]:
 
     What a step takes besides its backward pass is what the sweep has found it to take longer.
     """
-    for path in sorted(RECORDED.glob("*.json")):
+    for path in sorted(RECORDED.rglob("*.json")):
         data = json.loads(path.read_text())
         model, default = PlanningModel.from_json(data["model"]), Knobs.from_json(data["default"])
-        across = path.name.startswith("cluster")
+        across = "cluster" in path.stem
         ranks = {"two": 2, "four": 4}.get(path.name.split("-")[0], 0)
         if not across and model.host is None:  # not yet kept then
             model = replace(model, host=SharedHost(ranks=ranks, processors=float(data["machine"]["cores"])))
@@ -389,7 +393,8 @@ def misses() -> Iterator[Miss]:
                     if knobs != base:
                         yield Miss(
                             kind="between hosts" if across else "on one host",
-                            job=f"{path.stem} {route[0].value}",
+                            job=f"{path.stem.removeprefix('asked-')} {route[0].value}",
+                            unseen="unseen" in path.stem,
                             told=math.log((told_s[knobs] + rest_s) / (told_s[base] + rest_s)),
                             true=math.log(known[knobs] / known[base]),
                             units=abs(math.log(len(plans[knobs].units) / len(plans[base].units))),
@@ -421,19 +426,18 @@ def fitted(some: Sequence[Miss]) -> ModelError:
 
 
 def widened(some: Sequence[Miss]) -> ModelError:
-    """The fit, so many times as wide that nine of ten questions of jobs lie inside that the fit has not seen."""
+    """The fit, so many times as wide that of each job nine of ten questions lie inside a fit that has not seen it.
+
+    That is, of the job that needs it most: there are too few jobs to leave one in ten of them aside.
+    """
     jobs, error = sorted({one.job for one in some}), fitted(some)
     if len(jobs) == 1:
         return error
-    ratios, seen = [], list[Miss]()
+    factor = 1.0
     for job in jobs:
         others = fitted([one for one in some if one.job != job])
-        mine = [one for one in some if one.job == job]
-        ratios += [one.beyond / one.allowance(others) for one in mine]
-        seen += mine
-    order = np.argsort(ratios)
-    place = np.searchsorted(np.cumsum(_shares(seen)[order]), CONFIDENCE)
-    factor = max(1.0, ratios[order[place]])
+        ratios = [one.beyond / one.allowance(others) for one in some if one.job == job]
+        factor = max(factor, float(np.quantile(ratios, CONFIDENCE)))
     return ModelError(any_question=error.any_question * factor, step=error.step * factor, units=error.units * factor)
 
 
@@ -444,45 +448,70 @@ def _shares(some: Sequence[Miss]) -> np.ndarray:
 
 def fit_errors(args: Any) -> int:
     """Fits, and shows for each job how far what is told and what is refused is off."""
-    report, by_kind = Report(name="replay_errors"), dict[str, list[Miss]]()
+    report, by_kind, unseen = Report(name="replay_errors"), dict[str, list[Miss]](), list[Miss]()
     for one in misses():
-        by_kind.setdefault(one.kind, []).append(one)
+        if one.unseen:
+            unseen.append(one)
+        else:
+            by_kind.setdefault(one.kind, []).append(one)
     for kind, some in by_kind.items():
-        asked = answerable(some)
-        told, n_inside = list[Miss](), 0
+        asked, told = answerable(some), list[Told]()
         for job in sorted({one.job for one in some}):
-            mine = [one for one in asked if one.job == job]
-            others = widened([one for one in asked if one.job != job]) if mine else None
-            known = [one for one in mine if others is not None and one.width(others) <= HALF_WIDEST]
-            inside = [one for one in known if others is not None and one.error <= one.width(others)]
-            refused = [one for one in some if one.job == job and one not in known]
-            report.rows.append(
-                {
-                    "kind": kind,
-                    "job": job,
-                    "questions": len(known),
-                    "inside": round(len(inside) / len(known), 2) if known else "",
-                    **_off(known, "off"),
-                    "refused": len(refused),
-                    **_off(refused, "would be off"),
-                }
-            )
-            told += known
-            n_inside += len(inside)
+            others = [one for one in asked if one.job != job]
+            told.append(_told(report, [one for one in some if one.job == job], widened(others)))
+        _bars(report, kind, told)
         error = widened(asked)
         shipped = [one for one in asked if one.width(error) <= HALF_WIDEST]
-        held = sum(one.error <= one.width(error) for one in shipped)
         off = _off(shipped, "off")
         report.notes.append(
             f"{kind}, fitted to all: {error.any_question:.3f} + {error.step:.3f} × step + {error.units:.3f} × units; "
             f"{len(shipped)} questions told, {len(some) - len(shipped)} refused; off by {off['off, %']} % on average, "
-            f"{off['off at worst, %']} % at worst; {100 * held / len(shipped):.0f} % inside"
+            f"{off['off at worst, %']} % at worst; {100 * _inside(shipped, error):.0f} % inside"
         )
-        mean, worst = (math.expm1(of(one.error for one in told)) for of in (statistics.fmean, max))
-        report.bar(f"error of a what-if {kind} that is told, mean", 100 * mean, 8.0, "% ")
-        report.bar(f"error of a what-if {kind} that is told, worst", 100 * worst, 15.0, "% ")
-        report.bar(f"what-ifs {kind} outside the interval that is told", 100 * (1 - n_inside / len(told)), 10.0, "% ")
+    jobs = {one.job: one.kind for one in unseen}
+    told = [
+        _told(report, [one for one in unseen if one.job == job], BETWEEN_HOSTS if kind == "between hosts" else ALONE)
+        for job, kind in sorted(jobs.items())
+    ]
+    _bars(report, "of an unseen job", told)
     return finish(report, args)
+
+
+Told = tuple[list[Miss], ModelError]
+
+
+def _told(report: Report, of_job: Sequence[Miss], error: ModelError) -> Told:
+    """Adds a row of a job: what is told of it by intervals of that error, and what is refused."""
+    known = [one for one in answerable(of_job) if one.width(error) <= HALF_WIDEST]
+    refused = [one for one in of_job if one not in known]
+    report.rows.append(
+        {
+            "kind": of_job[0].kind,
+            "job": of_job[0].job,
+            "questions": len(known),
+            "inside": round(_inside(known, error), 2) if known else "",
+            **_off(known, "off"),
+            "refused": len(refused),
+            **_off(refused, "would be off"),
+        }
+    )
+    return known, error
+
+
+def _inside(some: Sequence[Miss], error: ModelError) -> float:
+    return statistics.fmean([one.error <= one.width(error) for one in some])
+
+
+def _bars(report: Report, kind: str, told: Sequence[Told]) -> None:
+    errors = [one.error for known, _ in told for one in known]
+    outside = [one.error > one.width(error) for known, error in told for one in known]
+    if not errors:
+        report.notes.append(f"nothing is told {kind}")
+        return
+    mean, worst = (math.expm1(of(errors)) for of in (statistics.fmean, max))
+    report.bar(f"error of a what-if {kind} that is told, mean", 100 * mean, 8.0, "% ")
+    report.bar(f"error of a what-if {kind} that is told, worst", 100 * worst, 15.0, "% ")
+    report.bar(f"what-ifs {kind} outside the interval that is told", 100 * statistics.fmean(outside), 10.0, "% ")
 
 
 def _off(some: Sequence[Miss], words: str) -> dict[str, float | str]:

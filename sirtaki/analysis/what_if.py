@@ -770,8 +770,8 @@ class ModelError:
     units: float
 
 
-BETWEEN_HOSTS = ModelError(any_question=0.030, step=0.0, units=0.009)
-ON_ONE_HOST = ModelError(any_question=0.010, step=0.750, units=0.0)
+BETWEEN_HOSTS = ModelError(any_question=0.053, step=0.0, units=0.031)
+ON_ONE_HOST = ModelError(any_question=0.014, step=0.607, units=0.009)
 """As `python -m bench.replay --errors` fits them to the kept sweeps."""
 
 MORE_UNITS_UNPROBED, MORE_UNITS_ON_ONE_HOST = 8.0, 1.35
