@@ -21,9 +21,9 @@ runs nothing. It asks the replayer's simulator what the settings of the kept swe
 fits by quantile regression how far it is off, as `sirtaki.analysis.what_if.ModelError` has it: the logarithm of true
 over told is, beside what the steps asked from leave open (their scatter, and how much shorter they were than told), at
 most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of each job, had
-the fit not seen it. What is refused is shown beside it: by `refusal`, or since an
-interval would be wider than `WIDEST`. Each job is judged by what is fitted to the others; errors that are fitted to all
-are those that `what_if` has. By these are "unseen" jobs judged, which came when nothing was changed any more.
+the fit not seen it. What is refused is shown beside it: by `refusal`, or since an interval would be wider than
+`WIDEST`. Each job is judged by what is fitted to the others; errors that are fitted to all are those that `what_if`
+has. By these are "unseen" jobs judged, which came when nothing was changed any more.
 Bars: what is told is off by 8 % on average and 15 % at worst, and in nine of ten questions within the interval.
 """
 
