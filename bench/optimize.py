@@ -136,8 +136,9 @@ def judge(report: Report, name: str, result: Mapping[str, Any], outcome: Outcome
         who: (one.low_s / base.times.iteration_s, one.high_s / base.times.iteration_s) for who, one in told.items()
     }
     inside = [low <= of_default[who] <= high for who, (low, high) in spread.items() if who != DEFAULT]
+    differ = min(len(set(changes.values())), len(set(of_default.values()))) > 1
     order = (
-        spearmanr([changes[who] for who in told], [of_default[who] for who in told]).statistic if len(told) > 2 else nan
+        spearmanr(*zip(*((changes[who], of_default[who]) for who in told), strict=True)).statistic if differ else nan
     )
     ratio = finals_s[CHOSEN] / finals_s[best]
     trials_s = [seconds for who, seconds in finals_s.items() if who == CHOSEN or who.startswith(RIVAL)]
