@@ -130,16 +130,11 @@ def judge(report: Report, name: str, result: Mapping[str, Any], outcome: Outcome
     }
     sweep_s, finals_s = ({who: median(each) for who, each in result[stage].items()} for stage in ("sweep", "finals"))
     best = min(finals_s, key=lambda who: finals_s[who])
-    of_default = {who: sweep_s[who] / sweep_s[DEFAULT] for who in told}
-    changes = {who: one.times.iteration_s / base.times.iteration_s for who, one in told.items()}
-    spread = {
-        who: (one.low_s / base.times.iteration_s, one.high_s / base.times.iteration_s) for who, one in told.items()
-    }
-    inside = [low <= of_default[who] <= high for who, (low, high) in spread.items() if who != DEFAULT]
-    differ = min(len(set(changes.values())), len(set(of_default.values()))) > 1
-    order = (
-        spearmanr(*zip(*((changes[who], of_default[who]) for who in told), strict=True)).statistic if differ else nan
-    )
+    true_s = {who: sweep_s[who] / sweep_s[DEFAULT] * base.times.iteration_s for who in told}
+    inside = [one.low_s <= true_s[who] <= one.high_s for who, one in told.items() if who != DEFAULT]
+    told_s = {who: one.times.iteration_s for who, one in told.items()}
+    differ = min(len(set(told_s.values())), len(set(true_s.values()))) > 1
+    order = spearmanr([*told_s.values()], [*true_s.values()]).statistic if differ else nan
     ratio = finals_s[CHOSEN] / finals_s[best]
     trials_s = [seconds for who, seconds in finals_s.items() if who == CHOSEN or who.startswith(RIVAL)]
     report.rows.append(

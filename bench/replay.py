@@ -50,11 +50,11 @@ from bench.lib.contenders import Sirtaki
 from bench.lib.harness import Report, finish, parser
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
 from bench.lib.ranks import run_ranks, start
+from sirtaki.analysis import what_if
 from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import (
-    BETWEEN_HOSTS,
     CONFIDENCE,
     WIDEST,
     Answer,
@@ -70,7 +70,6 @@ from sirtaki.analysis.what_if import (
     with_ranks,
     without_stragglers,
 )
-from sirtaki.analysis.what_if import ON_ONE_HOST as ALONE
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.replayer import SharedHost
@@ -359,6 +358,9 @@ class Miss:
         return math.hypot(self.open, self.allowance(error))
 
 
+SHIPPED = {"between hosts": what_if.BETWEEN_HOSTS, "on one host": what_if.ON_ONE_HOST}
+"""By kind of job, what `what_if` has."""
+
 HALF_WIDEST = math.log(WIDEST) / 2
 LEAST_ERROR = 0.01
 """Of any question: two sweeps of the same setting differ by as much."""
@@ -470,8 +472,7 @@ def fit_errors(args: Any) -> int:
         )
     jobs = {one.job: one.kind for one in unseen}
     told = [
-        _told(report, [one for one in unseen if one.job == job], BETWEEN_HOSTS if kind == "between hosts" else ALONE)
-        for job, kind in sorted(jobs.items())
+        _told(report, [one for one in unseen if one.job == job], SHIPPED[kind]) for job, kind in sorted(jobs.items())
     ]
     _bars(report, "of an unseen job", told)
     return finish(report, args)

@@ -87,13 +87,9 @@ def _emulated(*, rank: int) -> Made:
     return emulated_resnet50(rank=rank, compute_s=0.24, scale=0.1)
 
 
-def _shrunk(network: str, *, megabytes: float, compute_s: float, rank: int) -> Made:
-    work = workload(network)
-    return emulated(work.scaled(1e6 * megabytes / work.layout.total_bytes), rank=rank, compute_s=compute_s)
-
-
 def _network(network: str, *, megabytes: float = 8.0, compute_s: float = 0.2) -> Callable[..., Made]:
-    return partial(_shrunk, network, megabytes=megabytes, compute_s=compute_s)
+    work = workload(network)
+    return partial(emulated, work.scaled(1e6 * megabytes / work.layout.total_bytes), compute_s=compute_s)
 
 
 def _perceptron(*, rank: int) -> Made:

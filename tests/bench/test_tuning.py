@@ -12,9 +12,8 @@ from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.landscape import Message, Physics, replay
 from bench.lib.landscapes.recorded import estimated, recorded, recordings
 from bench.registry_transfer import ROUTE, SCENARIOS, Job, Luck, jobs, misjudged, run
-from bench.replay import HALF_WIDEST, answerable, misses, widened
+from bench.replay import HALF_WIDEST, SHIPPED, answerable, misses, widened
 from bench.sweep import model_rank_correlation
-from sirtaki.analysis.what_if import BETWEEN_HOSTS, ON_ONE_HOST
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -158,8 +157,7 @@ def test_what_planners_predict_is_held_against_what_was_recorded() -> None:
 
 @pytest.mark.lengthy
 def test_errors_of_replays_are_those_of_the_kept_sweeps_and_hold_for_jobs_that_they_were_not_fitted_to() -> None:
-    by_kind = {"between hosts": BETWEEN_HOSTS, "on one host": ON_ONE_HOST}
-    for kind, known in by_kind.items():
+    for kind, known in SHIPPED.items():
         asked = answerable([one for one in misses() if one.kind == kind and not one.unseen])
         found = widened(asked)
         for name in ("any_question", "step", "units"):
