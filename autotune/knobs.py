@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -156,6 +157,11 @@ class Knobs:
             raise PlanError(f"streams must be at least 1, not {self.streams}")
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"threads must be at least 1, not {self.threads}")
+
+    def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
+        """Pickles what is set: pickle looks for `msgspec.UNSET` in every module that is loaded, for a millisecond."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return partial(Knobs, **{name: value for name, value in values.items() if value is not msgspec.UNSET}), ()
 
     @property
     def route(self) -> Route:

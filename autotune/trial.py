@@ -90,7 +90,7 @@ class Trial:
 class Arm(Protocol):
     """Proposes knobs and learns from trials. No threads, files, process groups or clocks of its own.
 
-    Three more methods are optional; each may answer None for "no opinion" (`opinion` asks for them):
+    Three more methods are optional; each may answer None for "no opinion":
     `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
     `expected_span_s(knobs)` what a measured setting truly takes, from its neighbours' measurements too, and
     `promise(candidates)` the share of the best span that each of several settings is expected to save,
@@ -106,9 +106,3 @@ class Arm(Protocol):
     def tell(self, trials: Sequence[Trial]) -> None:
         """Learns from finished trials, whoever asked for them; proposes nothing."""
         ...
-
-
-def opinion(arm: Arm | None, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
-    """What an optional method of an arm answers; None where there is no such method, or no arm."""
-    method = getattr(arm, of, None)
-    return None if method is None else method(*arguments)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from sirtaki.errors import TuningError, in_a_line
 from ..arms.planners import Planner
 from ..arms.techniques import OUR_ARMS, CompressorArm, NcclArm, make_arm, third_party_arms
 from ..knobs import Knobs, KnobSpace
-from ..trial import Arm, Proposal, Trial, opinion
+from ..trial import Arm, Proposal, Trial
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
@@ -214,6 +214,12 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
             raise TuningError(f"a proposal asks for a whole number of iterations, not {proposal.iterations!r:.80}")
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
+
+
+def opinion(arm: Arm | None, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
+    """What an optional method of an arm answers; None where there is no such method, or no arm."""
+    method = getattr(arm, of, None)
+    return None if method is None else method(*arguments)
 
 
 def _number(answer: float | None) -> float | None:

@@ -16,7 +16,8 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 from ..knobs import KnobLattice, Knobs, KnobSpace
-from ..trial import Arm, Proposal, Trial, TrialStatus, opinion
+from ..trial import Arm, Proposal, Trial, TrialStatus
+from .bandit import opinion
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,10 @@
 
 import json
 import math
+import pickle
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -298,6 +301,16 @@ trials = st.builds(
     status=st.sampled_from(TrialStatus),
     was_best=st.booleans(),
 )
+
+
+@pytest.mark.parametrize("setting", [KNOBS, replace(KNOBS, lossy=Lossy(large="int8"), cuts=(Cut(stop=3),))])
+def test_a_setting_is_pickled_without_asking_other_modules(setting: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}, as all modules are for msgspec.UNSET")
+
+    monkeypatch.setattr(sys, "modules", {"first": Asked("first"), **sys.modules})
+    assert pickle.loads(pickle.dumps(setting)) == setting
 
 
 @given(trial=trials)

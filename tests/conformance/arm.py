@@ -10,7 +10,8 @@ import numpy as np
 from rank_jobs import cases
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus, opinion
+from sirtaki.autotune.meta.bandit import opinion
+from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 MakeArm = Callable[[KnobSpace, np.random.Generator], Arm]
