@@ -60,7 +60,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         tuned.warm_up()
         for _ in range(PREPARING + 1):
             tuned.step()
-        while tuned.sync.overlap.trying:
+        while tuned.sync.overlap is not None and tuned.sync.overlap.trying:
             tuned.step()
     samples = in_turns(
         {name: contender.step for name, contender in contenders.items()},

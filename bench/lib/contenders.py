@@ -338,7 +338,7 @@ class Sirtaki(Contender):
         if self.sync is None:
             return "one rank"
         overlap = self.sync.overlap
-        put_off = (", put off" if overlap.ready else ", not put off") if overlap.wanted else ""
+        put_off = "" if overlap is None else ", put off" if overlap.ready else ", not put off"
         return f"{self.sync.knobs.describe()}{put_off}"
 
 

@@ -189,20 +189,16 @@ SKIPPED, TIMED = 2, 7
 
 
 class ForwardOverlap:
-    """Of one synchroniser.
+    """Of one synchroniser whose iterations are to be put off, on all ranks.
 
     Attributes:
-        wanted: iterations are to be put off; the same on all ranks.
         reads: parameters, by index, in the order in which this rank's forward pass reads them; empty = not known.
         trials: that are under way, or have been; None where nothing is to be tried, or not yet.
     """
 
-    def __init__(self, control: ControlPlane, *, wanted: bool, tries: bool = False) -> None:
-        """Collective: rank 0 says whether it is wanted, and whether settings for it are tried."""
-        self._control = control
-        self.wanted: bool
-        self._tries: bool
-        self.wanted, self._tries = control.broadcast((wanted, tries))
+    def __init__(self, control: ControlPlane, *, tries: bool = False) -> None:
+        """`tries`: settings for it are tried; the same on all ranks."""
+        self._control, self._tries = control, tries
         self.reads: Sequence[int] = ()
         self.trials: OverlapTrials | None = None
         self._pace: IterationPace | None = None
@@ -230,7 +226,7 @@ class ForwardOverlap:
     @property
     def ready(self) -> bool:
         """Iterations may be put off; the same on all ranks."""
-        if not self.wanted or self._prepared < PREPARING:
+        if self._prepared < PREPARING:
             return False
         if self.trials is None:
             return not self._tries
@@ -244,7 +240,7 @@ class ForwardOverlap:
     @property
     def learning(self) -> bool:
         """It is the first of the iterations that prepare it; the same on all ranks."""
-        return self.wanted and self._prepared == 1
+        return self._prepared == 1
 
     def note(
         self,
@@ -273,8 +269,6 @@ class ForwardOverlap:
         Returns:
             What is to run from now on, if anything else is: for `order` then.
         """
-        if not self.wanted:
-            return None
         if self._prepared < PREPARING:
             self._prepare(report, synchroniser, profiled=profiled, joined=joined)
             if self._prepared < PREPARING or not self._tries or self.trials is not None:

@@ -834,7 +834,7 @@ class TunedSynchroniser:
         knobs: what runs now.
         router: carries units.
         tuning: the warm-up is not over.
-        overlap: whether iterations may end in the next forward pass.
+        overlap: whether iterations may end in the next forward pass; None where they are not to.
     """
 
     def __init__(
@@ -900,7 +900,8 @@ class TunedSynchroniser:
         self._total_bytes, self._told_s = total_bytes, math.nan
         self._arms = arms
         self.tuning = settings.tunes
-        self.overlap = ForwardOverlap(control, wanted=overlaps, tries=self.tuning)
+        wanted, tries = control.broadcast((overlaps, self.tuning))
+        self.overlap = ForwardOverlap(control, tries=tries) if wanted else None
         self._assignment: AssignmentUnderWay | None = None
         self._profiled: IterationReport | None = None
         self._promising: Sequence[Route] = ()  # by the probes of the warm-up
@@ -951,7 +952,8 @@ class TunedSynchroniser:
     @property
     def can_put_off(self) -> bool:
         """The end of this iteration needs no other rank, once all gradients have left."""
-        return self.overlap.ready and not self.tuning and not self._to_measure and self._sync.can_put_off
+        ready = self.overlap is not None and self.overlap.ready
+        return ready and not self.tuning and not self._to_measure and self._sync.can_put_off
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
@@ -977,12 +979,12 @@ class TunedSynchroniser:
                     self._record(self._assignment.spans_s, self._assignment.backward_s)
                     self._next_assignment()
             else:
-                if self._drift is not None and not self.overlap.trying:
+                if self._drift is not None and (self.overlap is None or not self.overlap.trying):
                     self._watch(self._drift, span_s, self._sync.pace)
                 if self._to_measure and not self.tuning:
                     self._measure_loss()
-                elif self.overlap.wanted and not self.tuning:
-                    self._note_overlap(report, joined=joined)
+                elif self.overlap is not None and not self.tuning:
+                    self._note_overlap(self.overlap, report, joined=joined)
 
     def _tell(self, report: IterationReport) -> None:
         """Tells watchers of an iteration; its step took as long as it is since the one before was told of."""
@@ -1001,9 +1003,10 @@ class TunedSynchroniser:
 
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
-        if self.overlap.trials is not None and self.overlap.trying:
-            self.knobs = self.overlap.trials.first.knobs
-        self.overlap.begin()
+        if self.overlap is not None:
+            if self.overlap.trials is not None and self.overlap.trying:
+                self.knobs = self.overlap.trials.first.knobs
+            self.overlap.begin()
         if self._allowed:
             self._learn_classes(first=self._profiled is None)
         self._profiled = report
@@ -1137,9 +1140,9 @@ class TunedSynchroniser:
 
     # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _note_overlap(self, report: IterationReport, *, joined: bool) -> None:
+    def _note_overlap(self, overlap: ForwardOverlap, report: IterationReport, *, joined: bool) -> None:
         """Collective now and then: see `ForwardOverlap`."""
-        knobs = self.overlap.note(
+        knobs = overlap.note(
             report,
             self._sync,
             self.knobs,
@@ -1151,8 +1154,8 @@ class TunedSynchroniser:
         if knobs is not None:
             self._sync.set_plans(plans_for(knobs, self._layouts))
             self.knobs = knobs
-            self.overlap.order(self._sync)
-            if self.overlap.trying:
+            overlap.order(self._sync)
+            if overlap.trying:
                 return
             self.router.keep_only(self._sync.plans)
             if self._drift is not None:
@@ -1161,7 +1164,7 @@ class TunedSynchroniser:
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
         if agreed is not Pace.USUAL and drift.due:
-            if self.overlap.ready:
+            if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
             else:
                 self._retune(drift, span_s)
@@ -1175,7 +1178,8 @@ class TunedSynchroniser:
         if self._coordinator is not None:
             self._coordinator.retune(self.knobs, self._layouts, ratio=drift.ratio, iteration=self._sync.iteration)
         drift.retuned()
-        self.overlap.forget()
+        if self.overlap is not None:
+            self.overlap.forget()
         self._sync.say_pace(Pace.USUAL)
         self.tuning = True
         self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)

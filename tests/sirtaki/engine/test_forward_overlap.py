@@ -75,7 +75,7 @@ class Sync:
 
 def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
     control, sync = Control([0.0, 1.0, 2.0, 3.0, 2.5, 0.0, 3.0, 12.0, 1.0]), Sync()
-    overlap: Any = ForwardOverlap(control, wanted=True)  # type: ignore[arg-type]
+    overlap: Any = ForwardOverlap(control)  # type: ignore[arg-type]
     states = []
     for _ in range(3):
         states.append((overlap.learning, overlap.ready))
@@ -93,7 +93,7 @@ def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
 
 def test_where_nobody_knows_the_order_stays() -> None:
     sync = Sync()
-    overlap: Any = ForwardOverlap(Control([0.0] * 9), wanted=True)  # type: ignore[arg-type]
+    overlap: Any = ForwardOverlap(Control([0.0] * 9))  # type: ignore[arg-type]
     overlap.reads = [0, 1, 2]
     for _ in range(2):
         assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=True, link=None) is None
@@ -109,7 +109,7 @@ class Played:
     ) -> None:
         self.now_s, self.sync, self.link = 0.0, Sync(), link
         monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
-        self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
+        self.overlap: Any = ForwardOverlap(Control([]), tries=True)  # type: ignore[arg-type]
         self.overlap.reads = [0, 1, 2]
         self.knobs, self.put_off = KNOBS, list[bool]()
         self.put_off_s = cycle(put_off_s)
