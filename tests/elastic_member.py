@@ -20,7 +20,8 @@ import numpy as np
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh_rendezvous import meet
-from sirtaki.engine.membership import AgentClient, Dismissed, Generation, open_agent
+from sirtaki.engine.generations import AgentClient, open_agent
+from sirtaki.engine.membership import Dismissed, Generation
 from sirtaki.errors import CommError, PeerLostError
 
 STEP_S = 0.01

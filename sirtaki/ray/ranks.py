@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses, serve_store
-from sirtaki.engine.membership import AgentClient, register
+from sirtaki.engine.generations import AgentClient, register
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.run.as_horovod import SHIM, is_installed

@@ -12,7 +12,7 @@ from rank_jobs import cases
 
 import sirtaki.torch as hvd
 from sirtaki.comm.control.mesh_rendezvous import Meeting
-from sirtaki.engine import job, membership
+from sirtaki.engine import generations, job
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member
 from sirtaki.errors import NotInitializedError
 from sirtaki.torch.exceptions import HostsUpdatedInterrupt
@@ -269,5 +269,5 @@ CASES = cases(globals())
 
 if __name__ == "__main__":
     lone = Lone()
-    membership.register(lambda: lone)
+    generations.register(lambda: lone)
     main(CASES)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 import sirtaki.torch as hvd
-from sirtaki.engine import job, membership
+from sirtaki.engine import generations, job
+from sirtaki.engine.membership import Membership
 
 
 @dataclass
@@ -71,10 +72,10 @@ class Worker:
         while not self._is_free(folder / f"{self.number}.log"):
             self.number += 1
         self.log = Log(folder / f"{self.number}.log")
-        client = membership.open_agent(interface=None)
+        client = generations.open_agent(interface=None)
         assert client is not None
         self.membership = client
-        membership.register(lambda: client)
+        generations.register(lambda: client)
 
     def _is_free(self, path: Path) -> bool:
         try:
@@ -202,7 +203,7 @@ class Faults:
         raise hvd.HorovodInternalError("as if communication had failed")
 
 
-def watch(there: membership.Membership, faults: Faults) -> None:
+def watch(there: Membership, faults: Faults) -> None:
     """Says when a generation ends and the next one begins, and has faults there."""
     answered, opened, gave_up = there.join, job.Job.__init__, job.Job.give_up
 
@@ -306,7 +307,7 @@ def main() -> None:
     faults.log("end", iteration=state.iteration, hash=hash_of(model))
 
 
-def play(there: membership.Membership, number: int, log: Log) -> None:
+def play(there: Membership, number: int, log: Log) -> None:
     """Trains by the command line."""
     global faults
     faults = Faults(number, Plan(**json.loads(sys.argv[2])), log)
@@ -320,7 +321,7 @@ if __name__ == "__main__":
         worker = Worker(folder)
         play(worker.membership, worker.number, worker.log)
     else:  # of a job with hosts of several slots, in which processes name the workers
-        client = membership.open_agent(interface=None)
+        client = generations.open_agent(interface=None)
         assert client is not None
-        membership.register(lambda: client)
+        generations.register(lambda: client)
         play(client, os.getpid(), Log(folder / f"{os.getpid()}.log"))

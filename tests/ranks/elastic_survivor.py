@@ -6,13 +6,12 @@ from pathlib import Path
 
 from ranks import elastic_member
 
-from sirtaki.engine import membership
-from sirtaki.engine.generations import open_survivors
+from sirtaki.engine.generations import open_survivors, register
 from sirtaki.settings import Settings
 
 if __name__ == "__main__":
     there = open_survivors(Settings.from_environ())
     assert there is not None
     worker = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    membership.register(lambda: there)
+    register(lambda: there)
     elastic_member.play(there, worker, elastic_member.Log(Path(sys.argv[1]) / f"{worker}.log"))

@@ -12,7 +12,8 @@ from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
 from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
 from sirtaki.comm.control.mesh_rendezvous import Attendee
-from sirtaki.engine.membership import LONG_S, Change, Dismissal, Finished, Formed, Heard, Join, Patience, name_of
+from sirtaki.engine.generations import LONG_S, Heard, name_of
+from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
 from sirtaki.torch.elastic.repeating import Brought, agreed
 from sirtaki.torch.elastic.state import Commits, Standing
 

@@ -15,10 +15,18 @@ from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mesh_rendezvous import Attendee, Meeting, meet
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine import generations, membership
-from sirtaki.engine.generations import Generations, SurvivingMembership, in_order, open_survivors
-from sirtaki.engine.membership import (
+from sirtaki.engine import generations
+from sirtaki.engine.generations import (
     AgentClient,
+    Generations,
+    SurvivingMembership,
+    in_order,
+    name_of,
+    open_agent,
+    open_survivors,
+    register,
+)
+from sirtaki.engine.membership import (
     Change,
     Changed,
     Dismissal,
@@ -30,9 +38,6 @@ from sirtaki.engine.membership import (
     Member,
     Patience,
     Proof,
-    name_of,
-    open_agent,
-    register,
 )
 from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
 from sirtaki.json_channel import JsonChannel
@@ -245,7 +250,7 @@ def test_a_rank_that_has_computed_for_long_says_so_once(
     joined(client, agent)
     now_s = time.monotonic()
     for at_s in (9.0, 49.0, 59.0, 99.0, 150.0):
-        monkeypatch.setattr(membership.time, "monotonic", lambda at_s=at_s: now_s + at_s)
+        monkeypatch.setattr(generations.time, "monotonic", lambda at_s=at_s: now_s + at_s)
         client.change()
     monkeypatch.undo()
     assert [round(message.seconds) for message in agent.channel.receive() if isinstance(message, Patience)] == [40, 51]

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 {first}
-from sirtaki.engine.membership import load_what_training_needs
+from sirtaki.engine.generations import load_what_training_needs
 load_what_training_needs()
 before = set(sys.modules)
 {then}
