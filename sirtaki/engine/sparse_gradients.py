@@ -2,16 +2,14 @@
 
 Which algorithm is fastest for a parameter is found out from the first iterations, from probes and from the registry.
 
-Rows go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
-batch did not touch an embedding does not know it even then: until the ranks have agreed on it (`GradientReducer`), such
-gradients travel dense.
+Rows go past the flat buffers, once the ranks have agreed on which parameters have them (`KnownSparse`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -310,67 +308,29 @@ class SparseReductions:
     """The sparse gradients of one optimizer on one rank, which is one of several.
 
     Each parameter's plan follows from what all ranks see alike, and changes between iterations only.
-
-    Attributes:
-        known: parameters of which all ranks know that their gradients are sparse, whether or not they are watched now.
-        names: those that are watched.
-        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
     """
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        settings: Settings,
-        reduction: Reduction,
-        *,
-        known: Iterable[str] = (),
-        as_dense: bool = False,
-        prefix: str = "",
-    ) -> None:
-        """Starts nothing.
+    def __init__(self, control: ControlPlane, settings: Settings, reduction: Reduction, *, prefix: str = "") -> None:
+        """Collective: opens lanes.
 
         Args:
             control: the ranks that take part.
             settings: of the job.
             reduction: what is done to every gradient.
-            known: see above.
-            as_dense: sparse gradients are made dense.
             prefix: of operations' names in recordings.
         """
-        self._control, self._settings, self._prefix = control, settings, prefix
-        self._factor, self._as_dense = reduction.prescale * reduction.postscale, as_dense
-        self.known, self.found, self.names = set(known), set[str](), set[str]()
+        self._control, self._settings = control, settings
+        self._factor = reduction.prescale * reduction.postscale
         self._memory = SparseMemory(control, settings)
-        self._log = TrialLogWriter(None)
-        self._worker: SparseWorker | None = None
-        self._streams: int | None = None  # the only number that may be used; None = any
-        self._fixed: SparsePath | None = None
-        self._tries = False
         self._params: Mapping[str, torch.Tensor] = {}
         self._parameters: dict[str, _Parameter] = {}
         self._order: list[str] = []
         self._iterations = 0
         self._running: dict[str, _Running] = {}
         self._complete = self._warned = self._closed = False
-
-    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Collective, between iterations: from now on, gradients of these parameters are reduced, by name."""
-        self._params = params
-        self.names = self.known & params.keys()
-        self.found.clear()
-        # The backward pass brings them about the other way round.
-        self._order = [name for name in params if name in self.names][::-1]
-        if self._order and self._worker is None:
-            self._worker = self._open()
-        for name in self._order:
-            form = RowFormat(params[name].shape[0], params[name][:1].numel(), params[name].dtype)
-            if name not in self._parameters or self._parameters[name].form != form:
-                self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
-        if self._worker is not None:
-            self._worker.begin(self._order)
-
-    def _open(self) -> SparseWorker:
-        control, settings = self._control, self._settings
+        self._fixed: SparsePath | None
+        self._tries: bool
+        self._streams: int | None  # the only number that may be used; None = any
         self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
@@ -384,7 +344,16 @@ class SparseReductions:
         streams = self._streams or DEFAULT_STREAMS
         lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
-        return SparseWorker(lanes, control.failures, prefix=self._prefix)
+        self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
+
+    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Between iterations, on all ranks: from now on, sparse gradients of these parameters are reduced, by name."""
+        self._params, self._order = params, list(params)[::-1]  # as the backward pass brings them about
+        for name, param in params.items():
+            form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
+            if name not in self._parameters or self._parameters[name].form != form:
+                self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
+        self._worker.begin(self._order)
 
     @property
     def choices(self) -> dict[str, SparseChoice]:
@@ -401,41 +370,6 @@ class SparseReductions:
         """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
         return [summary for name in self._order if (summary := self._parameters[name].summary) is not None]
 
-    # ── what is known of whom ────────────────────────────────────────────────────────────────────────────────────
-
-    def looks_new(self, name: str) -> bool:
-        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
-        return not self._as_dense and name not in self.names
-
-    def as_it_travels(self, name: str) -> torch.Tensor:
-        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
-        param = self._params[name]
-        assert param.grad is not None
-        if name in self.names:
-            return param.grad
-        if self.looks_new(name):
-            self.found.add(name)
-        param.grad = param.grad.to_dense()
-        return param.grad
-
-    def make_sparse(self, names: Iterable[str]) -> None:
-        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
-        for name in names:
-            param = self._params[name]
-            if param.grad is not None and not param.grad.is_sparse:
-                param.grad = param.grad.to_sparse(1)
-
-    def agree(self, names: Sequence[str]) -> bool:
-        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if there are any.
-
-        `names`: of all parameters that are watched.
-        """
-        anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
-        fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
-        self.make_sparse(fresh)
-        self.known |= fresh
-        return bool(fresh)
-
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -445,15 +379,14 @@ class SparseReductions:
 
     @property
     def missing(self) -> set[str]:
-        """Parameters whose gradients are known to be sparse and have not come in this iteration."""
-        return self.names - self._running.keys()
+        """Parameters whose gradients have not come in this iteration."""
+        return self._params.keys() - self._running.keys()
 
     def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
-        """The gradient of a parameter with sparse ones is complete, and leaves.
+        """The gradient of a parameter is complete, and leaves.
 
         `version`: when it came; None = no backward pass gave it.
         """
-        assert self._worker is not None  # since a parameter is watched
         given, one = gradient.detach(), self._parameters[name]
         if not given.is_sparse or given.sparse_dim() != 1:
             given = given.to_dense().to_sparse(1)
@@ -529,7 +462,7 @@ class SparseReductions:
     def end_iteration(self) -> None:
         """Collective where a way of rows is decided: all is reduced, and nothing has come of the next iteration."""
         running, self._running, self._complete = self._running, {}, False
-        if (worker := self._worker) is None or not running:
+        if not running:
             return
         self._iterations += 1
         before, watched = self.plans, {name: self._parameters[name] for name in self._order}
@@ -538,14 +471,14 @@ class SparseReductions:
         if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
             self._settle(tried)
         if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
-            self._choose(worker.lanes, learned)
+            self._choose(learned)
         self._tell(watched)
-        worker.lanes.grow()
+        self._worker.lanes.grow()
         changed = [one for name, one in watched.items() if one.choice.plan != before[name]]
         if any(one.choice.stage is not Stage.TRY for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the way of sparse gradients")
-        worker.begin(self._order)
+        self._worker.begin(self._order)
 
     def _settle(self, tried: Mapping[str, _Parameter]) -> None:
         """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
@@ -562,7 +495,7 @@ class SparseReductions:
             elif self._control.rank == 0:
                 logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
 
-    def _choose(self, lanes: SparseLanes, learned: dict[str, _Parameter]) -> None:
+    def _choose(self, learned: dict[str, _Parameter]) -> None:
         """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
         asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
         recalled = self._memory.recall(asked)
@@ -572,7 +505,7 @@ class SparseReductions:
             learned.pop(name).choice.recall(plan)
         if not learned:
             return
-        pace = measure(self._control, lanes, streams=self._streams)
+        pace = measure(self._control, self._worker.lanes, streams=self._streams)
         for name, one in learned.items():
             form, choice = one.form, one.choice
             choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
@@ -602,5 +535,4 @@ class SparseReductions:
         self._closed = True
         self._memory.close()
         self._log.close()
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()

@@ -106,7 +106,8 @@ def generation_now() -> int:
 
 def reductions() -> list[sparse_gradients.SparseReductions]:
     """Of this rank's optimizers, those that reduce rows."""
-    return [reducer.sparse for reducer in reducers_of(job.current()) if reducer.sparse.choices]
+    found = [reducer.sparse.rows for reducer in reducers_of(job.current())]
+    return [rows for rows in found if rows is not None and rows.choices]
 
 
 def stage() -> str:

@@ -53,11 +53,12 @@ def train(popular: int) -> str:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
         assert torch.equal(hvd.broadcast(found, 0, name=f"found.{iteration}"), found)
         (reducer,) = reducers_of(current())
-        choices = reducer.sparse.choices
+        choices = {} if reducer.sparse.rows is None else reducer.sparse.rows.choices
         if not kept_after and choices and choices["weight"].stage is Stage.KEEP:
             kept_after = iteration
     sparse_gradients.measure = measure
-    plan = reducer.sparse.plans["weight"]
+    assert reducer.sparse.rows is not None
+    plan = reducer.sparse.rows.plans["weight"]
     optimizer.close()
     return f"kept after {kept_after}, {'probed' if probed else 'not probed'}, {plan.path.value}"
 

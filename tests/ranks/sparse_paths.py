@@ -69,8 +69,9 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def use(plan: SparsePlan) -> None:
     """Between iterations: from now on, all sparse gradients go by this plan."""
     for reducer in reducers_of(current()):
-        for choice in reducer.sparse.choices.values():
-            choice.plan = plan
+        if (rows := reducer.sparse.rows) is not None:
+            for choice in rows.choices.values():
+                choice.plan = plan
 
 
 def several_embeddings() -> None:

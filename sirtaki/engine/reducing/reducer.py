@@ -32,7 +32,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -44,9 +44,11 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
+from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import RankSet
 from sirtaki.comm.collectives.operations import Kind, Signature
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
@@ -145,6 +147,92 @@ class PassEnd:
             reducer.fail_backward()
 
 
+class KnownSparse:
+    """Which gradients of one reducer are sparse, as far as all ranks know it: the others travel dense.
+
+    Nobody knows it before the first backward pass, and a rank whose batch did not touch an embedding does not know it
+    even then.
+
+    Attributes:
+        known: parameters of which all ranks know it, whether or not they are watched now.
+        names: those that are watched.
+        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
+        rows: what reduces sparse gradients; None as long as none is known.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        open_rows: Callable[[], SparseReductions],
+        *,
+        known: Iterable[str] = (),
+        as_dense: bool = False,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            control: the ranks that take part.
+            open_rows: collective; makes `rows`.
+            known: see above.
+            as_dense: sparse gradients are made dense.
+        """
+        self._control, self._open_rows, self._as_dense = control, open_rows, as_dense
+        self.known, self.found, self.names = set(known), set[str](), set[str]()
+        self.rows: SparseReductions | None = None
+        self._params: Mapping[str, torch.Tensor] = {}
+
+    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Collective, between iterations: from now on, these parameters get gradients, by name."""
+        self._params = params
+        self.names = self.known & params.keys()
+        self.found.clear()
+        if self.names and self.rows is None:
+            self.rows = self._open_rows()
+        if self.rows is not None:
+            self.rows.watch({name: param for name, param in params.items() if name in self.names})
+
+    def looks_new(self, name: str) -> bool:
+        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
+        return not self._as_dense and name not in self.names
+
+    def as_it_travels(self, name: str) -> torch.Tensor:
+        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
+        param = self._params[name]
+        assert param.grad is not None
+        if name in self.names:
+            return param.grad
+        if self.looks_new(name):
+            self.found.add(name)
+        param.grad = param.grad.to_dense()
+        return param.grad
+
+    def make_sparse(self, names: Iterable[str]) -> None:
+        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
+        for name in names:
+            param = self._params[name]
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+
+    def agree(self) -> bool:
+        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if any were."""
+        names = list(self._params)
+        anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
+        fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
+        self.make_sparse(fresh)
+        self.known |= fresh
+        return bool(fresh)
+
+    @property
+    def summaries(self) -> list[SparseSummary]:
+        """How the gradients travel whose way is decided; see `SparseReductions`."""
+        return [] if self.rows is None else self.rows.summaries
+
+    def close(self) -> None:
+        """Not collective: ends all threads. Idempotent."""
+        if self.rows is not None:
+            self.rows.close()
+
+
 class GradientReducer:
     """Keeps the gradients of some parameters equal on some of the ranks.
 
@@ -159,7 +247,7 @@ class GradientReducer:
         hooked: those that wanted a gradient when hooks were made.
         passes: backward passes whose gradients are added up before they are reduced, of all parameters or of each.
         tuned: what has the dense gradients reduced; None if there are none.
-        sparse: its sparse gradients.
+        sparse: which of its gradients are sparse, and what reduces these.
         phase: where its iteration is.
         failed_in: the backward pass that has raised, by `Participants.n_begun`; None = none has in this iteration.
         progress: how far this rank is in its iterations.
@@ -207,13 +295,17 @@ class GradientReducer:
         self.gate: weakref.ref[ForwardGate] | None = None
         settings = job.settings
         self._settings = replace(settings, unused_as_none=options.unused_as_none or settings.unused_as_none)
-        self.sparse = SparseReductions(
+        self.sparse = KnownSparse(
             members.control,
-            self._settings,
-            options.reduction,
+            partial(
+                SparseReductions,
+                members.control,
+                self._settings,
+                options.reduction,
+                prefix=f"optimizer.{self.key[1]}.",
+            ),
             known=known_sparse,
             as_dense=options.sparse_as_dense,
-            prefix=f"optimizer.{self.key[1]}.",
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
         self._compared_values = not self.may_begin_apart
@@ -248,7 +340,8 @@ class GradientReducer:
         self._number_of = dict[int, int]()
         self.tuned: TunedSynchroniser | None = None
         self._sync: Synchroniser | None = None
-        self._has_sparse, self._dense_index = False, dict[int, int]()
+        self._rows: SparseReductions | None = None  # where some of them have sparse gradients
+        self._dense_index = dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
         self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # gradients of each group
         self._come, self._at_once = list[torch.Tensor](), list[Container[int]]([EVERY])
@@ -259,7 +352,7 @@ class GradientReducer:
         self._frozen = [param for _, param in named if not param.requires_grad]
         require_same_model(self._control, self.hooked)
         self.sparse.watch(dict(self.hooked))
-        self._has_sparse = bool(self.sparse.names)  # else nothing of it runs in an iteration
+        self._rows = self.sparse.rows if self.sparse.names else None
         dense = [number for number, (name, _) in enumerate(self.hooked) if name not in self.sparse.names]
         if dense:
             self.tuned = TunedSynchroniser(
@@ -411,7 +504,8 @@ class GradientReducer:
     def _leave(self, come: list[tuple[int, torch.Tensor, int]]) -> None:
         for number, gradient, version in come:
             if (index := self._dense_index.get(number)) is None:
-                self.sparse.start(self.hooked[number][0], gradient, version)
+                assert self._rows is not None
+                self._rows.start(self.hooked[number][0], gradient, version)
             else:
                 assert self._sync is not None
                 self._sync.ready(index, gradient, version)
@@ -439,7 +533,8 @@ class GradientReducer:
             self.fail_backward()
             raise
         self._come.clear()
-        if (self._sync is None or not self._sync.can_reduce) and not (self._has_sparse and self._can_reduce_sparse()):
+        dense_come, rows = self._sync is not None and self._sync.can_reduce, self._rows
+        if not (dense_come or (rows is not None and self._can_reduce_sparse(rows))):
             if self._sync is not None:
                 self._sync.catch_up()
             return
@@ -456,10 +551,10 @@ class GradientReducer:
         if self._sync is not None and self._sync.problem:
             self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
 
-    def _can_reduce_sparse(self) -> bool:
+    def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """All dense gradients of this iteration were reduced before, and all sparse ones have come."""
         done = self._sync is None or self._sync.complete
-        return self.sparse.pending and done and not (self.sparse.missing or self.phase is Phase.REDUCED)
+        return rows.pending and done and not (rows.missing or self.phase is Phase.REDUCED)
 
     def reduce(self) -> None:
         """Blocks until what has come is reduced, unless this rank is needed elsewhere.
@@ -467,16 +562,16 @@ class GradientReducer:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        sync, sparse, interrupted = self._sync, self.sparse, partial(self._job.blocked.need, self)
+        sync, rows, interrupted = self._sync, self._rows, partial(self._job.blocked.need, self)
         with self.progress.waits(Stage.REDUCE):
             if self.phase is Phase.GATED:
                 self.phase = Phase.COMING
             if sync is not None and not sync.complete and not sync.reduce(interrupted):
                 return
-            if not self._has_sparse or (not sparse.missing and sparse.reduce(interrupted)):
+            if rows is None or (not rows.missing and rows.reduce(interrupted)):
                 self.phase = Phase.REDUCED
             if sync is not None and sync.profiling:
-                sparse.make_sparse(sparse.found)
+                self.sparse.make_sparse(self.sparse.found)
 
     def fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""
@@ -606,7 +701,8 @@ class GradientReducer:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
         if self.closed:
             return
-        self.sparse.put_in_missing(joined=True)
+        if self._rows is not None:
+            self._rows.put_in_missing(joined=True)
         if self._sync is not None:
             self._sync.contribute_zeros()
 
@@ -628,22 +724,22 @@ class GradientReducer:
             joined: this rank has no data any more and takes part with zeros.
             late: it was put off, and what was thawed since belongs to the next iteration.
         """
-        control, sync, sparse = self._control, self._sync, self.sparse
+        control, sync, rows = self._control, self._sync, self._rows
         thawed = self.thawed if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self._counted(), self.hooked)
         if sync is None or self._looks_at_each or (not sync.complete and sync.missing):
             self._put_in_missing()
-        if self._has_sparse and self.phase is not Phase.REDUCED:
-            sparse.put_in_missing(joined=joined)
+        if rows is not None and self.phase is not Phase.REDUCED:
+            rows.put_in_missing(joined=joined)
         profiling = sync is not None and sync.profiling
         if self.tuned is not None:
             self.tuned.finish(joined=joined)
-        if self._has_sparse:
-            sparse.reduce(None)
-        found_sparse = profiling and sparse.agree([name for name, _ in self.hooked])
-        if self._has_sparse:
-            sparse.end_iteration()
+        if rows is not None:
+            rows.reduce(None)
+        found_sparse = profiling and self.sparse.agree()
+        if rows is not None:
+            rows.end_iteration()
         if thawed:
             self._reduce_thawed(thawed)
         if not self._compared_values:  # and nothing is updated
@@ -709,7 +805,7 @@ class GradientReducer:
     @property
     def pending(self) -> bool:
         """Gradients are being reduced."""
-        return (self._sync is not None and self._sync.pending) or (self._has_sparse and self.sparse.pending)
+        return (self._sync is not None and self._sync.pending) or (self._rows is not None and self._rows.pending)
 
     @property
     def begun(self) -> bool:
@@ -736,8 +832,8 @@ class GradientReducer:
     @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
-        missing = (self._sync is not None and bool(self._sync.missing_names())) or bool(self.sparse.missing)
-        return self.progress.given(missing=missing)
+        missing = self._sync is not None and bool(self._sync.missing_names())
+        return self.progress.given(missing=missing or (self._rows is not None and bool(self._rows.missing)))
 
     def flush(self) -> None:
         """Sends what has not left if all dense gradients of this iteration have come; waits for nobody."""

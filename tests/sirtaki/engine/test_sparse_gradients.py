@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes
 from sirtaki.engine import sparse_gradients as module
+from sirtaki.engine.reducing.reducer import KnownSparse
 from sirtaki.engine.sparse_gradients import SparseMemory, SparseReductions, Times, fastest, measure, plan_of, skew_of
 from sirtaki.registry.entry import RowsKey, RowWay
 from sirtaki.registry.safe_store import open_store
@@ -50,9 +52,14 @@ def rows(*indices: int, value: float = 1.0) -> torch.Tensor:
 class Rank:
     """One rank's sparse reductions of some parameters of one shape."""
 
-    def __init__(self, sparse: SparseReductions, control: ControlPlane, params: dict[str, torch.nn.Parameter]) -> None:
-        self.sparse, self.control, self.rank, self.params = sparse, control, control.rank, params
-        self.sparse.watch(params)
+    def __init__(self, known: KnownSparse, control: ControlPlane, params: dict[str, torch.nn.Parameter]) -> None:
+        self.known, self.control, self.rank, self.params = known, control, control.rank, params
+        self.known.watch(params)
+
+    @property
+    def sparse(self) -> SparseReductions:
+        assert self.known.rows is not None
+        return self.known.rows
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         """It comes from the backward pass, and leaves."""
@@ -92,7 +99,8 @@ def on_ranks(
     def run(control: ControlPlane) -> Any:
         of_rank = {name: value[control.rank] if isinstance(value, list) else value for name, value in settings.items()}
         own = Settings(**{"registry": REGISTRY_OFF, **of_rank})
-        sparse = SparseReductions(control, own, reduction, known=known, as_dense=as_dense)
+        open_rows = partial(SparseReductions, control, own, reduction)
+        sparse = KnownSparse(control, open_rows, known=known, as_dense=as_dense)
         try:
             return act(kind(sparse, control, params()))
         finally:
@@ -216,22 +224,22 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
             rank.params[name].grad = torch.ones(ROWS, WIDTH)
         if rank.rank == 1:
             rank.params["b"].grad = rows(1)
-            dense = rank.sparse.as_it_travels("b")
+            dense = rank.known.as_it_travels("b")
             assert not dense.is_sparse
             assert rank.params["b"].grad is dense
-            assert rank.sparse.found == {"b"}
-        assert rank.sparse.looks_new("b")
-        assert rank.sparse.agree(["a", "b"])
-        assert rank.sparse.known == {"b"}
+            assert rank.known.found == {"b"}
+        assert rank.known.looks_new("b")
+        assert rank.known.agree()
+        assert rank.known.known == {"b"}
         assert rank.params["b"].grad is not None
         assert rank.params["b"].grad.is_sparse
         assert not rank.params["a"].grad.is_sparse  # type: ignore[union-attr]
-        rank.sparse.watch(rank.params)
-        assert rank.sparse.names == {"b"}
-        assert rank.sparse.found == set()
-        assert not rank.sparse.looks_new("b")
-        assert rank.sparse.as_it_travels("b") is rank.params["b"].grad
-        assert not rank.sparse.agree(["a", "b"])
+        rank.known.watch(rank.params)
+        assert rank.known.names == {"b"}
+        assert rank.known.found == set()
+        assert not rank.known.looks_new("b")
+        assert rank.known.as_it_travels("b") is rank.params["b"].grad
+        assert not rank.known.agree()
 
     on_ranks(act, known="")
 
@@ -239,18 +247,18 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
 def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
     def act(rank: Rank) -> None:
         rank.params["a"].grad = rows(1)
-        assert not rank.sparse.looks_new("a")
-        assert not rank.sparse.as_it_travels("a").is_sparse
-        assert not rank.sparse.agree(["a", "b"])
-        assert rank.sparse.known == set()
+        assert not rank.known.looks_new("a")
+        assert not rank.known.as_it_travels("a").is_sparse
+        assert not rank.known.agree()
+        assert rank.known.known == set()
 
     on_ranks(act, known="", as_dense=True)
 
 
 def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_written() -> None:
     def act(rank: Rank) -> None:
-        rank.sparse.watch({"b": rank.params["b"]})
-        assert (rank.sparse.names, rank.sparse.known, rank.sparse.missing) == ({"b"}, {"a", "b"}, {"b"})
+        rank.known.watch({"b": rank.params["b"]})
+        assert (rank.known.names, rank.known.known, rank.sparse.missing) == ({"b"}, {"a", "b"}, {"b"})
         if rank.rank == 0:
             gradient = rows(0).coalesce()
             rank.give("b", gradient)
