@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
+from sirtaki.machine import LOOPBACK, host_identity, own_addresses, serve_store
 
-from .addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from .mesh import Links, MeshCommunicator
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
-from sirtaki.machine import allowed_processors
+from sirtaki.machine import LOOPBACK, allowed_processors, host_identity, own_addresses, serve_store
 
-from .addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from .communicator import Backend, Communicator, Op, Test
 from .failure import FailureBoard, poll_until, unless_failed
 

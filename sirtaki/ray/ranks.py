@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.engine.generations import AgentClient, register
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
+from sirtaki.machine import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.run.as_horovod import SHIM, is_installed
 from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
 from sirtaki.run.launch import KEEP_FREED_MEMORY, rank_environ

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import sirtaki
-from sirtaki.comm.control.addresses import host_identity, interface_addresses, interface_networks
+from sirtaki.machine import host_identity, interface_addresses, interface_networks
 
 PROBLEM = "\x1ehost: "
 """Begins a line of standard error that is for the launcher."""

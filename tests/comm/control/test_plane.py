@@ -16,12 +16,12 @@ from rank_jobs import OVER_MESH
 from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control import plane
-from sirtaki.comm.control.addresses import interface_addresses, own_addresses, serve_store
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard, poll_until, unless_failed
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
+from sirtaki.machine import interface_addresses, own_addresses, serve_store
 
 # ── plane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
