@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from sirtaki.measures import faster, in_ms
-from sirtaki.watch.presence import Answer, look
+from sirtaki.watch.watchers import Answer, look
 
 from .output import add_formats, positive, printed, rich_table
 

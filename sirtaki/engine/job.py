@@ -34,8 +34,7 @@ from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitialized
 from sirtaki.registry.safe_store import load_ahead
 from sirtaki.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.watch import watchers
-from sirtaki.watch.presence import Presence
-from sirtaki.watch.watchers import Totals
+from sirtaki.watch.watchers import Presence, Totals
 
 from . import generations
 from .generations import Generations, of_this_process

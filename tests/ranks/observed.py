@@ -10,8 +10,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki import watch
-from sirtaki.watch.presence import look
-from sirtaki.watch.watchers import watching
+from sirtaki.watch.watchers import look, watching
 
 
 class Seen(watch.Watcher):

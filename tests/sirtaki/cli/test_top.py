@@ -9,7 +9,7 @@ from rich.console import Console
 
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.top import row, table
-from sirtaki.watch.presence import Presence
+from sirtaki.watch.watchers import Presence
 
 JOB = {
     "script": "train.py", "pid": 12, "rank": 0, "ranks": 4, "generation": 2, "began_s": 0.0, "iteration": 120,

@@ -18,9 +18,8 @@ import pytest
 
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
-from sirtaki.watch.presence import Presence, look, run_folder, started
 from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer, render
-from sirtaki.watch.watchers import RECENT, Totals
+from sirtaki.watch.watchers import RECENT, Presence, Totals, look, run_folder, started
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
 DECISION = Decision(
