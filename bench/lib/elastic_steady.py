@@ -27,7 +27,7 @@ def main(folder: str, seconds: str, commit_every: str, state_bytes: str) -> None
         state_bytes: of what is committed besides the model and its optimizer.
     """
     import sirtaki.torch as hvd
-    from sirtaki.torch.elastic.checkpoints import of_this_process
+    from sirtaki.torch.elastic.state import checkpoints_of_this_process
 
     torch.set_num_threads(1)
     hvd.init()
@@ -54,7 +54,7 @@ def main(folder: str, seconds: str, commit_every: str, state_bytes: str) -> None
             if state.step > WARM_STEPS and writing == any(checkpoints.glob("writing-*")):
                 times["beside" if writing else "step"].append(took_s)
             if int(commit_every) and state.step % int(commit_every) == 0:
-                there = of_this_process()
+                there = checkpoints_of_this_process()
                 kind = "due" if there is not None and there.due else "commit"
                 begin_s = time.perf_counter()
                 state.commit()

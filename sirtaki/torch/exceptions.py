@@ -2,20 +2,10 @@
 
 from sirtaki.errors import CommError
 
+from .elastic.state import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+
 HorovodInternalError = CommError
 """Communication failed: inside `elastic.run`, where ranks come and go, training goes on; elsewhere the job ends."""
-
-
-class HostsUpdatedInterrupt(Exception):
-    """Hosts have come or gone; raised on all ranks at once, where ranks come and go.
-
-    Attributes:
-        skip_sync: the state need not be synchronised before training goes on.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__()
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
 BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
 SYNCHRONISER, ITERATION = "comm/gradients/synchroniser.py", "comm/gradients/iteration.py"
 REDUCER, CHECKS = "engine/reducing/reducer.py", "engine/reducing/checks.py"
-OVERLAP, CHECKPOINTS = "torch/overlap.py", "torch/elastic/checkpoints.py"
+OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
 MESH, RENDEZVOUS = "comm/control/mesh.py", "comm/control/mesh_rendezvous.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
@@ -385,7 +385,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        CHECKPOINTS,
+        STATE,
         f"{OF_CHECKPOINTS} is_plain",
         {
             "random numbers that do not go on": ("        torch.set_rng_state(self.host)\n", ""),

@@ -1,4 +1,4 @@
-"""What one rank alone shows of elastic jobs: its generations have one member. Started by test_repeating.py."""
+"""What one rank alone shows of elastic jobs: its generations have one member. Started by test_generations.py."""
 
 import os
 import random

@@ -14,8 +14,7 @@ from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
 from sirtaki.comm.control.mesh_rendezvous import Attendee
 from sirtaki.engine.generations import LONG_S, Heard, name_of
 from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
-from sirtaki.torch.elastic.repeating import Brought, agreed
-from sirtaki.torch.elastic.state import Commits, Standing
+from sirtaki.torch.elastic.state import Brought, Commits, Standing, agreed
 
 if TYPE_CHECKING:
     from simulation.histories import World

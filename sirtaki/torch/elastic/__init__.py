@@ -5,8 +5,7 @@ ranks come and go, training goes on when one is lost, comes or leaves; where ran
 """
 
 from ..basics import init, shutdown
-from .repeating import run, run_fn
 from .sampler import ElasticSampler
-from .state import ObjectState, State, TorchState
+from .state import ObjectState, State, TorchState, run, run_fn
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]

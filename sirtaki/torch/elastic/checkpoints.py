@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic job: files, random state, reading back."""
+"""Checkpoints of an elastic job: files, and reading them back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import shutil
 import signal
 import threading
@@ -18,10 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, BinaryIO, cast
 
-import numpy as np
 import torch
 
-from sirtaki.engine import job
 from sirtaki.machine import handle_signal
 
 logger = logging.getLogger(__name__)
@@ -262,40 +259,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """Of Python's, NumPy's and PyTorch's global generators (Any: as those give it)."""
-
-    python: Any
-    numpy: Any
-    host: torch.Tensor
-    device: torch.Tensor | None
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """As the generators are."""
-        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
-
-    def plain(self) -> dict[str, Any]:
-        """The same in types that are unpickled without running code."""
-        kind, keys, *rest = self.numpy
-        return {
-            "python": self.python,
-            "numpy": (kind, np.asarray(keys).tolist(), *rest),
-            "host": self.host,
-            "device": self.device,
-        }
-
-    def put_back(self) -> None:
-        """The generators go on from here."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device)
-
-
 GENERATORS = "generators"
 """Of a checkpoint: the states of all ranks' random generators, by rank."""
 
@@ -397,18 +360,3 @@ def _handle(number: signal.Signals, is_news: Callable[[], bool], before: Any) ->
             os.kill(os.getpid(), number)
 
     handle_signal(number, answer)
-
-
-_of_process: Checkpoints | None = None
-
-
-def of_this_process() -> Checkpoints | None:
-    """Those of the job; None if it has no folder for them."""
-    global _of_process
-    settings = job.current().settings
-    if settings.checkpoint_dir is None:
-        return None
-    if _of_process is None:
-        _of_process = Checkpoints(CheckpointFolder(Path(settings.checkpoint_dir)), every_s=settings.checkpoint_s)
-        _of_process.listen()
-    return _of_process

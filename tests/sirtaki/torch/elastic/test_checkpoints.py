@@ -21,7 +21,8 @@ from conftest import RunRanks
 
 from sirtaki.run.rank_channel import answer_termination
 from sirtaki.torch.elastic import checkpoints
-from sirtaki.torch.elastic.checkpoints import AGAIN_S, MANIFEST, STATE, CheckpointFolder, Checkpoints, RandomState
+from sirtaki.torch.elastic.checkpoints import AGAIN_S, MANIFEST, STATE, CheckpointFolder, Checkpoints
+from sirtaki.torch.elastic.state import RandomState
 
 # ── checkpoint folder ─────────────────────────────────────────────────────────────────────────────────────────────────
 
