@@ -7,9 +7,10 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -40,17 +41,54 @@ def shapes_graph(shapes: Sequence[Sequence[int]]) -> ModelGraph:
     return model_graph(nodes, pairwise(range(len(nodes))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """What was found behind an output.
+    """What was found behind an output, without a tensor.
 
     Attributes:
-        graph: the coarsened graph, with parameters that were not reached as a chain beside it.
+        operations: by number, in the order in which they were looked at.
+        edges: from input to output, by these numbers.
+        missing: shapes of parameters that were not reached.
         n_reached: parameters of interest that the output depends on.
     """
 
-    graph: ModelGraph
+    operations: Mapping[int, Operation]
+    edges: Sequence[tuple[int, int]]
+    missing: Sequence[tuple[int, ...]]
     n_reached: int
+
+    @cached_property
+    def graph(self) -> ModelGraph:
+        """The coarsened graph, with parameters that were not reached as a chain beside it.
+
+        It is made when it is asked for: networkx may still be loading while the model runs for the first time.
+        """
+        import networkx as nx
+
+        # Its nodes bear what operations are, and `tail`, the kinds of those that have joined them. What is found first
+        # comes first, among neighbours, too.
+        operations = nx.DiGraph()
+        for number, own in self.operations.items():
+            operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
+        operations.add_edges_from(self.edges)
+        _fold_parameters(operations)
+        _bypass_shape_only(operations)
+        _collapse_chains(operations)
+        return _coarse(operations, self.missing)
+
+
+class Operation(NamedTuple):
+    """An operation, or a parameter, in autograd's graph.
+
+    Attributes:
+        kind: its name.
+        shapes: of the parameters of interest that it is.
+        others: of parameters that it is, of no interest.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> CapturedGraph:
@@ -63,45 +101,26 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
         parameters: shape of each parameter of interest by `id`. Those that no output depends on (unused ones, or
             hidden in a checkpointed block) are added as a chain, in this order.
     """
-    operations, reached = _walk(outputs, parameters)
-    _fold_parameters(operations)
-    _bypass_shape_only(operations)
-    _collapse_chains(operations)
-    missing = [shape for key, shape in parameters.items() if key not in reached]
-    return CapturedGraph(graph=_coarse(operations, missing), n_reached=len(reached))
-
-
-# While the graph is coarsened its nodes bear `kind`, `shapes` of parameters of interest, `others` of those that are
-# not, and `tail`, the kinds of operations that have joined it. What is found first comes first, among neighbours, too.
-
-
-def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[nx.DiGraph, set[int]]:
-    """All operations behind `outputs`, with edges from input to output, and the parameters reached."""
-    import networkx as nx
-
     found: dict[Any, int] = {}  # keeps autograd's nodes alive while walking, else their identities would be reused
     stack = []
     for function in _gradient_functions(outputs):
         if function not in found:
             found[function] = len(found)
             stack.append(function)
-    operations = nx.DiGraph()
-    reached: set[int] = set()
+    operations: dict[int, Operation] = {}
     edges: list[tuple[int, int]] = []
+    reached: set[int] = set()
     while stack:
         function = stack.pop()
         number = found[function]
         variable = getattr(function, "variable", None)
-        shapes: list[tuple[int, ...]] = []
-        others: list[tuple[int, ...]] = []
         if variable is None:
-            kind = re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2])
+            operations[number] = Operation(re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2]))
+        elif id(variable) in parameters:
+            operations[number] = Operation("parameter", shapes=(tuple(variable.shape),))
+            reached.add(id(variable))
         else:
-            kind, wanted = "parameter", id(variable) in parameters
-            (shapes if wanted else others).append(tuple(variable.shape))
-            if wanted:
-                reached.add(id(variable))
-        operations.add_node(number, kind=kind, shapes=shapes, others=others, tail=[])
+            operations[number] = Operation("parameter", others=(tuple(variable.shape),))
         for source, _ in function.next_functions:
             if source is None:
                 continue
@@ -109,8 +128,8 @@ def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[n
                 found[source] = len(found)
                 stack.append(source)
             edges.append((found[source], number))
-    operations.add_edges_from(edges)
-    return operations, reached
+    missing = [shape for key, shape in parameters.items() if key not in reached]
+    return CapturedGraph(operations=operations, edges=edges, missing=missing, n_reached=len(reached))
 
 
 def _gradient_functions(outputs: object) -> Iterable[Any]:
@@ -257,7 +276,11 @@ class ModelGraphRecorder:
     def graph(self) -> ModelGraph | None:
         """The model's graph; the chain of its parameters, last first, if none was seen; None before `start()`."""
         if self._best is not None:
-            return self._best.graph
+            try:
+                return self._best.graph
+            except Exception:  # of too many operations, or whatever else a model has behind its output
+                logger.debug("no graph of %s: its parameters stand in for it", self._name, exc_info=True)
+                self._best, self._name = None, ""
         return None if self._shapes is None else shapes_graph(self._shapes)
 
     @property

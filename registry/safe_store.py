@@ -40,13 +40,23 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     return Store(url_or_path or str(default_path()), read_only=read_only)
 
 
-def load_ahead() -> None:
+def is_yet_to_be_made(url_or_path: str | None) -> bool:
+    """Whether the registry is a file that does not exist, in a place where it can be made."""
+    path = str(default_path()) if url_or_path is None else os.path.abspath(url_or_path)
+    if (url_or_path is not None and "://" in url_or_path) or os.path.exists(path):
+        return False
+    around = next(str(folder) for folder in Path(path).parents if os.path.exists(folder))
+    return os.path.isdir(around) and os.access(around, os.W_OK | os.X_OK)
+
+
+def load_ahead(url_or_path: str | None = None) -> None:
     """Has a thread import what a look-up takes, networkx and SQLAlchemy: that is 0.2 s of processor time.
 
-    The process forks only after that: in a child, modules that are being imported would stay locked for ever.
+    Nothing is imported where the registry is yet to be made. The process forks only after that: in a child, modules
+    that are being imported would stay locked for ever.
     """
     global _loading
-    if _loading is None:
+    if _loading is None and not is_yet_to_be_made(url_or_path):
         _loading = threading.Thread(target=_load, name="sirtaki-registry")
         _loading.start()
         os.register_at_fork(before=_loading.join)
@@ -72,34 +82,40 @@ class SafeStore:
     """A store that never stops a job: whatever goes wrong is one warning, after which it behaves as if empty.
 
     A damaged file is put aside (`registry.db.broken-1`), never deleted, also if the damage is met later; a shared
-    registry that cannot be reached is replaced by the local one.
+    registry that cannot be reached is replaced by the local one. It is opened when it is first needed.
 
     Attributes:
-        warned: it has given that warning, or was told on opening that another one has.
+        warned: it has given that warning, or was told that another one has.
     """
 
     def __init__(self, url_or_path: str | None = None, *, warned: bool = False) -> None:
         self.warned = warned
         self._store: Store | None = None
+        self._to_open = True
         self._url_or_path = url_or_path
-        try:
-            self._store = self._open()
-        except Exception as err:
-            self._warn(err)
 
     def lookup(self, key: EntryKey) -> Entry | None:
         """The entry of exactly this key; None also when something is wrong."""
-        return self.attempt(lambda store: store.lookup(key), None)
+        return self.read(lambda store: store.lookup(key), None)
 
     def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
         """Keeps the entry; False if it was not kept."""
         return self.attempt(lambda store: store.save(entry, disproved=disproved), False)
 
+    def read(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
+        """What `action`, which only reads, gives; `otherwise` if it cannot be had, or if there is no registry yet."""
+        if self._to_open and is_yet_to_be_made(self._url_or_path):
+            return otherwise
+        return self.attempt(action, otherwise)
+
     def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
         """What `action` gives, or `otherwise` if it cannot be had."""
-        if self._store is None:
-            return otherwise
         try:
+            if self._to_open:
+                self._to_open = False
+                self._store = self._open()
+            if self._store is None:
+                return otherwise
             try:
                 return action(self._store)
             except CorruptStoreError as err:
@@ -113,8 +129,9 @@ class SafeStore:
 
     def close(self) -> None:
         """Lets go of all connections. Idempotent."""
-        self.attempt(lambda store: store.close(), None)
-        self._store = None
+        if self._store is not None:
+            self.attempt(lambda store: store.close(), None)
+        self._store, self._to_open = None, False
 
     def _warn(self, err: Exception) -> None:
         level = logging.DEBUG if self.warned else logging.WARNING

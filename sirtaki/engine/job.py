@@ -417,7 +417,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         _job = _next_generation(settings, elastic)
     control = _job.control
     if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
-        load_ahead()  # while the script builds its model and reads its first batch, else all ranks would wait for it
+        load_ahead(settings.registry)  # while the script builds its model, else all ranks would wait for it
     # Scripts read these, as under horovodrun.
     for name, value in (
         ("RANK", control.rank),

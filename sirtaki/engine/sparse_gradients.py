@@ -170,7 +170,7 @@ class SparseMemory:
     def _find(self, name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
         try:
             key, nothing = self._key(form), list[RowWay]()
-            found = self._opened().attempt(lambda store: store.ways(RowWay, key), nothing)
+            found = self._opened().read(lambda store: store.ways(RowWay, key), nothing)
             way = nearest_way(found, skew_of(counts), name=name)
             plan = None if way is None else plan_of(way, counts)
         except Exception:  # whatever others have stored, training goes on

@@ -3,6 +3,6 @@
 import sirtaki.torch as hvd
 from sirtaki.engine import job
 
-job.load_ahead = lambda: print("loads ahead", flush=True)
+job.load_ahead = lambda registry: print("loads ahead", flush=True)
 hvd.init()
 hvd.shutdown()

@@ -301,17 +301,20 @@ def test_an_exception_in_the_users_model_passes_and_the_next_call_counts(recorde
     assert recorder.model_name == "Moody"
 
 
-def test_a_fault_of_ours_never_reaches_the_user(recorder: ModelGraphRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["capture", "topological_order"])
+def test_a_fault_of_ours_never_reaches_the_user(
+    place: str, recorder: ModelGraphRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(recorder_module, "capture", fail)
+    monkeypatch.setattr(recorder_module, place, fail)
     model = mlp()
     recorder.start(model.parameters())
     model(torch.randn(2, 4)).sum().backward()
     assert not watches()
-    assert recorder.model_name == ""
     assert texts(recorder.graph) == texts(shapes_graph([p.shape for p in reversed(list(model.parameters()))]))
+    assert recorder.model_name == ""
 
 
 def test_an_output_with_hostile_attributes_is_survived(recorder: ModelGraphRecorder) -> None:

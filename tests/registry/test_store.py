@@ -494,6 +494,23 @@ def test_a_sound_store_is_used_without_a_word(path: Path, caplog: pytest.LogCapt
     assert warnings_of(caplog) == []
 
 
+def test_where_there_is_no_registry_yet_reading_makes_none_and_loads_nothing(path: Path) -> None:
+    code = (
+        "import sys; from sirtaki.registry.safe_store import SafeStore, load_ahead; load_ahead(sys.argv[1]); "
+        "print(SafeStore(sys.argv[1]).read(lambda store: store.summaries(), 'nothing'), 'sqlalchemy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path / "r.db")], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["nothing", "False"]
+    assert not path.exists()
+
+
+def test_a_registry_that_another_job_has_made_meanwhile_is_read(path: Path) -> None:
+    store, entry = SafeStore(str(path)), make_entry()
+    assert store.lookup(entry.key) is None
+    open_store(str(path)).save(entry)
+    assert store.lookup(entry.key) == entry
+
+
 def test_garbage_is_put_aside_and_a_new_registry_begins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, garbage in enumerate([b"first" * 500, b"second" * 500], start=1):
         path.write_bytes(garbage)
@@ -575,6 +592,7 @@ def test_a_locked_file_is_one_warning_and_nothing_is_lost(
 
 
 def test_a_table_torn_out_in_the_middle_is_one_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_store(str(path)).close()
     store = SafeStore(str(path))
     run_sql(path, "DROP TABLE entries")
     for _ in range(3):
@@ -706,10 +724,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.lengthy
-def test_a_process_that_forks_while_a_lookup_is_prepared_can_import_the_same_in_the_child() -> None:
+def test_a_process_that_forks_while_a_lookup_is_prepared_can_import_the_same_in_the_child(path: Path) -> None:
+    path.touch()
     code = (
-        "import os, signal, sys; from sirtaki.registry.safe_store import load_ahead; load_ahead(); child = os.fork()\n"
+        "import os, signal, sys; from sirtaki.registry.safe_store import load_ahead; load_ahead(sys.argv[1]); "
+        "child = os.fork()\n"
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "signal.alarm(20); import networkx, sqlalchemy.orm; os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=True)

@@ -29,7 +29,7 @@ from sirtaki.measures import LinkModel, faster
 from sirtaki.registry.entry import Entry, Provenance, make_key
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.safe_store import SafeStore, is_yet_to_be_made
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted_all, neighbours, route_of
 from sirtaki.settings import REGISTRY_OFF, Settings
@@ -233,6 +233,7 @@ class TuningCache:
         self._topology: Topology | None = None
         self._recorder = ModelGraphRecorder()
         self._job: Job | None = None
+        self._asked: tuple[Sequence[GradientLayout], KnobSpace] | None = None
         self._own: Entry | None = None
         self._disproved: Entry | None = None
         self._warned = False
@@ -257,11 +258,15 @@ class TuningCache:
 
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
+        self._recorder.stop()
+        self._asked = layouts, space
+        if is_yet_to_be_made(self._settings.registry):
+            return CacheHit()
         try:
-            self._job = self._job_of(layouts, space)
-            if self._job is None:
+            job = self._described()
+            if job is None:
                 return CacheHit()
-            key = self._job.key
+            key = job.key
             self._own = self._with_store(lambda store: store.lookup(key))
             return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
         except Exception as err:  # whatever others have stored, the user's training goes on
@@ -269,10 +274,15 @@ class TuningCache:
             logger.debug("where it failed", exc_info=True)
             return CacheHit()
 
+    def _described(self) -> Job | None:
+        """This job; None where nothing is remembered. It is described when it is needed, as networkx loads slowly."""
+        asked, self._asked = self._asked, None  # once: what fails would fail again
+        if asked is not None:
+            self._job = self._job_of(*asked)
+        return self._job
+
     def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> Job | None:
-        """This job; None where nothing is remembered."""
         graph = self._recorder.graph
-        self._recorder.stop()
         if self._topology is None or graph is None:
             return None
         layout = layouts[0]
@@ -355,15 +365,19 @@ class TuningCache:
         self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
     ) -> list[FirstProposal]:
         """What similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
-        if self._job is None or (self._own is not None and not self._own.complete):
+        unfinished = self._own is not None and not self._own.complete
+        if unfinished or is_yet_to_be_made(self._settings.registry):
             return []
         try:
+            job = self._described()
+            if job is None:
+                return []
             links = {} if model is None else {route_names(route): link for route, link in model.links.items()}
-            self._job = job = replace(self._job, links=links, permitted=permitted_by(space))
+            self._job = job = replace(job, links=links, permitted=permitted_by(space))
             if self._neighbours is None:
                 nothing: list[Neighbour] = []
                 self._neighbours = self._with_store(
-                    lambda store: store.attempt(lambda opened: neighbours(opened, job), nothing)
+                    lambda store: store.read(lambda opened: neighbours(opened, job), nothing)
                 )
             starts = adapted_all(self._neighbours, job)
             proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
@@ -393,14 +407,17 @@ class TuningCache:
             condition: see `EntryKey`; what was found under one goes beside the job's own entry.
         """
         spans = (result.best_span_s, result.default_span_s)
-        if self._job is None or not all(0 < span < math.inf for span in spans):
+        if not all(0 < span < math.inf for span in spans):
             return False
         try:
+            job = self._described()
+            if job is None:
+                return False
             if condition:
-                job = replace(self._job, key=structs.replace(self._job.key, condition=condition))
+                job = replace(job, key=structs.replace(job.key, condition=condition))
                 entry = self._entry(job, None, result, trials, complete=complete, links=links)
                 return self._with_store(lambda store: store.save(entry))
-            entry = self._entry(self._job, self._own, result, trials, complete=complete, links=links)
+            entry = self._entry(job, self._own, result, trials, complete=complete, links=links)
             kept = self._with_store(lambda store: store.save(entry, disproved=self._disproved))
             if kept and self._disproved is not None and self._disproved.complete:
                 self._keep_aside(self._disproved, entry)

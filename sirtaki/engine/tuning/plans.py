@@ -749,13 +749,17 @@ SHAPES = (
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
 """So many shapes are measured on the first route and on every other, and on the others at most so many."""
 
+TOO_SLOW = 3
+"""A route that carries less than this part of what the fastest one does is hopeless."""
+
 
 def probe_routes(
     control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
 ) -> dict[Route, list[LinkProbe]]:
     """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
 
-    Where the link is slow, probes carry less (`ProbeBudget`), and only the needed shapes may exceed the budget.
+    Where the link is slow, probes carry less (`ProbeBudget`), and only the needed shapes may exceed the budget. On one
+    host a route that these have shown to be hopeless is measured no further: streams share its processors, not links.
 
     Args:
         control: the ranks.
@@ -769,6 +773,7 @@ def probe_routes(
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
     needed_after = NEEDED_FIRST + NEEDED * (len(routes) - 1)
+    fastest = 0.0  # bytes a second
     begin_s = time.perf_counter()
     for route in routes:
         shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
@@ -782,8 +787,11 @@ def probe_routes(
         small_s, large_s, spent_s = control.maximum(np.array(mine_s)).tolist()
         budget = ProbeBudget((small_s, large_s))
         seen: set[tuple[int, int]] = set()
+        carried = 0.0  # bytes a second
         most = min(max_streams, router.max_streams([route]))
         for number, (unit_bytes, streams) in enumerate(shapes):
+            if number >= needed and control.one_node and TOO_SLOW * carried < fastest:
+                break
             needed_more = needed_after - number if number < needed else 0
             size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
             # What is not known to be slow would have to be tried.
@@ -810,9 +818,12 @@ def probe_routes(
                 )
                 found[route].append(probe)
                 budget.learn(streams=streams, unit_bytes=size.unit_bytes, round_s=probe.round_s)
+                if size.unit_bytes > SMALL_BYTES:
+                    carried = max(carried, streams * size.unit_bytes / probe.round_s)
                 probed_s += seconds
                 if probed_s > SHORT_S or spent_s > budget_s:
                     break
+        fastest = max(fastest, carried)
         needed_after -= needed
     return found
 
@@ -820,8 +831,8 @@ def probe_routes(
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
     """The space without what probes have shown to be hopeless: a trial of it would cost many times a good one.
 
-    Routes that carry less than a third of the fastest one's throughput, and numbers of streams that carry less than
-    half of what the default's route carries at best, are left out; the default stays.
+    Hopeless routes (`TOO_SLOW`), and numbers of streams that carry less than half of what the default's route carries
+    at best, are left out; the default stays.
     """
     rates = {
         route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
@@ -832,7 +843,9 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
         return space
     default_route = default.route
     routes = tuple(
-        route for route in space.routes if route == default_route or 3 * best.get(route, math.inf) >= max(best.values())
+        route
+        for route in space.routes
+        if route == default_route or TOO_SLOW * best.get(route, math.inf) >= max(best.values())
     )
     curve = rates.get(default_route, {})
     streams = tuple(

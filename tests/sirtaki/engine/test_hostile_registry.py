@@ -177,6 +177,7 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     def fault(*args: object, **options: object) -> None:
         raise ZeroDivisionError(place)
 
+    open_store(str(tmp_path / "registry.db")).close()
     monkeypatch.setattr(place, fault)
     cache, layout, given = a_job(tmp_path / "registry.db")
     coordinator = TuningCoordinator(
