@@ -19,29 +19,29 @@ import heapq
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.operations import (
-    CARRIED_BYTES,
+    ALIGNED_BYTES,
     DIGEST_BYTES,
     Kind,
+    Message,
     OpenLanes,
     Presence,
     Progress,
     Ranks,
     Signature,
+    Slot,
     batches,
     mismatch,
     perform,
     result_of,
-    send_along,
     zeros_for,
 )
 from sirtaki.comm.control.communicator import Communicator, Op
@@ -60,8 +60,6 @@ class EagerWork(ThreadWork):
     def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.signature, self.tensors = signature, tensors
-        self.digest = signature.digest()
-        self.n_bytes = sum([tensor.nbytes for tensor in tensors])
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
         # The point of this thread's CUDA stream at which the tensors have their values.
@@ -101,7 +99,7 @@ def tell_of_operations(signatures: Sequence[Signature], works: Sequence[EagerWor
                     submitted_s=submitted_s,
                     agreed_s=begin_s,
                     done_s=end_s,
-                    n_bytes=work.n_bytes,
+                    n_bytes=work.signature.size_bytes,
                 )
             )
 
@@ -114,32 +112,32 @@ class NameSlots:
     """Known names in the order of their last use, each with a bit, and its operation as it was last time."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._slots: OrderedDict[str, tuple[int, Signature, int]] = OrderedDict()  # bit, operation, its digest
+        self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # bit, operation
         self._free = list(range(capacity))
 
     def bit(self, work: EagerWork) -> int | None:
         """The bit of the work's name, if it has one and the operation is as it was."""
         slot = self._slots.get(work.signature.name)
-        return slot[0] if slot is not None and slot[2] == work.digest else None
+        return slot[0] if slot is not None and slot[1].digest == work.signature.digest else None
 
     def chosen(self, bits: int) -> dict[str, Signature]:
         """Names and operations whose bits are set."""
-        return {name: signature for name, (bit, signature, _) in self._slots.items() if bits >> bit & 1}
+        return {name: signature for name, (bit, signature) in self._slots.items() if bits >> bit & 1}
 
     def by_all(self) -> int:
         """The bits of operations that ranks which have joined submit, too."""
-        return sum(1 << bit for bit, signature, _ in self._slots.values() if signature.by_all)
+        return sum(1 << bit for bit, signature in self._slots.values() if signature.by_all)
 
-    def remember(self, signature: Signature, digest: int) -> None:
+    def remember(self, signature: Signature) -> None:
         """Gives the name a bit, or replaces what is known of it; names that come only once are not worth one."""
         name = signature.name
         if (slot := self._slots.get(name)) is not None:
-            if slot[2] != digest or slot[1] is not signature:
-                self._slots[name] = slot[0], signature, digest
+            if slot[1] is not signature:
+                self._slots[name] = slot[0], signature
         elif not signature.once:
             if not self._free:
                 self.forget(next(iter(self._slots)))
-            self._slots[name] = heapq.heappop(self._free), signature, digest
+            self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
         """The name has been used just now."""
@@ -163,7 +161,8 @@ class Pending:
     def __init__(self, where: str) -> None:
         self.where = where
         self.moved_s = time.monotonic()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
         self._owed: dict[str, deque[str]] = {}  # failed operations that this rank has yet to submit: why they failed
         self._join: ThreadWork | None = None
@@ -179,7 +178,7 @@ class Pending:
 
     def next_name(self, prefix: str) -> str:
         """A name for the next operation without one: the same on all ranks that submit these in the same order."""
-        with self._changed:
+        with self._lock:
             self._unnamed += 1
             return f"{prefix}.noname.{self._unnamed}"
 
@@ -195,7 +194,7 @@ class Pending:
             CommError: this rank takes its leave.
         """
         name = work.signature.name
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise CommError("operation submitted during shutdown")
             if name in self._works:
@@ -248,33 +247,28 @@ class Pending:
     def wake_if_any(self) -> None:
         """Wakes the thread that waits for business, if there is any."""
         if self._works:
-            with self._changed:
+            with self._lock:
                 self._changed.notify()
 
     def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], Presence] | None:
         """After a pause, which anything new ends, what there is by name, and what to say of it; None if nothing is."""
-        with self._changed:
+        with self._lock:
             if pause_s:
                 self._changed.wait(pause_s)
             if not self._has_business():
                 return None
-            works = self._works.copy()
-            return works, Presence(
-                signatures=[work.signature for work in works.values()],
-                joined=None if self._join is None else self._progress,
-                closing=self._closing,
-                unnamed=self._unnamed,
-            )
+            joined = None if self._join is None else self._progress
+            return self._works.copy(), Presence(joined=joined, closing=self._closing, unnamed=self._unnamed)
 
     def remove(self, works: Sequence[EagerWork]) -> None:
         """These have been performed."""
-        with self._changed:
+        with self._lock:
             for work in works:
                 self._works.pop(work.signature.name, None)
 
     def refuse(self, name: str, problem: str) -> None:
         """This operation fails, also if it is submitted later."""
-        with self._changed:
+        with self._lock:
             # Not a snapshot: the operation may have been submitted since.
             work = self._works.pop(name, None)
             if work is None and self._join is None and not self._closing:
@@ -284,7 +278,7 @@ class Pending:
 
     def end_join(self, unnamed: int) -> None:
         """All ranks have joined; `unnamed` is the largest number of operations without a name on any of them."""
-        with self._changed:
+        with self._lock:
             # Ranks that joined early have submitted fewer; the next unnamed operation must be the same one on all.
             self._unnamed = unnamed
             self._owed.clear()
@@ -294,7 +288,7 @@ class Pending:
 
     def fail(self, error: CommError) -> None:
         """Everything fails."""
-        with self._changed:
+        with self._lock:
             for work in (*self._works.values(), *([self._join] if self._join else [])):
                 work.finish(error)
             self._works.clear()
@@ -312,8 +306,7 @@ class Pending:
 
 _DIGEST_BITS = 8 * DIGEST_BYTES
 _ALL_ONES = (1 << _DIGEST_BITS) - 1
-_BIT_BYTES = CAPACITY // 8 + 8
-_HEAD_BYTES = 2 * DIGEST_BYTES + _BIT_BYTES
+_HEAD_BYTES = 2 * DIGEST_BYTES + CAPACITY // 8 + ALIGNED_BYTES
 
 GATHERED_RANKS = 32
 """Up to so many ranks gather the messages of a round, which carry small tensors then; more of them reduce them."""
@@ -346,9 +339,7 @@ class Rounds:
         self._names = NameSlots()
         self._joined: dict[int, int] = {}  # rank → its number of unnamed operations
         self._join_told = False  # the other ranks know that this one has joined
-        carries = self._size <= GATHERED_RANKS
-        self._sent = np.zeros(_HEAD_BYTES + (CARRIED_BYTES if carries else 0), dtype=np.uint8)
-        self._gathered = np.empty((self._size, self._sent.size), dtype=np.uint8) if carries else None
+        self._message = Message(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
     def run(self, works: Mapping[str, EagerWork], mine: Presence) -> bool:
         """Collective: one round; True if anything was performed or refused.
@@ -358,21 +349,23 @@ class Rounds:
             mine: what it says of itself.
         """
         digest = self._digest(works.values(), mine)
-        names = sorted(works) if digest else []
-        along = self._load([works[name] for name in names])
+        own = [works[name] for name in sorted(works)] if digest else []
+        carried = None
+        if own and self._message is not None:
+            carried = self._message.load([(work.signature, work.tensors) for work in own])
         all_equal, bits = self._agree(digest, self._bits(works, mine))
         if all_equal:
-            ready = {name: works[name].signature for name in names}
-            for name in names:
-                self._names.remember(ready[name], works[name].digest)
-            if along is not None:
-                for name, arrays in zip(names, along, strict=True):
-                    self._conclude([ready[name]], [works[name]], arrays)
+            for work in own:
+                self._names.remember(work.signature)
+            if carried is not None:
+                for work, slots in zip(own, carried, strict=True):
+                    self._conclude([work.signature], [work], slots)
                 return True
+            ready = {work.signature.name: work.signature for work in own}
         elif bits & 1:
             ready = self._names.chosen(bits >> 1)
         else:
-            ready = self._exchange(mine)
+            ready = self._exchange(works, mine)
         for together in batches(ready):
             self._conclude([ready[name] for name in together], [works.get(name) for name in together])
         return self._end_join(mine) or bool(ready)
@@ -387,7 +380,7 @@ class Rounds:
         for work in works:
             if work.signature.problem:
                 return 0
-            digest += work.digest
+            digest += work.signature.digest
         return digest & _ALL_ONES
 
     def _bits(self, works: Mapping[str, EagerWork], mine: Presence) -> int:
@@ -406,31 +399,6 @@ class Rounds:
             known = known and self._join_told
         return bits | known
 
-    def _load(self, works: Sequence[EagerWork]) -> list[list[npt.NDArray[Any]]] | None:
-        """Puts what the operations send into this rank's message, if there is room for all.
-
-        Returns:
-            For each operation and tensor where the arrays of all ranks will be, `(size, n)`; None if they do not travel
-            along, which depends on nothing but the operations.
-        """
-        if self._gathered is None or not works or sum([work.n_bytes for work in works]) > CARRIED_BYTES:
-            return None
-        found, begin = [], _HEAD_BYTES
-        for work in works:
-            arrays = send_along(work.signature, work.tensors)
-            if arrays is None:
-                return None
-            places = []
-            for array in arrays:
-                end = begin + array.nbytes
-                if end > self._sent.size:
-                    return None
-                self._sent[begin:end] = array.view(np.uint8)
-                places.append(self._gathered[:, begin:end].view(array.dtype))
-                begin = end
-            found.append(places)
-        return found
-
     def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
         """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
 
@@ -438,24 +406,26 @@ class Rounds:
         """
         number = bits << 2 * _DIGEST_BITS | (digest ^ _ALL_ONES if digest else 0) << _DIGEST_BITS | digest
         head = number.to_bytes(_HEAD_BYTES, "little")
-        self._sent[:_HEAD_BYTES] = np.frombuffer(head, dtype=np.uint8)
-        if self._gathered is not None:
-            poll_until(self._messages.all_gather(self._sent, self._gathered), failures=self._failures)
-            heads = self._gathered[:, :_HEAD_BYTES]
+        if self._message is not None:
+            mine, everybody = self._message.mine, self._message.everybody
+            self._message.head[:] = head
+            poll_until(self._messages.all_gather(mine, everybody), failures=self._failures)
+            heads = everybody[:, :_HEAD_BYTES]
             if digest and heads.tobytes() == head * self._size:
                 return True, bits
             found = np.bitwise_and.reduce(heads, axis=0)
         else:
-            poll_until(self._messages.all_reduce(self._sent, Op.AND), failures=self._failures)
-            found = self._sent
+            found = np.frombuffer(bytearray(head), dtype=np.uint8)
+            poll_until(self._messages.all_reduce(found, Op.AND), failures=self._failures)
         common = int.from_bytes(found.tobytes(), "little")
         same = (1 << 2 * _DIGEST_BITS) - 1
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
-    def _exchange(self, mine: Presence) -> dict[str, Signature]:
+    def _exchange(self, works: Mapping[str, EagerWork], mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
         self._join_told = mine.joined is not None
-        gathered: list[Presence] = gather(mine, comm=self._messages)
+        signatures = [work.signature for work in works.values()]
+        gathered: list[Presence] = gather(msgspec.structs.replace(mine, signatures=signatures), comm=self._messages)
         self.ended = all(presence.closing for presence in gathered)
         everybody = dict(zip(self._members, gathered, strict=True))
         newly_joined = [
@@ -481,7 +451,7 @@ class Rounds:
                 self._names.forget(name)
                 self._pending.refuse(name, problem)  # the same error on all ranks
                 continue
-            self._names.remember(some, some.digest())
+            self._names.remember(some)
             absent = 0 if some.by_all else len(self._joined.keys() - by_rank.keys())
             if len(by_rank) == self._size - absent:
                 ready[name] = some
@@ -493,14 +463,14 @@ class Rounds:
         self,
         signatures: list[Signature],
         works: Sequence[EagerWork | None],
-        sent: Sequence[npt.NDArray[Any]] | None = None,
+        carried: Sequence[Slot] | None = None,
     ) -> None:
-        """Performs agreed operations together; collective, unless all has been sent already.
+        """Performs agreed operations together; collective, unless messages have carried all.
 
         Args:
             signatures: of the operations.
             works: of this rank; None where it has joined.
-            sent: what all ranks have sent along of a single operation.
+            carried: where the tensors of a single operation lie, which all ranks have sent along.
         """
         begin_s = time.perf_counter()
         mine = [work for work in works if work is not None]
@@ -510,8 +480,8 @@ class Rounds:
                 self._names.touch(signature.name)
                 if work is not None and work.written is not None:
                     torch.cuda.current_stream(work.tensors[0].device).wait_event(work.written)
-            if sent is not None:
-                mine[0].results = result_of(signatures[0], mine[0].tensors, sent)
+            if carried is not None:
+                mine[0].results = result_of(signatures[0], mine[0].tensors, carried)
             else:
                 batch = [
                     (signature, zeros_for(signature)) if work is None else (work.signature, work.tensors)
@@ -562,6 +532,7 @@ class EagerEngine:
     Attributes:
         pending: operations of this rank under way.
         rounds: in which the ranks agree, and what they have agreed upon.
+        known: signatures of operations that were submitted before, by whatever their submitter tells them apart by.
         awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
     """
 
@@ -588,6 +559,7 @@ class EagerEngine:
         self._failures = failures
         self.rank, self.size = comm.rank, comm.size
         self._number = comm.rank if members is None else members[comm.rank]
+        self.known: dict[Hashable, Signature] = {}
         self.awaited: tuple[str, float] | None = None
         self._turn = threading.Lock()  # of whoever runs rounds
         self._pause_s = 0.0
@@ -636,8 +608,7 @@ class EagerEngine:
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
         try:
-            while not work.wait(0.0):
-                self._failures.check()
+            while not work.is_done():
                 if self._turn.acquire(blocking=False):
                     try:
                         self._step()
@@ -645,10 +616,11 @@ class EagerEngine:
                         self._turn.release()
                 else:
                     work.wait(WAIT_SLICE_S)
+                self._failures.check()
         finally:
             self.awaited = None
         self.pending.wake_if_any()
-        return True
+        return work.wait(0.0)
 
     def join(self, progress: Progress) -> ThreadWork:
         """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""

@@ -24,16 +24,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sirtaki.comm.control.communicator import UFUNCS, Communicator, Op, Test
+from sirtaki.comm.control.communicator import Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.transports.contract import HALF_DTYPES, ReduceOp, scale_
 from sirtaki.comm.units import UnitPipeline
@@ -66,7 +66,7 @@ ADASUM = "adasum"
 """The `op` that is no element-wise reduction, so tensors cannot travel joined together."""
 
 
-class Signature(msgspec.Struct, frozen=True, kw_only=True):
+class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One rank's side of an operation. Several tensors under one name are a group: all or none.
 
     Attributes:
@@ -112,9 +112,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
             **rest,
         )
 
+    @cached_property
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        sides = _digest_of_sides(*[side(self) for side in SIDES.values()], self.problem)
+        sides = _digest_of_sides(
+            self.kind, self.device, self.dtypes, self.op, self.factors, self.root, self.fixed_shapes(), self.problem
+        )
         return int.from_bytes(hashlib.blake2b(self.name.encode(), key=sides, digest_size=DIGEST_BYTES).digest(), "big")
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -128,7 +131,13 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
         """A rank that has joined cannot take part."""
         return self.kind is not Kind.ALLREDUCE and not self.by_all
 
-    @property
+    @cached_property
+    def may_be_carried(self) -> bool:
+        """The tensors are small, and what all ranks send is enough to compute the result."""
+        kinds = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER)
+        return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
+
+    @cached_property
     def size_bytes(self) -> int:
         """Of all tensors together."""
         return sum(
@@ -205,16 +214,16 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank says of itself when the ranks exchange what they have pending.
 
     Attributes:
-        signatures: of its pending operations.
         joined: it has no more data since it has got so far; None = it has data.
         closing: it shuts down.
         unnamed: how many unnamed operations it has submitted.
+        signatures: of its pending operations, where they are exchanged.
     """
 
-    signatures: list[Signature]
     joined: Progress | None
     closing: bool
     unnamed: int
+    signatures: list[Signature] = []
 
 
 def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
@@ -496,51 +505,113 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
 CARRIED_BYTES = 1024
 """What a rank may send along."""
 
+ALIGNED_BYTES = 16
+"""Tensors of any dtype may begin there."""
 
-def send_along(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | None:
-    """What the other ranks need to compute the result themselves: flat arrays; None if it must be performed."""
-    kind, prescale = signature.kind, signature.factors[0]
-    if signature.device != "cpu" or signature.op == ADASUM:
-        return None
-    if kind is Kind.ALLREDUCE:
-        flat = [_on_host(tensor).view(-1) for tensor in tensors]
-        if prescale != 1.0 or any(tensor.dtype in HALF_DTYPES for tensor in flat):
-            flat = [_work_copy(tensor, prescale) for tensor in flat]
-        return [_reducible(tensor) for tensor in flat]
-    if kind is Kind.BROADCAST or kind is Kind.BARRIER:
-        return [_bytes(_on_host(tensor)) for tensor in tensors]
-    return None
+KEPT_SLOTS = 1024
+
+_WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
+"""In which dtype all-reduced tensors travel, where it is not their own: as `_work_copy` and `_reducible` have it."""
+
+_COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
-def result_of(signature: Signature, inputs: Sequence[torch.Tensor], sent: Sequence[npt.NDArray[Any]]) -> Tensors:
-    """The result of an operation of which all ranks have sent everything along.
+class Slot(NamedTuple):
+    """Where a tensor lies in the messages of a round, in its own shape and the dtype in which it travels.
+
+    Attributes:
+        sent: in the message of this rank.
+        gathered: in those of all ranks, by rank.
+        end: the byte of a message behind it.
+    """
+
+    sent: torch.Tensor
+    gathered: tuple[torch.Tensor, ...]
+    end: int
+
+
+class Message:
+    """What each rank sends in a round: a head, and tensors behind it.
+
+    Attributes:
+        mine: this rank's, bytes.
+        head: of it.
+        everybody: as it is gathered, bytes, `(size, n)`.
+    """
+
+    def __init__(self, size: int, head_bytes: int) -> None:
+        """Of so many ranks; heads of so many bytes, a multiple of `ALIGNED_BYTES`."""
+        self.mine: npt.NDArray[np.uint8] = np.zeros(head_bytes + CARRIED_BYTES, dtype=np.uint8)
+        self.everybody: npt.NDArray[np.uint8] = np.empty((size, self.mine.size), dtype=np.uint8)
+        self._rows = [torch.from_numpy(row) for row in (self.mine, *self.everybody)]
+        self.head = memoryview(self.mine)[:head_bytes]  # type: ignore[arg-type]  # NumPy's stub of 3.11
+        self._head_bytes = head_bytes
+        self._slots: dict[tuple[int, torch.Size, torch.dtype], Slot] = {}
+
+    def load(self, works: Sequence[tuple[Signature, Sequence[torch.Tensor]]]) -> list[list[Slot]] | None:
+        """Puts the tensors of operations into this rank's message, scaled, if there is room for all.
+
+        Returns:
+            For each operation and tensor where it lies; None if they do not travel along, which depends on nothing but
+            the operations.
+        """
+        found, begin = [], self._head_bytes
+        for signature, tensors in works:
+            if not signature.may_be_carried:
+                return None
+            slots = []
+            for tensor in tensors:
+                dtype = tensor.dtype
+                if signature.kind is Kind.ALLREDUCE:
+                    dtype = _WIRE_DTYPES.get(dtype, dtype)
+                slot = self._slots.get((begin, tensor.shape, dtype)) or self._slot(begin, tensor.shape, dtype)
+                if slot is None:
+                    return None
+                slot.sent.copy_(tensor.detach())
+                scale_(slot.sent, signature.factors[0])
+                slots.append(slot)
+                begin = slot.end
+            found.append(slots)
+        return found
+
+    def _slot(self, begin: int, shape: torch.Size, dtype: torch.dtype) -> Slot | None:
+        """A slot from this byte on, which is kept for the next time; None if it does not fit."""
+        used = begin + shape.numel() * dtype.itemsize
+        if used > self.mine.size:
+            return None
+        mine, *everybody = [row[begin:used].view(dtype).view(shape) for row in self._rows]
+        if len(self._slots) >= KEPT_SLOTS:
+            self._slots.clear()
+        slot = Slot(mine, tuple(everybody), -(-used // ALIGNED_BYTES) * ALIGNED_BYTES)
+        self._slots[begin, shape, dtype] = slot
+        return slot
+
+
+def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Sequence[Slot]) -> Tensors:
+    """The result of an operation of which all ranks have sent everything along: new tensors like the inputs.
 
     Args:
         signature: of the operation.
         inputs: of this rank.
-        sent: for each of them what all ranks sent, `(size, n)`.
+        slots: where each of them lies in the messages.
     """
     results = []
-    for tensor, shape, arrays in zip(inputs, signature.shapes, sent, strict=True):
+    for tensor, slot in zip(inputs, slots, strict=True):
         if signature.kind is Kind.BROADCAST:
-            result = torch.empty(shape, dtype=tensor.dtype)
-            _bytes(result)[:] = arrays[signature.root]
-        else:
-            total, combine = arrays[0].copy(), _UFUNCS[signature.op]
-            with np.errstate(all="ignore"):  # what overflows is infinite, and no warning of PyTorch's
-                for array in arrays[1:]:  # in the order of ranks, so that all get the same bits
-                    combine(total, array, out=total)
-            result = torch.from_numpy(total.reshape(shape))
-            if tensor.dtype is torch.bool:
-                result = result.view(torch.bool)
-            scale_(result, signature.factors[1])
-            if result.dtype is not tensor.dtype:
-                result = result.to(tensor.dtype)
-        results.append(result)
+            results.append(slot.gathered[signature.root].clone())
+            continue
+        combine, first, rest = _COMBINATIONS[signature.op], slot.gathered[0], slot.gathered[1:]
+        result = combine(first, rest[0]) if rest else first.clone()
+        for row in rest[1:]:  # in the order of ranks, so that all get the same bits
+            combine(result, row, out=result)
+        scale_(result, signature.factors[1])
+        results.append(result if result.dtype is tensor.dtype else result.to(tensor.dtype))
     return results
-
-
-_UFUNCS = {op.value: ufunc for op, ufunc in UFUNCS.items()}
 
 
 def row_bounds(rows: int, size: int) -> list[int]:

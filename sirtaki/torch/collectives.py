@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
+import msgspec
 import torch
 
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
@@ -288,6 +289,10 @@ def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | Non
     return None
 
 
+KNOWN_OPERATIONS = 4096
+"""Of so many reductions of one tensor it is remembered that they are all right."""
+
+
 class Scaling(NamedTuple):
     """A reduction's operator, and what its input and its result are multiplied by."""
 
@@ -298,6 +303,16 @@ class Scaling(NamedTuple):
 
 def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Deliver) -> Started:
     """Starts an all-reduce or a reduce-scatter."""
+    how = Scaling(how.op, float(how.prescale), float(how.postscale))
+    key = known = None
+    if len(tensors) == 1 and type(tensor := tensors[0]) is torch.Tensor:
+        # What was all right of a tensor like this one is so again; a name that comes once is not worth a place.
+        key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
+        known = call.engine.known.get(key)
+        if known is not None:
+            if call.once:
+                known = msgspec.structs.replace(known, name=call.name)
+            return Started(call.engine, call.engine.submit(known, tensors, wake=call.wake), deliver)
     call.require_strided(tensors)
     if call.kind is Kind.REDUCESCATTER:
         if how.op == Adasum:
@@ -309,9 +324,12 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
     if (error := unfit(how.op, tensors, call.process_set)) is not None:
         call.refuse(error)
     count = call.engine.size if how.op == Average else 1
-    return call.start(
-        tensors, deliver, op=OP_NAMES[how.op], factors=(float(how.prescale), float(how.postscale) / count)
-    )
+    started = call.start(tensors, deliver, op=OP_NAMES[how.op], factors=(how.prescale, how.postscale / count))
+    if key is not None:
+        if len(call.engine.known) >= KNOWN_OPERATIONS:
+            call.engine.known.clear()
+        call.engine.known[key] = started.work.signature
+    return started
 
 
 def _reduced(
@@ -325,9 +343,8 @@ def _reduced(
     grouped: bool = False,
 ) -> list[torch.Tensor]:
     """Collective: new tensors with the reduction of the given ones, or with this rank's rows of it; differentiable."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
 
-    def run(inputs: Tensors) -> Tensors:
+    def run(inputs: Tensors) -> list[torch.Tensor]:
         call = Call(kind, name, process_set, grouped=grouped, wake=False)
         results: list[torch.Tensor] = _start_reduction(call, inputs, how, _all).result()
         return results
@@ -338,6 +355,9 @@ def _reduced(
         factor = how.prescale * how.postscale * (engine_of(process_set).size if how.op == Sum else 1)
         return grouped_allgather([grad * factor if factor != 1.0 else grad for grad in grads], process_set=process_set)
 
+    if compression is Compression.none:
+        return _differentiable(tensors, run, gradient)
+    compressed = [compression.compress(tensor) for tensor in tensors]
     results = _differentiable([tensor for tensor, _ in compressed], run, gradient)
     return [compression.decompress(result, context) for result, (_, context) in zip(results, compressed, strict=True)]
 

@@ -192,6 +192,31 @@ def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size
     hvd.join()
 
 
+def small_tensors_of_any_kind_are_reduced_right_again_and_again(rank: int, size: int) -> None:
+    factor = torch.ones(())
+    for turn in range(3):
+        group = [
+            torch.full((3,), rank + turn, dtype=torch.uint8),
+            torch.full((2, 2), complex(rank, turn), dtype=torch.complex128).conj(),
+            torch.arange(6.0).reshape(2, 3).t()[::2] + rank,
+            torch.tensor(rank + 0.5, dtype=torch.float16),
+            torch.empty(0, 4),
+        ]
+        wanted = [torch.stack([each + (r - rank) for r in range(size)]).sum(0, dtype=each.dtype) for each in group]
+        for found, sum_ in zip(hvd.grouped_allreduce(group, op=hvd.Sum), wanted, strict=True):
+            assert found.dtype is sum_.dtype
+            same(found, sum_)
+        for n, (each, sum_) in enumerate(zip(group, wanted, strict=True)):
+            for name in (None, f"small {n}"):
+                same(hvd.allreduce(each, op=hvd.Sum, name=name), sum_)
+        assert bool(hvd.allreduce(torch.tensor(rank == turn % size), op=hvd.Max, name="bool"))
+        x = torch.full((5,), 1.0 + turn, requires_grad=turn == 1)
+        factor += 1.0  # it counts as it is now, and so does whether a gradient is wanted
+        y = hvd.allreduce(x, op=hvd.Sum, name="scaled", prescale_factor=factor)
+        same(y, torch.full((5,), size * (1.0 + turn) * (2.0 + turn)))
+        assert y.requires_grad is (turn == 1)
+
+
 def more_names_than_bits_are_no_problem(rank: int, size: int) -> None:
     for begin in (0, 700):
         numbers = range(begin, begin + 700)

@@ -34,9 +34,9 @@ class Rank:
         self.exchanges = 0
         exchange = self.rounds._exchange
 
-        def counting(mine: Any) -> Any:
+        def counting(*args: Any) -> Any:
             self.exchanges += 1
-            return exchange(mine)
+            return exchange(*args)
 
         self.rounds._exchange = counting  # type: ignore[method-assign]
 
