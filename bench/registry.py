@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib.harness import Report, finish, parser
-from sirtaki.registry.entry import Entry, EntryKey, Provenance
+from sirtaki.registry.entry import Entry, EntryKey, Provenance, Topology
 from sirtaki.registry.graph import ModelGraph, Node, digest, model_graph
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
-from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Match, nearest
 
 LOOKUP_BAR_S = 0.2

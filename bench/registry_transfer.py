@@ -58,10 +58,9 @@ from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_nam
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry import warm_start
-from sirtaki.registry.entry import Entry, make_key
+from sirtaki.registry.entry import Entry, Topology, make_key
 from sirtaki.registry.graph import ModelGraph, Node, layout_fingerprint, model_graph
 from sirtaki.registry.safe_store import open_store
-from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)

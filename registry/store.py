@@ -50,7 +50,19 @@ from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import Gain
 
 from .checked import parsed, plain
-from .entry import WAYS, AnyWay, Entry, EntryKey, Key, Way, entry_from_body, supersedes, way_from_json
+from .entry import (
+    WAYS,
+    AnyWay,
+    ClusterShape,
+    Entry,
+    EntryKey,
+    Key,
+    Topology,
+    Way,
+    entry_from_body,
+    supersedes,
+    way_from_json,
+)
 from .graph import (
     SIGNATURE_VERSION,
     GraphJson,
@@ -63,7 +75,6 @@ from .graph import (
     signature,
     to_bytes,
 )
-from .topology import ClusterShape, Topology
 
 logger = logging.getLogger(__name__)
 

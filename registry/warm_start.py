@@ -16,7 +16,7 @@ import numpy as np
 from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 
-from .entry import Entry, EntryKey
+from .entry import ClusterShape, Entry, EntryKey, LinkClass, Topology
 from .graph import (
     DOUBLING_COST,
     EDGE_COST,
@@ -32,7 +32,6 @@ from .graph import (
     normalised,
     signature,
 )
-from .topology import ClusterShape, LinkClass, Topology
 
 if TYPE_CHECKING:
     from .store import Store

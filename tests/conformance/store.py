@@ -20,11 +20,11 @@ from sirtaki.registry.entry import (
     ShardsKey,
     ShardWay,
     Skew,
+    Topology,
     make_key,
 )
 from sirtaki.registry.graph import WIDTH, ModelGraph, labels, signature
 from sirtaki.registry.store import Store
-from sirtaki.registry.topology import Topology
 
 KNOBS = {
     "unit_bytes": 1 << 20,

@@ -19,7 +19,7 @@ from msgspec import convert, to_builtins
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry.checked import checked
-from sirtaki.registry.entry import read_document
+from sirtaki.registry.entry import Topology, read_document
 from sirtaki.registry.graph import (
     EDGE_COST,
     KIND_BINS,
@@ -52,7 +52,6 @@ from sirtaki.registry.graph import (
     to_bytes,
     upper_bound,
 )
-from sirtaki.registry.topology import Topology
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 A, B = Node("A"), Node("B", "3x3", 9)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry.checked import checked
-from sirtaki.registry.topology import LinkClass, Place, Topology
+from sirtaki.registry.entry import LinkClass, Place, Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 

@@ -15,11 +15,10 @@ from msgspec import structs
 
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry import warm_start
-from sirtaki.registry.entry import Entry
+from sirtaki.registry.entry import Entry, LinkClass, Topology
 from sirtaki.registry.graph import EDGE_COST, NODE_COST, ModelGraph, Node, distance, fingerprint, node_cost, normalised
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
-from sirtaki.registry.topology import LinkClass, Topology
 from sirtaki.registry.warm_start import (
     MODEL_WEIGHT,
     TOPOLOGY_WEIGHT,

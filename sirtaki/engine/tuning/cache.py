@@ -26,11 +26,10 @@ from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import PlanError, TuningError, in_a_line
 from sirtaki.machine import host_kind
 from sirtaki.measures import LinkModel, faster
-from sirtaki.registry.entry import Entry, Provenance, make_key
+from sirtaki.registry.entry import Entry, Provenance, Topology, make_key
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
 from sirtaki.registry.safe_store import SafeStore, is_yet_to_be_made
-from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted_all, neighbours, route_of
 from sirtaki.settings import REGISTRY_OFF, Settings
 

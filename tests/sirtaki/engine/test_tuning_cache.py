@@ -25,9 +25,8 @@ from sirtaki.engine.tuning.cache import (
     first_proposals,
 )
 from sirtaki.measures import Gain, LinkModel
-from sirtaki.registry.entry import Entry, make_key
+from sirtaki.registry.entry import Entry, Topology, make_key
 from sirtaki.registry.safe_store import open_store
-from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import WarmStart
 from sirtaki.settings import Settings
 
