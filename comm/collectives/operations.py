@@ -115,10 +115,22 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        sides = _digest_of_sides(
+        name = hashlib.blake2b(self.name.encode(), key=self._sides, digest_size=DIGEST_BYTES)
+        return int.from_bytes(name.digest(), "big")
+
+    @cached_property
+    def _sides(self) -> bytes:
+        """A digest of all that ranks must agree about but the name."""
+        return _digest_of(
             self.kind, self.device, self.dtypes, self.op, self.factors, self.root, self.fixed_shapes(), self.problem
         )
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), key=sides, digest_size=DIGEST_BYTES).digest(), "big")
+
+    def renamed(self, name: str) -> Signature:
+        """The same of an operation of another name; what has been computed of this one need not be again."""
+        other = msgspec.structs.replace(self, name=name)
+        known = self.__dict__
+        other.__dict__.update({what: known[what] for what in _NAMELESS if what in known})
+        return other
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The parts of the shapes that must be the same on all ranks; -1 = any number of rows."""
@@ -147,9 +159,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 @lru_cache(maxsize=4096)
-def _digest_of_sides(*sides: object) -> bytes:
-    """Of all that ranks must agree about but the name, which is another one each time where the user gives none."""
+def _digest_of(*sides: object) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(sides), digest_size=DIGEST_BYTES).digest()
+
+
+_NAMELESS = ("_sides", "size_bytes", "may_be_carried")
+"""What is computed of a signature once, and does not depend on its name."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-import msgspec
 import torch
 
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
@@ -310,9 +309,8 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
         key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
         known = call.engine.known.get(key)
         if known is not None:
-            if call.once:
-                known = msgspec.structs.replace(known, name=call.name)
-            return Started(call.engine, call.engine.submit(known, tensors, wake=call.wake), deliver)
+            signature = known.renamed(call.name) if call.once else known
+            return Started(call.engine, call.engine.submit(signature, tensors, wake=call.wake), deliver)
     call.require_strided(tensors)
     if call.kind is Kind.REDUCESCATTER:
         if how.op == Adasum:
