@@ -102,8 +102,8 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
     floor_s = workload(network).shortest_step_s(compute_s=options["compute_s"], communication_s=communication_s)
     report.notes.append(
         f"{case}, {network}: {result['gradient_bytes'] / 1e6:.1f} MB of gradients; {shape.describe()}; computation "
-        f"{options['compute_s'] * 1e3:.0f} ms, communication {communication_s * 1e3:.0f} ms at the link's payload rate; "
-        f"a step that waits for all gradients takes {floor_s * 1e3:.0f} ms or more"
+        f"{options['compute_s'] * 1e3:.0f} ms, communication {communication_s * 1e3:.0f} ms at the link's payload "
+        f"rate; a step that waits for all gradients takes {floor_s * 1e3:.0f} ms or more"
     )
     off_s = Spread.of(samples[OFF]).median
     report.bar(f"{case}, {network}: off / the shortest step that waits for all gradients", off_s / floor_s, 1.1)
