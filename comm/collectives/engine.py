@@ -616,7 +616,8 @@ class EagerEngine:
                         self._turn.release()
                 else:
                     work.wait(WAIT_SLICE_S)
-                self._failures.check()
+                if not work.is_done():  # what is done counts, though the job may have failed since
+                    self._failures.check()
         finally:
             self.awaited = None
         self.pending.wake_if_any()
