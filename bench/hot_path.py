@@ -6,8 +6,7 @@
 the synchronisation and the zeroing of gradients (where tensors are freed that Sirtaki frees earlier), less that of the
 same alone, by the number of gradients; tiny gradients, so that bytes do not count either. DDP is the yardstick.
 *Round*: one bit-vector all-reduce of the negotiation from a thread of its own, over MPI and over the mesh. *Idle*:
-processor time of a rank that
-has trained and now rests, and bytes that leave its node.
+processor time of a rank that has trained and now rests, and bytes that leave its node.
 
 Bars: ≤ 5 µs a gradient, ≤ 100 µs a round of MPI's and of the mesh's at 4 ranks on one host, nothing sent when idle.
 """
@@ -34,7 +33,7 @@ from bench.lib.workloads import workload
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.machine import allowed_processors
 
-ROUND_BITS = 161
+ROUND_BITS, ROUND_US = 161, 100.0
 IDLE_NODES = 2
 IDLE_BYTES_PER_S = 100.0
 """Address resolution and the launcher's own connections may say a word now and then."""
@@ -187,12 +186,12 @@ def measure_gradients(report: Report, args: Any) -> None:
 
 def measure_rounds(report: Report, args: Any) -> None:
     """Adds the latency of a negotiation round."""
-    for backend, limit in (("mpi", 100.0), ("mesh", 100.0)):
+    for backend in ("mpi", "mesh"):
         for ranks in (2, 4):
             times_s = run_ranks("bench.hot_path", ranks, {"part": "round", "rounds": args.rounds, "backend": backend})
             spread = Spread.of([1e6 * one for one in times_s])
             report.figure(f"negotiation round over {backend}, {ranks} ranks on one host", spread, "µs")
-        report.bar(f"negotiation round over {backend}, 4 ranks", spread.median, limit, "µs ")
+        report.bar(f"negotiation round over {backend}, 4 ranks", spread.median, ROUND_US, "µs ")
 
 
 def measure_idle(report: Report, args: Any) -> None:

@@ -121,9 +121,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def _sides(self) -> bytes:
         """A digest of all that ranks must agree about but the name."""
-        return _digest_of(
-            self.kind, self.device, self.dtypes, self.op, self.factors, self.root, self.fixed_shapes(), self.problem
-        )
+        return _digest_of(*[side(self) for side in SIDES.values()], self.problem)
 
     def renamed(self, name: str) -> Signature:
         """The same of an operation of another name; what has been computed of this one need not be again."""
@@ -524,6 +522,7 @@ ALIGNED_BYTES = 16
 """Tensors of any dtype may begin there."""
 
 KEPT_SLOTS = 1024
+"""Of so many places and forms of tensors in messages the views are kept."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
 """In which dtype all-reduced tensors travel, where it is not their own: as `_work_copy` and `_reducible` have it."""
