@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from bench.lib.harness import Report, Spread, finish, parser, ratios
 from bench.lib.ranks import in_turns, run_ranks, start
-from sirtaki.aggregator import Aggregator, AggregatorClient, Bytes, HeatLayout, Wire, table_sum, tables
+from sirtaki.comm.sparse.aggregator import Aggregator, AggregatorClient, Bytes, HeatLayout, Wire, table_sum, tables
 from sirtaki.errors import ConfigError
-from sirtaki.host_port import Address, parse_address
+from sirtaki.machine import Address, parse_address
 
 # ── A socket that loses packets: of what comes in, each one with the same probability ────────────────────────────────
 

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from sirtaki.cli.__main__ import COMMANDS
+from sirtaki.engine.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, Settings, Variable
 from sirtaki.run.options import build_parser
-from sirtaki.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, Settings, Variable
 
 DOCS = Path(__file__).resolve().parent
 

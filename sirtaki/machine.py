@@ -32,6 +32,8 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _PROCESSORS = Path("/proc/cpuinfo")
 
+Address = tuple[str, int]
+
 
 def usable_cores() -> int:
     """Cores that this process may keep busy at the same time, at least 1."""
@@ -263,3 +265,15 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
             return serve()
         except NotImplementedError:  # PyTorch 2.4's newer store opens its own sockets only
             return serve(use_libuv=False)
+
+
+def parse_address(text: str) -> Address:
+    """`host:port` → both.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"{text!r} is not the address of an aggregator; expected HOST:PORT, such as 10.0.0.5:9500")
+    return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""Jobs that run training scripts, one after the other, and keep what they leave (`sirtaki/translate/playing.py`)."""
+"""Jobs that run training scripts, one after the other, and keep what they leave (`translate/playing.py`)."""
 
 import os
 import socket
@@ -27,7 +27,8 @@ def play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> 
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PYTHONPATH": str(HERE.parent),
     }
-    command = [*several, sys.executable, HERE / "sirtaki" / "translate" / "playing.py", results, *scripts]
+    playing = HERE / "sirtaki" / "integrations" / "translate" / "playing.py"
+    command = [*several, sys.executable, playing, results, *scripts]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -25,7 +25,7 @@ names = sorted(
     for path in root.rglob("*.py")
 )
 for name in names:
-    needs_others = name == "sirtaki.lightning" or name.startswith("sirtaki.ray.")  # what they are for
+    needs_others = name.endswith(".lightning") or name.startswith("sirtaki.integrations.ray.")  # what they are for
     if not name.endswith("__main__") and not needs_others:
         importlib.import_module(name)
 print(*names)

@@ -1,6 +1,6 @@
 """Training scripts in short, around the lines that a test is about."""
 
-from sirtaki.translate import translate
+from sirtaki.integrations.translate import translate
 
 HEAD = """\
 import torch

@@ -32,12 +32,12 @@ from sirtaki.comm.plan import Route
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 from sirtaki.engine.job import Job, current, is_initialized
 from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.engine.settings import ProfileRequest, variables_set
 from sirtaki.engine.tuning.plans import fitted_links, probe_routes
 from sirtaki.engine.tuning.warmup import TunedSynchroniser
 from sirtaki.errors import ConfigError, RecordingError
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
 from sirtaki.measures import LinkModel
-from sirtaki.settings import ProfileRequest, variables_set
 
 from .operators import Interval, Moments, Seen, Step, StepOperators, StepWatch, borrowed, memory_of_step, operators_of
 from .recording import (

@@ -5,9 +5,9 @@ import logging
 import signal
 from argparse import ArgumentParser, Namespace
 
-from sirtaki.aggregator import Aggregator, Wire, ask_status
+from sirtaki.comm.sparse.aggregator import Aggregator, Wire, ask_status
 from sirtaki.errors import AggregatorError, ConfigError
-from sirtaki.host_port import parse_address
+from sirtaki.machine import parse_address
 
 from .output import memory_bytes
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import sirtaki
 from sirtaki.autotune.knobs import format_bytes
+from sirtaki.engine.mpi_library import find_mpi_library, find_mpiexec
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import ConfigError, LaunchError, RegistryError
 from sirtaki.machine import cpu_quota, memory_limit_bytes, usable_cores
-from sirtaki.mpi_library import find_mpi_library, find_mpiexec
-from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .output import add_formats, printed
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from sirtaki.analysis import recording as folders
 from sirtaki.analysis.alignment import align, headlines, rank_rows, write_trace
 from sirtaki.analysis.memory import highest_rank, peak_words
+from sirtaki.engine.settings import ProfileRequest
 from sirtaki.errors import ConfigError, RecordingError
-from sirtaki.settings import ProfileRequest
 
 from .output import add_formats, print_table, printed, whole
 

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, told_gain
 from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay, ShardWay, Way
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.warm_start import nearest
-from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .output import add_formats, positive, print_table, printed, whole
 

@@ -27,7 +27,7 @@ def main(options: Namespace) -> int:
         ConfigError: a file cannot be read or written, or libcst is missing.
     """
     try:
-        from sirtaki.translate import translate  # needs libcst, which other commands do without
+        from sirtaki.integrations.translate import translate  # needs libcst, which other commands do without
     except ModuleNotFoundError as err:
         raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
     try:

@@ -28,10 +28,10 @@ from sirtaki.comm.control.mesh_rendezvous import (
 )
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
 from sirtaki.comm.plan import TransportKind
+from sirtaki.engine.json_channel import JsonChannel
+from sirtaki.engine.launchers import AGENT, started_by_mpi
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
-from sirtaki.json_channel import JsonChannel
-from sirtaki.launchers import AGENT, started_by_mpi
-from sirtaki.settings import Settings
 
 from .membership import (
     Change,

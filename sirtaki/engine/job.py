@@ -29,10 +29,10 @@ from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.nccl_streams.transport import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
-from sirtaki.console import start_logging
+from sirtaki.engine.console import start_logging
+from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.registry.safe_store import load_ahead
-from sirtaki.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
 

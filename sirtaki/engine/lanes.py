@@ -13,7 +13,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.shards import ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.comm.units import UnitPipeline
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 from .tuning.plans import default_knobs, knob_space
 

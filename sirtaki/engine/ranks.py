@@ -14,9 +14,9 @@ import msgspec
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
 from sirtaki.comm.plan import TransportKind
+from sirtaki.engine.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError
-from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
-from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -37,10 +37,10 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import PlanError
 from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
 from sirtaki.registry.safe_store import SafeStore
-from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .tuning.cache import cluster_fingerprint
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs

@@ -26,7 +26,8 @@ _ELSEWHERE = {
     "horovod.common.exceptions": "sirtaki.torch.exceptions",
     "horovod.common.util": "sirtaki.torch.basics",
     "horovod.common.basics": "sirtaki.torch.basics",
-    "horovod.ray.runner": "sirtaki.ray.executor",
+    "horovod.ray.runner": "sirtaki.integrations.ray.executor",
+    "horovod.ray.ray_logger": "sirtaki.integrations.ray.ray_logger",
 }
 
 

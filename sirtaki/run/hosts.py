@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from sirtaki.engine.launchers import node_names, step_place, task_counts
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import node_names, step_place, task_counts
 
 from .host_check import Finding, Need
 

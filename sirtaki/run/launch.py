@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sirtaki.console import is_terminal
+from sirtaki.engine.console import is_terminal
+from sirtaki.engine.launchers import AGENT, BAR, TORCH_NAMES
+from sirtaki.engine.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
+from sirtaki.engine.settings import REMOVED, Settings
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.launchers import AGENT, BAR, TORCH_NAMES
 from sirtaki.machine import usable_cores
-from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 from sirtaki.run.as_horovod import SHIM
 from sirtaki.run.host_check import Need, finding_here, interface_problem, versions_here
 from sirtaki.run.hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
 from sirtaki.run.output import OutputOptions, output_folder, say
 from sirtaki.run.supervisor import Supervisor
-from sirtaki.settings import REMOVED, Settings
 
 # ── the command line and environment with which ranks are started ─────────────────────────────────────────────────────
 

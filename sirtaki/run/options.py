@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 import sirtaki
+from sirtaki.engine.settings import WITHOUT_EFFECT
 from sirtaki.errors import ConfigError
 from sirtaki.measures import SMALLEST_UNIT_BYTES
-from sirtaki.settings import WITHOUT_EFFECT
 
 from .elastic.job_members import OnFailure
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TextIO
 
-from sirtaki.console import drawn, is_terminal
+from sirtaki.engine.console import drawn, is_terminal
 from sirtaki.errors import ConfigError
 from sirtaki.machine import signal_name
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sirtaki import console
+from sirtaki.engine import console
+from sirtaki.engine.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
 from sirtaki.errors import PeerLostError
-from sirtaki.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
 from sirtaki.run.launch import unescape
 
 from .as_horovod import SHIM

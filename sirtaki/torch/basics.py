@@ -16,10 +16,10 @@ from sirtaki.comm import timeline
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.engine import job
 from sirtaki.engine.job import is_initialized
+from sirtaki.engine.mpi_library import find_mpi_library
 from sirtaki.engine.ranks import choose_backend
+from sirtaki.engine.settings import TIMELINE_DYNAMIC, Settings
 from sirtaki.errors import ConfigError, LaunchError, SirtakiError
-from sirtaki.mpi_library import find_mpi_library
-from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 
 from . import collectives, lasting_optimizers
 from . import process_sets as process_sets_

@@ -67,7 +67,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import JointGather, JointScatter, Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.console import (
+from sirtaki.engine.console import (
     NO_LOG,
     Progress,
     at_most,
@@ -80,6 +80,7 @@ from sirtaki.console import (
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
@@ -87,7 +88,6 @@ from sirtaki.measures import in_ms
 from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
-from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .compression import Choice, NoneCompressor, reduction_options
 

@@ -21,15 +21,15 @@ from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.console import NO_LOG
 from sirtaki.engine import job
+from sirtaki.engine.console import NO_LOG
 from sirtaki.engine.reducing.local_shards import local_shard
 from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
+from sirtaki.engine.settings import Overlap
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
 from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
-from sirtaki.settings import Overlap
 
 from .compression import Choice, Compression, Compressor, reduction_options
 from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain

@@ -23,10 +23,10 @@ from bench.lib.harness import Report
 from bench.memory import judge_choices, ways_of
 from bench.profile import with_wrong_clock
 from bench.reality import grid_settings, random_settings
-from sirtaki.aggregator import HeatLayout
 from sirtaki.analysis.memory import fit
 from sirtaki.analysis.what_if import Baseline
 from sirtaki.comm.plan import GradientLayout
+from sirtaki.comm.sparse.aggregator import HeatLayout
 
 BENCH = Path(__file__).parents[2] / "bench"
 NO_BENCHMARKS = ("demo", "tuning_picture")

@@ -465,7 +465,7 @@ ON_NODES = """
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 control = ControlPlane(open_ranks(Settings.from_environ()))
 router = Router(control, timeout_s=30.0)

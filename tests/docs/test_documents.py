@@ -19,8 +19,8 @@ import sirtaki.profiler
 import sirtaki.run
 import sirtaki.torch
 from sirtaki.cli.__main__ import COMMANDS
+from sirtaki.engine.settings import REMOVED, VARIABLES, WITHOUT_EFFECT
 from sirtaki.run.options import build_parser, parse
-from sirtaki.settings import REMOVED, VARIABLES, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

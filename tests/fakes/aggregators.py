@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sirtaki.aggregator import Aggregator, AggregatorClient, HeatLayout, Wire
+from sirtaki.comm.sparse.aggregator import Aggregator, AggregatorClient, HeatLayout, Wire
 
 FORK = mp.get_context("fork")
 

@@ -16,7 +16,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.engine.ranks import open_ranks
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 LENGTHS = (0, 1, 7, 1000, 20_000, 300_000)
 """Elements: empty, short and long messages, one and several frames, each with its own algorithm."""

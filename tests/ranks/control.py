@@ -10,8 +10,8 @@ from sirtaki.comm.control import plane
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.engine.ranks import open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, MismatchError
-from sirtaki.settings import Settings
 
 local_size = int(sys.argv[1]) if sys.argv[1] != "all" else None
 control = ControlPlane(open_ranks(Settings.from_environ()), local_size=local_size)

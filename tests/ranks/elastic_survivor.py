@@ -7,7 +7,7 @@ from pathlib import Path
 from ranks import elastic_member
 
 from sirtaki.engine.generations import open_survivors, register
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 if __name__ == "__main__":
     there = open_survivors(Settings.from_environ())

@@ -23,8 +23,8 @@ from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports import gloo, shared_memory
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
 from sirtaki.engine.ranks import open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import PlanError, TransportError
-from sirtaki.settings import Settings
 
 SHARED, MPI, GLOO = (
     (kind, Algorithm.FLAT) for kind in (TransportKind.SHARED_MEMORY, TransportKind.MPI, TransportKind.GLOO)

@@ -5,8 +5,8 @@ import sys
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.plans import probe_routes
-from sirtaki.settings import Settings
 
 control = ControlPlane(open_ranks(Settings.from_environ()))
 router = Router(control, timeout_s=30)

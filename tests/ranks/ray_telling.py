@@ -6,7 +6,7 @@ import torch
 
 import sirtaki.torch as hvd
 from sirtaki.errors import PeerLostError
-from sirtaki.ray.ranks import call_telling_others, leave_job
+from sirtaki.integrations.ray.ranks import call_telling_others, leave_job
 
 
 def fail_on_the_last_rank() -> None:

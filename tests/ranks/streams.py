@@ -21,9 +21,9 @@ from sirtaki.comm.nccl_streams.transport import ask_for_launch_order, find_nccl
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.stream_trial import try_streams
 from sirtaki.errors import PlanError
-from sirtaki.settings import Settings
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(open_ranks(Settings.from_environ()), local_size=int(local_size) if local_size else None)

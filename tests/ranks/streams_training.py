@@ -12,9 +12,9 @@ from fakes.streams import FakeDevice, FakeOpener
 import sirtaki.torch as hvd
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning import plans as contention_probe
 from sirtaki.engine.tuning import warmup
-from sirtaki.settings import Settings
 
 iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 device = FakeDevice(seed=7)

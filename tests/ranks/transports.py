@@ -9,7 +9,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(open_ranks(Settings.from_environ()), local_size=int(local_size) if local_size else None)

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from sirtaki import machine
+from sirtaki.errors import ConfigError
 
 
 @pytest.fixture
@@ -89,3 +90,11 @@ def test_a_processs_fields_begin_with_its_state_and_its_parent():
         assert int(parent) == os.getpid()
     with pytest.raises(OSError, match=str(child.pid)):
         machine.process_fields(child.pid)
+
+
+def test_addresses_are_a_host_and_a_port() -> None:
+    assert machine.parse_address(" host.example:9500 ") == ("host.example", 9500)
+    assert machine.parse_address("[::1]:9500") == ("::1", 9500)
+    for text in ("", "9500", "host", "host:", ":9500", "host:x", "host:0", "host:70000", "host:٣"):
+        with pytest.raises(ConfigError, match="expected HOST:PORT"):
+            machine.parse_address(text)

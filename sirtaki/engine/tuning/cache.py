@@ -23,6 +23,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import GradientLayout, Route
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import PlanError, TuningError, in_a_line
 from sirtaki.machine import host_kind
 from sirtaki.measures import LinkModel, faster
@@ -31,7 +32,6 @@ from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
 from sirtaki.registry.safe_store import SafeStore, is_yet_to_be_made
 from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted_all, neighbours, route_of
-from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .plans import checked_plans, fixed_knobs
 

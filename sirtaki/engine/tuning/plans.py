@@ -27,10 +27,10 @@ from sirtaki.comm.device import Device
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
-from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
 

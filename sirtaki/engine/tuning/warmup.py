@@ -50,10 +50,10 @@ from sirtaki.comm.plan import (
 )
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.console import NO_LOG, Progress, at_most, progress_every_s, tell_progress, tuning_ahead, tuning_off
+from sirtaki.engine.console import NO_LOG, Progress, at_most, progress_every_s, tell_progress, tuning_ahead, tuning_off
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster, in_ms
-from sirtaki.settings import Settings
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Decision, IterationEnded, TrialEnded
 

@@ -23,10 +23,10 @@ from typing import IO, Protocol
 import msgspec
 
 from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
+from sirtaki.engine.json_channel import JsonChannel
+from sirtaki.engine.launchers import AGENT
 from sirtaki.engine.membership import Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
 from sirtaki.errors import CommError
-from sirtaki.json_channel import JsonChannel
-from sirtaki.launchers import AGENT
 from sirtaki.machine import LOOPBACK, own_addresses
 
 from ..host_check import PROBLEM, Need, problem_here

@@ -30,10 +30,11 @@ from typing import IO, Generic, Protocol, TypeVar
 import msgspec
 
 from sirtaki.comm.control.mesh_rendezvous import Door, listen
+from sirtaki.engine.json_channel import JsonChannel, encoded
+from sirtaki.engine.launchers import node_names
 from sirtaki.engine.membership import Proof
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.json_channel import JsonChannel, encoded
-from sirtaki.launchers import node_names
 from sirtaki.run.elastic.agent import (
     DRIVER,
     AgentConfig,
@@ -66,7 +67,6 @@ from sirtaki.run.launch import begin_environ, carried_variables, complete_enviro
 from sirtaki.run.output import OutputOptions, RankOutput, output_folder, say, standard_consoles
 from sirtaki.run.rank_channel import Event, Message
 from sirtaki.run.supervisor import signals_heard
-from sirtaki.settings import Settings
 
 # ── the agents of an elastic job as its driver has them ───────────────────────────────────────────────────────────────
 

@@ -40,12 +40,12 @@ from sirtaki.comm.shards import ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
-from sirtaki.console import start_logging
 from sirtaki.engine import job
+from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
 from sirtaki.engine.ranks import open_at_store, open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError
-from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────

@@ -63,9 +63,9 @@ from sirtaki.analysis.recording import Holds, Operator, PhaseSpan, StepMemory
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
+from sirtaki.engine.settings import ProfileRequest
 from sirtaki.errors import NotInitializedError, RecordingError
 from sirtaki.profiler import profile
-from sirtaki.settings import ProfileRequest
 
 # ── profiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -724,7 +724,7 @@ PROGRAM = """
 import os, signal, sys
 from types import SimpleNamespace
 from sirtaki.analysis import recorder
-from sirtaki.settings import ProfileRequest
+from sirtaki.engine.settings import ProfileRequest
 
 class Kept(recorder.JobRecorder):
     def _write(self):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from fakes.aggregators import client_of, process
 
-from sirtaki.aggregator import HeatLayout
 from sirtaki.cli.__main__ import main
+from sirtaki.comm.sparse.aggregator import HeatLayout
 
 
 def test_it_serves_tells_its_counters_and_ends_on_sigterm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from sirtaki.cli import doctor
 from sirtaki.cli.__main__ import COMMANDS, main
+from sirtaki.engine.mpi_library import MpiLibrary
 from sirtaki.errors import LaunchError
-from sirtaki.mpi_library import MpiLibrary
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
 from sirtaki.engine.tuning.trial_log import StepTime, read_log
@@ -31,7 +32,6 @@ from sirtaki.engine.tuning.warmup import (
     describe_result,
 )
 from sirtaki.measures import Gain, LinkModel
-from sirtaki.settings import REGISTRY_OFF, Settings
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

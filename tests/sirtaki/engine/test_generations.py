@@ -26,6 +26,8 @@ from sirtaki.engine.generations import (
     open_survivors,
     register,
 )
+from sirtaki.engine.json_channel import JsonChannel
+from sirtaki.engine.launchers import AGENT
 from sirtaki.engine.membership import (
     Change,
     Changed,
@@ -39,10 +41,8 @@ from sirtaki.engine.membership import (
     Patience,
     Proof,
 )
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
-from sirtaki.json_channel import JsonChannel
-from sirtaki.launchers import AGENT
-from sirtaki.settings import Settings
 
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,11 +21,11 @@ from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Purpose, SessionResult
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.plans import checked_plans
 from sirtaki.engine.tuning.warmup import TuningCoordinator
 from sirtaki.registry.safe_store import open_store
-from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, MIB), streams=(1, 2, 4))

@@ -17,6 +17,7 @@ from sirtaki.comm.device import Device, Event
 from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
 from sirtaki.comm.plan import Algorithm, NcclWay, Route, TransportKind
 from sirtaki.comm.router import Router
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.plans import (
     LEAST_LARGE_BYTES,
     NEEDED_FIRST,
@@ -39,7 +40,6 @@ from sirtaki.engine.tuning.plans import (
     without_planners,
 )
 from sirtaki.errors import PlanError
-from sirtaki.settings import Settings
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:

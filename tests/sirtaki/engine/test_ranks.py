@@ -13,8 +13,8 @@ from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mesh_rendezvous import Introduction
 from sirtaki.engine.ranks import choose_backend, open_at_store, open_ranks
+from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError
-from sirtaki.settings import Settings
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "x"}

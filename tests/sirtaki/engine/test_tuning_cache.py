@@ -16,6 +16,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.cache import (
     OTHER_TIMES,
     OTHER_TIMES_ON_ONE_HOST,
@@ -28,7 +29,6 @@ from sirtaki.measures import Gain, LinkModel
 from sirtaki.registry.entry import Entry, Topology, make_key
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.warm_start import WarmStart
-from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sirtaki.engine.mpi_library import find_mpi_library, find_mpiexec
 from sirtaki.errors import LaunchError
-from sirtaki.mpi_library import find_mpi_library, find_mpiexec
 from sirtaki.run.__main__ import main
 from sirtaki.run.function import run
 from sirtaki.run.leftovers import mapped_segments

@@ -12,13 +12,13 @@ import pytest
 import sirtaki.torch
 import sirtaki.torch.elastic
 import sirtaki.torch.process_sets
+from sirtaki.engine.mpi_library import MpiLibrary
+from sirtaki.engine.settings import VARIABLES, WITHOUT_EFFECT, Settings
 from sirtaki.errors import ConfigError
-from sirtaki.mpi_library import MpiLibrary
 from sirtaki.run.as_horovod import SHIM, HorovodFinder, install
 from sirtaki.run.hosts import Host
 from sirtaki.run.launch import Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.run.options import RANK_SETTINGS, arguments_from_file, build_parser, option_names, parse
-from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

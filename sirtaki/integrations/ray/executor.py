@@ -29,9 +29,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.errors import CommError, ConfigError, LaunchError
-from sirtaki.json_channel import JsonChannel
 from sirtaki.machine import LOOPBACK, own_addresses
 from sirtaki.run.elastic.agent import AgentRules, DriverEndpoint, reach_driver
 from sirtaki.run.elastic.driver import Switchboard, new_endpoint, run_job

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sirtaki.json_channel import LONGEST_BYTES, JsonChannel, encoded
+from sirtaki.engine.json_channel import LONGEST_BYTES, JsonChannel, encoded
 
 
 class Count(msgspec.Struct, tag=True):

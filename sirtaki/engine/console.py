@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from sirtaki.settings import Settings
+from sirtaki.engine.settings import Settings
 
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 """Between two lines of progress, and between two states of the bar."""

@@ -14,8 +14,8 @@ from drawn_scripts import drawn
 from playing_jobs import play
 
 from sirtaki.errors import TranslationError
-from sirtaki.translate import Translation
-from sirtaki.translate import translate as uncached_translate
+from sirtaki.integrations.translate import Translation
+from sirtaki.integrations.translate import translate as uncached_translate
 
 pytestmark = pytest.mark.timeout(900)
 

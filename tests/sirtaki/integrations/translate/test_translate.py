@@ -4,9 +4,9 @@ import pytest
 from training_loops import HEAD, added
 
 from sirtaki.errors import TranslationError
-from sirtaki.translate import translate
-from sirtaki.translate.source import Source
-from sirtaki.translate.translation import free_name
+from sirtaki.integrations.translate import translate
+from sirtaki.integrations.translate.source import Source
+from sirtaki.integrations.translate.translation import free_name
 
 METER = "class Meter:\n    def update(self, value, n):\n        self.value = value * n\nmeter = Meter()\n"
 ACCURACY = "def accuracy(a, b):\n    return (a.argmax(1) == b).float().mean()\n"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.engine.generations import AgentClient, register
+from sirtaki.engine.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.machine import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.run.as_horovod import SHIM, is_installed
 from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.engine.launchers import Place, check_world_size, node_names, place, step_place, task_counts, torch_place
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import Place, check_world_size, node_names, place, step_place, task_counts, torch_place
 
 # ── launchers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, ProfileRequest, Settings
 from sirtaki.errors import ConfigError
-from sirtaki.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, ProfileRequest, Settings
 
 
 def test_an_empty_environment_gives_the_defaults():

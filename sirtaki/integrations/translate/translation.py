@@ -12,8 +12,8 @@ import libcst.helpers
 import libcst.matchers as m
 
 from sirtaki.errors import TranslationError
-from sirtaki.translate.meaning import Loop, Over, RankValues, Training
-from sirtaki.translate.source import (
+from sirtaki.integrations.translate.meaning import Loop, Over, RankValues, Training
+from sirtaki.integrations.translate.source import (
     Edits,
     Flows,
     Kind,

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
+from sirtaki.engine.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 from sirtaki.errors import LaunchError
-from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 
 OPEN_MPI = "mpiexec (Open MPI) 5.0.11"
 MPICH = "HYDRA build details:\n    Version: 4.2.1"

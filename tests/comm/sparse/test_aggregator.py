@@ -24,7 +24,7 @@ from fakes.meshes import at_once, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.aggregator import (
+from sirtaki.comm.sparse.aggregator import (
     AggregatorClient,
     HeatLayout,
     Kind,
@@ -37,7 +37,7 @@ from sirtaki.aggregator import (
     tables,
 )
 from sirtaki.errors import AggregatorError, ConfigError
-from sirtaki.host_port import parse_address
+from sirtaki.machine import parse_address
 
 SMALL = HeatLayout(rows=2000, width=16)
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import AggregatorError, ConfigError
-from sirtaki.host_port import Address, parse_address
+from sirtaki.machine import Address, parse_address
 
 # ── packets between ranks and aggregator, and the socket that they travel by ──────────────────────────────────────────
 #

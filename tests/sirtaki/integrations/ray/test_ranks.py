@@ -9,9 +9,8 @@ from rank_jobs import OVER_MESH, UNTUNED
 
 import sirtaki.ray
 from sirtaki.errors import ConfigError
-from sirtaki.ray import ranks as actors
-from sirtaki.ray import ray_logger
-from sirtaki.ray.ranks import (
+from sirtaki.integrations.ray import ranks as actors
+from sirtaki.integrations.ray.ranks import (
     ActorPlace,
     Demand,
     RaySettings,
@@ -21,14 +20,15 @@ from sirtaki.ray.ranks import (
     in_rank_order,
     place_variables,
 )
-from sirtaki.ray.ray_logger import Log, heard_by
+from sirtaki.integrations.ray.ray_logger import Log, heard_by
+from sirtaki.ray import ray_logger
 from sirtaki.run.as_horovod import SHIM
 from sirtaki.run.elastic.job_members import OnFailure
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in sirtaki.ray.__all__:
+    for name in ("RayExecutor", "SirtakiConfig"):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'sirtaki\[ray\]'"):
             getattr(sirtaki.ray, name)
 

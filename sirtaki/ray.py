@@ -1,6 +1,6 @@
 """Sirtaki on Ray: ranks as Ray's actors (`RayExecutor`, as Horovod's), and a configuration for Ray Train.
 
-Importing this needs no Ray; what it names does.
+Importing this needs no Ray; what it loads does.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .executor import RayExecutor
-    from .train import SirtakiConfig
+from sirtaki.integrations.ray import ray_logger
 
-__all__ = ["RayExecutor", "SirtakiConfig"]
+if TYPE_CHECKING:
+    from sirtaki.integrations.ray.executor import RayExecutor
+    from sirtaki.integrations.ray.train import SirtakiConfig
+
+__all__ = ["RayExecutor", "SirtakiConfig", "ray_logger"]
 
 NEEDED = "sirtaki.ray needs Ray: pip install 'sirtaki[ray]'"
 
-_MODULES = {"RayExecutor": "executor", "SirtakiConfig": "train"}
+_MODULES = {
+    "RayExecutor": "sirtaki.integrations.ray.executor",
+    "SirtakiConfig": "sirtaki.integrations.ray.train",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +31,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError(NEEDED, name="ray")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

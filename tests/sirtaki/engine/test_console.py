@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki import console
-from sirtaki.console import Progress, start_logging, tell_progress
+from sirtaki.engine import console
+from sirtaki.engine.console import Progress, start_logging, tell_progress
+from sirtaki.engine.settings import Settings
 from sirtaki.run.output import Bar, Console
-from sirtaki.settings import Settings
 
 DEFAULTS = Settings(log_time=False)
 PROGRESS = Progress(
@@ -147,8 +147,8 @@ def test_a_launchers_bar_stays_below_the_lines_of_both_streams(terminal: Termina
 
 RANK = """
 import logging, time
-from sirtaki.console import Progress, start_logging, tell_progress
-from sirtaki.settings import Settings
+from sirtaki.engine.console import Progress, start_logging, tell_progress
+from sirtaki.engine.settings import Settings
 
 start_logging(Settings(), 0)
 print("epoch 1", flush=True)

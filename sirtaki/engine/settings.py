@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import COMPRESSORS, Algorithm, TransportKind, compressor_name
 from sirtaki.comm.sparse.plan import SparsePath
+from sirtaki.engine.launchers import AGENT, BAR
 from sirtaki.errors import ConfigError
-from sirtaki.host_port import parse_address
-from sirtaki.launchers import AGENT, BAR
+from sirtaki.machine import parse_address
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 # ruff: noqa: RUF009  # what `_set_by` makes is a field

@@ -15,8 +15,8 @@ import torch
 from playing_jobs import left, play
 
 from sirtaki.errors import TranslationError
-from sirtaki.translate import Translation
-from sirtaki.translate import translate as uncached_translate
+from sirtaki.integrations.translate import Translation
+from sirtaki.integrations.translate import translate as uncached_translate
 
 translate: Callable[[str], Translation] = functools.cache(uncached_translate)
 

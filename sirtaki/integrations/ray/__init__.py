@@ -1,0 +1,1 @@
+"""Ranks as Ray's actors, and Ray Train's; scripts import `sirtaki.ray`."""
