@@ -266,3 +266,10 @@ def test_the_architecture_names_rooms_that_exist() -> None:
     rooms = set(re.findall(r"`((?:comm|autotune|registry|sirtaki)(?:/[\w.]+)*)`", page))
     assert len(rooms) > 12
     assert [room for room in sorted(rooms) if not (ROOT / room).exists()] == []
+
+
+def test_of_every_result_that_missed_a_target_it_is_said_why() -> None:
+    text = (DOCS / "explanation" / "targets.md").read_text()
+    missed = {row.split("|")[1].strip() for row in text.splitlines() if "| **missed** |" in row}
+    said = set(re.findall(r"\*\*(\w+)\*\*[,:]", text[text.index("## Why") :]))
+    assert said == missed
