@@ -13,6 +13,7 @@ MPI nor Sirtaki has begun, and there are no other threads.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -153,6 +154,7 @@ def become(wanted: dict[str, Any]) -> ModuleType:
     os.environ.update(wanted["environment"])
     sys.argv[:] = wanted["arguments"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    faulthandler.enable()  # what a rank was doing that crashes
     module = ModuleType("__main__")
     module.__file__ = sys.argv[0]
     sys.modules["__main__"] = module
