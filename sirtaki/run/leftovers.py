@@ -1,4 +1,4 @@
-"""What jobs leave on this machine when their processes are killed: removed by whoever survives them.
+"""Removes what jobs leave on this machine when their processes are killed.
 
 `python -m sirtaki.run.leftovers PID SECONDS` is a janitor: it outlives the launcher, or the agent of an elastic job,
 that has started it. mpiexec is asked to end when its launcher dies (`Supervisor`), but may die of the closed output
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from sirtaki.machine import process_fields
+from sirtaki.machine import is_alive
 
 _SEGMENTS = Path("/dev/shm")
 _PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4, MPICH
@@ -37,7 +37,7 @@ def mapped_segments(pid: int | str) -> set[Path]:
 
 
 def remove_segments(segments: set[Path]) -> None:
-    """Removes them where they are still there."""
+    """Removes these files, where they are still there."""
     for path in segments:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -49,7 +49,7 @@ def remove_session_folder(mpiexec_pid: int) -> None:
 
 
 def makes_way_for_mpiexec() -> Callable[[], None]:
-    """For a child that becomes mpiexec: what it calls first, so that nothing stale keeps mpiexec from starting.
+    """Returns what a child that becomes mpiexec calls first, so that nothing stale keeps mpiexec from starting.
 
     Open MPI's calls its folder after its process, and does not start ("The PMIx server's listener thread failed to
     start") where one of the same number was killed: in a container that is started again, numbers return at once.
@@ -74,19 +74,20 @@ def _session_folder(mpiexec_pid: int) -> Path:
 def session_members(sessions: set[int]) -> list[int]:
     """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own.
 
-    Not those that have ended and that nobody buries, as in a container whose first process does not.
+    Zombies are left out: in a container whose first process does not collect them they stay.
     """
+    import psutil  # as in `is_alive`
+
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            state, _, _, session, *_ = process_fields(int(folder.name))
-            if int(session) in sessions and state not in {"Z", "X"}:
-                found.append(int(folder.name))
+            if os.getsid(pid) in sessions and is_alive(pid):
+                found.append(pid)
     return found
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kills those that are still there."""
+    """Kills these processes, where they are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -100,7 +101,7 @@ class Janitor:
     """A process that cleans up after another one if this one is killed; there may be none for want of processes."""
 
     def __init__(self, pid: int, *, end_s: float = END_S) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
             pid: first process of a session of which nothing is to be left, and an mpiexec, if it is one.
@@ -117,15 +118,15 @@ class Janitor:
             )
 
     def watch(self, pid: int) -> None:
-        """A rank has been started, whose session is to end, too."""
+        """Takes note of a rank that has been started, whose session is to end, too."""
         self._tell(str(pid))
 
     def forget(self, pid: int) -> None:
-        """A rank has ended with all that it had started."""
+        """Takes note of a rank that has ended with all that it had started."""
         self._tell(f"-{pid}")
 
     def dismiss(self) -> None:
-        """There is nothing to clean up; returns once the process has ended."""
+        """Ends the process, as there is nothing to clean up, and waits until it has ended."""
         self._tell("done")
         if self._process is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -139,7 +140,7 @@ class Janitor:
 
 
 def main() -> None:
-    """The janitor; returns when its starter has, or when nothing of the job is left on this host."""
+    """Runs the janitor, until its starter dismisses it or nothing of the job is left on this host."""
     own, end_s = int(sys.argv[1]), float(sys.argv[2])
     sessions, segments = {own}, set[Path]()
     said, pause_s = "", 0.5

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import socket
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import ConfigError, in_a_line
-from sirtaki.machine import process_fields
+from sirtaki.machine import in_forked_children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +106,10 @@ class GenerationBegun:
 
 
 class Watcher:
-    """To be derived from; each method does nothing by itself.
+    """Base class of watchers; each method does nothing by itself.
 
-    They are called in the thread that trains, so they should be quick. One that raises is told of in the log, and
-    removed.
+    Methods are called in the thread that trains, so they should be quick. A watcher that raises is removed, and the log
+    says so.
     """
 
     def iteration(self, event: IterationEnded) -> None:
@@ -130,13 +131,13 @@ class Watcher:
 logger = logging.getLogger(__name__)
 
 watching: list[Watcher] = []
-"""All of them; read it only."""
+"""All watchers of this process; only to be read."""
 
 _generation: GenerationBegun | None = None
 
 
 def add(watcher: Watcher) -> None:
-    """From now on, until the job ends, it is told of everything in this process; also before `hvd.init()`."""
+    """Tells the watcher of everything in this process from now on until the job ends; also before `hvd.init()`."""
     if not watching:
         atexit.register(end, for_good=True)  # for scripts that do not call `shutdown()`; a second time finds nobody
     watching.append(watcher)
@@ -145,7 +146,7 @@ def add(watcher: Watcher) -> None:
 
 
 def remove(watcher: Watcher) -> None:
-    """It is told of nothing more. Harmless if it was not there."""
+    """Tells the watcher nothing more. Harmless if it was not there."""
     if watcher in watching:
         watching.remove(watcher)
 
@@ -153,7 +154,7 @@ def remove(watcher: Watcher) -> None:
 def tell_all(
     say: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None, *, iteration: int | None = None
 ) -> None:
-    """Tells each of these, None = of all; one that raises is removed. `iteration`: in which that is, for the log."""
+    """Calls `say` with each of the watchers, None = all, and removes one that raises; the log names the `iteration`."""
     for watcher in tuple(watching if watchers is None else watchers):
         try:
             say(watcher)
@@ -166,14 +167,14 @@ def tell_all(
 
 
 def begin(event: GenerationBegun) -> None:
-    """The ranks are together; who comes later is told so, too."""
+    """Tells all watchers, and those that come later, that the ranks are together."""
     global _generation
     _generation = event
     tell_all(lambda watcher: watcher.generation(event))
 
 
 def end(*, for_good: bool) -> None:
-    """They are not together any more; `for_good`: the job has ended, and nobody watches."""
+    """Forgets that the ranks were together; `for_good`: the job has ended, and all watchers are closed."""
     global _generation
     _generation = None
     if for_good:
@@ -186,7 +187,7 @@ RECENT = 50
 
 
 class Totals(Watcher):
-    """Adds up; any thread may read.
+    """Adds up what the job does; any thread may read.
 
     Attributes:
         iterations: that have ended, of all optimizers.
@@ -205,7 +206,7 @@ class Totals(Watcher):
         self._recent: deque[IterationEnded] = deque(maxlen=RECENT)
 
     def iteration(self, event: IterationEnded) -> None:
-        """Adds it up, and keeps it among the last ones."""
+        """Adds up the iteration's times, and keeps it among the last ones."""
         self.iterations += 1
         self.step_s += 0.0 if math.isnan(event.step_s) else event.step_s
         self.communication_s += 0.0 if math.isnan(event.communication_s) else event.communication_s
@@ -214,17 +215,17 @@ class Totals(Watcher):
         self._recent.append(event)
 
     def trial(self, event: TrialEnded) -> None:
-        """Counts it."""
+        """Counts the trial."""
         self.trials += 1
 
     def decision(self, event: Decision) -> None:
-        """Counts it, and keeps the setting and what it gains."""
+        """Counts the decision, and keeps the setting and what it gains."""
         self.decisions += 1
         self.setting = event.setting
         self.gain = event.default_s / event.best_s if event.best_s > 0.0 else math.nan
 
     def generation(self, event: GenerationBegun) -> None:
-        """Keeps its number."""
+        """Keeps the generation's number."""
         self.generation_number = event.number
 
     def now(self) -> dict[str, float]:
@@ -242,10 +243,10 @@ class Totals(Watcher):
 
 
 class TensorBoard(Watcher):
-    """Writes to a `SummaryWriter`, of PyTorch's if none is given."""
+    """Writes what happens to a `SummaryWriter`, PyTorch's if none is given."""
 
     def __init__(self, log_dir: str | None = None, *, writer: Any = None, every: int = 1) -> None:
-        """Made on rank 0, as a rule.
+        """Opens PyTorch's writer if none is given; to be made on rank 0, as a rule.
 
         Args:
             log_dir: folder of PyTorch's writer; None = its own choice.
@@ -285,7 +286,7 @@ class TensorBoard(Watcher):
         self._scalar("ranks", event.size, event.number)
 
     def close(self) -> None:
-        """Closes its own writer; one that was given is its owner's."""
+        """Closes PyTorch's writer; one that was given is its owner's."""
         if self._own:
             self._writer.close()
 
@@ -296,30 +297,22 @@ class TensorBoard(Watcher):
 
 # ── how jobs of this machine are found by `sirtaki top`: a socket of each in the user's run folder ────────────────────
 
-# Its name holds the process's number and start time, so that what a killed process has left is known for that. Nobody
-# writes to it but who asks: a job that nobody looks at pays for a thread that sleeps.
+# The system refuses connections to what a killed process has left. Only who asks connects: a job that nobody looks at
+# pays for a thread that sleeps.
 
 ANSWER_S = 1.0
-"""How long a job that is asked may take."""
+"""How long a job that is asked may take to answer."""
 
 Answer = dict[str, Any]
-"""What a job says of itself; JSON."""
+"""What a job says of itself, as JSON."""
 
 
 def run_folder() -> Path:
-    """Where sockets of this user's jobs are."""
+    """The folder with the sockets of this user's jobs."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     if given and os.access(given, os.W_OK):
         return Path(given) / "sirtaki"
     return Path(tempfile.gettempdir()) / f"sirtaki-{os.getuid()}"
-
-
-def started(pid: int) -> str:
-    """When a process began, in ticks since boot; empty if there is none, or no /proc."""
-    try:
-        return process_fields(pid)[19]
-    except OSError:
-        return ""
 
 
 class Presence:
@@ -329,27 +322,28 @@ class Presence:
         """Begins to listen.
 
         Args:
-            answer: called in another thread.
-            folder: where; None = the run folder.
+            answer: says it; called in another thread.
+            folder: of the socket; None = the run folder.
 
         Raises:
-            OSError: it cannot.
+            OSError: no socket can be made there.
         """
         folder = run_folder() if folder is None else folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} is another user's")
         self._answer, self._pid = answer, os.getpid()
-        self._path = folder / f"{self._pid}.{started(self._pid)}"
+        self._path = folder / f"{self._pid}.{secrets.token_hex(4)}"
+        hidden = folder / f".{self._path.name}"  # until it listens: `look` would remove what refuses
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
-            self._socket.bind(str(self._path))
+            self._socket.bind(str(hidden))
             self._socket.listen(4)
+            hidden.rename(self._path)
         except OSError:
             self._socket.close()
             raise
+        in_forked_children(self, lambda presence: presence._socket.close())  # they would keep it open, and never answer
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -370,7 +364,7 @@ class Presence:
                 asking.sendall(said.encode())
 
     def close(self) -> None:
-        """Ends it; a child that was forked has nothing to end."""
+        """Removes the socket; does nothing in a child that was forked."""
         atexit.unregister(self.close)
         if os.getpid() != self._pid:
             return
@@ -383,18 +377,16 @@ class Presence:
 
 
 def look(folder: Path | None = None) -> Iterator[Answer]:
-    """What each job of this user on this machine says of itself; what dead ones have left is removed."""
+    """Yields what each job of this user on this machine says of itself; removes what dead ones have left."""
     folder = run_folder() if folder is None else folder
     if not folder.is_dir():
         return
-    for path in sorted(folder.iterdir()):
-        pid, _, since = path.name.partition(".")
-        if not pid.isdigit() or started(int(pid)) != since:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            continue
+    for path in sorted(folder.glob("[!.]*")):
         with contextlib.suppress(OSError, ValueError):
-            yield _ask(path)
+            try:
+                yield _ask(path)
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _ask(path: Path) -> Answer:

@@ -83,13 +83,13 @@ def test_a_container_with_a_share_of_the_cores_is_a_host_of_another_kind(cgroups
     assert kinds[2] == kinds[0]
 
 
-def test_a_processs_fields_begin_with_its_state_and_its_parent():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        state, parent, *_ = machine.process_fields(child.pid)
-        assert state in "RSD"
-        assert int(parent) == os.getpid()
-    with pytest.raises(OSError, match=str(child.pid)):
-        machine.process_fields(child.pid)
+def test_a_process_lives_until_it_ends_and_not_until_its_parent_collects_it():
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert machine.is_alive(child.pid)
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not machine.is_alive(child.pid)
+    assert not machine.is_alive(child.pid)
 
 
 def test_addresses_are_a_host_and_a_port() -> None:

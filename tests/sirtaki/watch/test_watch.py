@@ -8,6 +8,8 @@ import os
 import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -19,7 +21,7 @@ import pytest
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
 from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer, render
-from sirtaki.watch.watchers import RECENT, Presence, Totals, look, run_folder, started
+from sirtaki.watch.watchers import RECENT, Presence, Totals, look, run_folder
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
 DECISION = Decision(
@@ -242,7 +244,6 @@ def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
 
 def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
     presence = Presence(lambda: {"iteration": 7}, folder=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{os.getpid()}.{started(os.getpid())}"]
     assert list(look(tmp_path)) == [{"iteration": 7}]
     assert list(look(tmp_path)) == [{"iteration": 7}]
     presence.close()
@@ -252,10 +253,34 @@ def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
-    for name in ("999999999.5", f"{os.getpid()}.1", "strange"):
-        (tmp_path / name).touch()
+    (tmp_path / "strange").touch()
+    job = (
+        "import os, pathlib, sys; from sirtaki.watch.watchers import Presence\n"
+        "presence = Presence(lambda: {}, folder=pathlib.Path(sys.argv[1])); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", job, tmp_path], check=True)
+    assert len(list(tmp_path.iterdir())) == 2
     assert list(look(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path) -> None:
+    job = (
+        "import os, pathlib, sys; from sirtaki.watch.watchers import Presence\n"
+        "presence = Presence(lambda: {}, folder=pathlib.Path(sys.argv[1]))\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        "print('.', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", job, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as begun:
+        assert begun.stdout is not None
+        assert begun.stdout.readline()
+        assert begun.wait() == 0
+        assert len(list(tmp_path.iterdir())) == 1
+        assert list(look(tmp_path)) == []
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> None:

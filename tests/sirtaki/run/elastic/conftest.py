@@ -8,10 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from elastic_jobs import LaunchedJob
-
-from sirtaki.machine import process_fields
 
 MEMBER = Path(__file__).parents[3] / "elastic_member.py"
 
@@ -49,8 +48,8 @@ class Job(LaunchedJob):
         ranks = {record["pid"]: record["members"][record["rank"]][0] for record in self.generation()}
         parents = {}
         for pid, host in ranks.items():
-            with suppress(OSError):
-                parents[host] = int(process_fields(pid)[1])
+            with suppress(psutil.Error):
+                parents[host] = psutil.Process(pid).ppid()
         return parents
 
 
