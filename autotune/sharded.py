@@ -612,12 +612,15 @@ class ShardSession:
         first: ShardKnobs | None = None,
         step: ShardedStep | None = None,
     ) -> None:
-        """Args:
-        space: what may be set.
-        default: what runs untuned, and stays if nothing beats it.
-        budget: steps in all.
-        first: what an earlier job has found: tried before all others, and nothing else if it wins, or is the default.
-        step: of this job, to say what may be expected; None = it is not known.
+        """Begins with the default, or with what an earlier job has found.
+
+        Args:
+            space: what may be set.
+            default: what runs untuned, and stays if nothing beats it.
+            budget: steps in all.
+            first: what an earlier job has found, tried before all others; nothing else is tried if it wins or is the
+                default.
+            step: of this job, to say what may be expected; None = it is not known.
         """
         self.space, self._default, self._left, self._first, self._step = space, default, budget, first, step
         self.knobs, self.done, self.tried = default, False, 1
@@ -650,7 +653,7 @@ class ShardSession:
 
     @property
     def doubt(self) -> bool:
-        """See above."""
+        """Whether the default stays, but steps scatter so much that another search may find something faster."""
         return self.proved is None and self._missed > DOUBTFUL
 
     def _search(self) -> Generator[ShardKnobs, float, ShardKnobs]:

@@ -78,7 +78,7 @@ class Blockwise:
         return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Codec`."""
+        """The numbers, each times its block's scale."""
         n_blocks = -(-count // self.block)
         scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # bytes of a message need not be aligned
         numbers = packed[4 * n_blocks :].view(self.dtype).float()
@@ -97,13 +97,13 @@ class Rounded:
     dtype: torch.dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Codec`."""
+        """The numbers in the dtype; an infinite one stays infinite."""
         largest = torch.finfo(self.dtype).max
         within = torch.where(values.isinf(), values, values.clamp(-largest, largest))
         return within.to(self.dtype).view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Codec`."""
+        """The numbers as float32."""
         return packed.clone().view(self.dtype)[:count].float()
 
 
@@ -205,7 +205,7 @@ class Quantised:
     codec: Codec = field(default_factory=Blockwise)
 
     def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
-        """See `Scheme`."""
+        """Sums of what the codec keeps of each part; the values become this rank's rounding errors."""
         codec, me, size = self.codec, unit.rank, unit.size
         edges = [result.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
@@ -239,7 +239,7 @@ class TopK:
             )
 
     def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
-        """See `Scheme`."""
+        """Sums of what each rank sends; what this rank does not send stays in the values."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
         if count * unit.size >= values.numel():  # eight bytes for each of those, and for each number of an all-reduce
@@ -273,7 +273,7 @@ class PowerSgd:
             raise ConfigError(f"powersgd takes a rank of at least 1, not {self.rank}")
 
     def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
-        """See `Scheme`."""
+        """Sums of matrices from one power iteration; the values become what this rank's matrices lack."""
         values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:

@@ -803,10 +803,10 @@ WORLD = MESH + 1
 
 
 class MeshCommunicator:
-    """See `Communicator`.
+    """Some ranks of a mesh.
 
-    Numbers of contexts follow from where they stem from, so that opening one takes no message, and ranks outside of it
-    need not know of it. A context belongs to one mesh, and ends with it.
+    The number of its context follows from the communicator that it was opened from, so that opening one takes no
+    message, and ranks outside of it need not know of it. A context belongs to one mesh, and ends with it.
     """
 
     backend = Backend.MESH

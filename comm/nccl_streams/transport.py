@@ -645,7 +645,7 @@ class NcclOpener:
         return NcclGroup(group)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """See `Opener`."""
+        """The device's memory as CUDA tells it: (free, all)."""
         free, total = torch.cuda.mem_get_info(self._device.torch_device)
         return free, total
 

@@ -136,7 +136,7 @@ class DdpGradients(GradientReducer):
 
     @property
     def too_often(self) -> str:
-        """See `GradientReducer`."""
+        """What is wrong where a gradient comes twice in one backward pass."""
         return TOO_OFTEN
 
     def count_arrivals(self) -> None:

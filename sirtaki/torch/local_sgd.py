@@ -196,7 +196,7 @@ class LocalSGD:
 
     @property
     def sync_every(self) -> int:
-        """See above."""
+        """Steps between two averages of one parameter; the tuned number, if it is tuned."""
         return self._interval * len(self._fragments)
 
     # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────

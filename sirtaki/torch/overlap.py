@@ -441,12 +441,12 @@ class LearnedReads:
             self._handle.remove()
 
     def arrive(self, tensor: torch.Tensor) -> None:
-        """See `Awaiter`."""
+        """Notes that the tensor was read, and lets go of it."""
         let_go(tensor)
         self.order.append(tensor)
 
     def settle(self) -> None:
-        """See `Awaiter`."""
+        """Lets go of all parameters, without noting them as read."""
         for param in self._params:
             let_go(param)
 
