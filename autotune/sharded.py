@@ -158,7 +158,7 @@ class ShardSpace:
 
     @property
     def handed_bytes(self) -> int:
-        """Of two modules' parts that are on the way to the other ranks of the node, where it keeps parameters."""
+        """Bytes of two modules' parts that are on the way to the other ranks of the node, where it keeps parameters."""
         return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class ShardSpace:
         return tuple(joined)
 
     def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
-        """With as many modules kept as memory allows, the last ones first, by each rank or (`near`) by nodes."""
+        """Keeps as many modules as memory allows, the last ones first, by each rank or (`near`) by nodes."""
         for place in reversed(self.dropped):
             kept = tuple(sorted({*(knobs.near if near else knobs.kept), place}))
             one = replace(knobs, near=kept) if near else replace(knobs, kept=kept)
@@ -228,7 +228,7 @@ class ShardLink:
     near_bytes_per_s: float = 1e12
 
     def bytes_per_s(self, streams: int) -> float:
-        """With so many connections; between two measured numbers, and beyond them, on the line through zero or less."""
+        """Rate over so many connections: interpolated between measured ones, in proportion below, constant above."""
         fewer = max((count for count in self.gathered if count <= streams), default=0)
         more = min((count for count in self.gathered if count >= streams), default=0)
         if not fewer:
@@ -290,7 +290,7 @@ class ShardedStep:
             candidates = space.around(best)
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """With the modules kept that shorten the backward pass most, as what else takes memory leaves room for them."""
+        """Yields settings whose kept modules shorten the backward pass most, within the memory that is left."""
         for behind, scattering in itertools.product((1, 2), range(1, space.scattering + 1)):
             bare = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
             if bare in space:

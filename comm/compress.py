@@ -191,7 +191,7 @@ class Piece:
 
 @lru_cache(maxsize=4096)
 def packed_bytes(codec: Codec, count: int) -> int:
-    """What so many numbers become."""
+    """How many bytes so many numbers become."""
     return codec.pack(torch.zeros(count)).numel()
 
 
@@ -366,14 +366,14 @@ class Feedback:
     loaded: bool = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of all, of this rank."""
+        """Copies of what this rank owes, and of PowerSGD's factors."""
         return {
             "owed": {name: owed.clone() for name, owed in self.owed.items()},
             "factors": {name: factor.clone() for name, factor in self.factors.items()},
         }
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Goes on from there; parameters that are not in it owe nothing."""
+        """Takes up a state; parameters that are not in it owe nothing."""
         for name, owed in self.owed.items():
             there = state["owed"].get(name)
             if there is None or there.shape != owed.shape:
@@ -566,7 +566,7 @@ class CompressedUnits:
             target.copy_(result)
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:
-        """Of all parameters of which `[start, stop)` has whole rows."""
+        """The pieces of all parameters of which `[start, stop)` has whole rows."""
         group, pieces = self._laid[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
             if end <= start or first >= stop or first == end or place.dim() < 2:

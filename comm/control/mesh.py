@@ -40,7 +40,7 @@ from .failure import FailureBoard
 logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD_BYTES = 4 * 1024**2
-"""Of one frame; longer messages take several, so that nobody allocates what a header merely claims."""
+"""A frame's largest payload; longer messages take several, so that nobody allocates what a header merely claims."""
 
 _HEADER = struct.Struct("<BBxxIQQ")
 
@@ -119,7 +119,7 @@ class Inbox:
         self._wanted: _Wanted | None = None
 
     def place(self, header: Header) -> memoryview:
-        """Memory for the payload of a frame: where it is waited for, if it is."""
+        """Return memory for the payload of a frame: that of the waiting receiver, if there is one."""
         wanted = self._wanted
         if wanted is None or len(wanted.view) - wanted.filled < header.length:
             return memoryview(bytearray(header.length))
@@ -127,7 +127,7 @@ class Inbox:
         return wanted.view[wanted.filled : wanted.filled + header.length]
 
     def take(self, header: Header, payload: memoryview) -> None:
-        """A frame is whole."""
+        """Takes in a frame that has come whole."""
         wanted = self._wanted
         if wanted is None:
             self._arrived.append((header.sequence, payload))
@@ -158,7 +158,7 @@ class Inbox:
                 return
 
     def post(self, view: memoryview, sequence: int) -> _Wanted:
-        """With nobody reading: the next message is to be read into `view`, of more than `DIRECT_BYTES`."""
+        """Has the next message, of more than `DIRECT_BYTES`, read into `view`; called while nobody reads."""
         wanted = _Wanted(view, 0, sequence)
         self._wanted = wanted
         while self._arrived and wanted.filled < len(view):
@@ -186,7 +186,7 @@ class Mailbox:
         self.posts: deque[tuple[int, int, bytes]] = deque()
 
     def inbox(self, source: int) -> Inbox:
-        """Of this sender, by its rank in the mesh."""
+        """Return the inbox for the sender with this rank in the mesh."""
         # setdefault: the thread that reads and the one that receives may come first at the same time
         return self._inboxes.get(source) or self._inboxes.setdefault(source, Inbox())
 
@@ -197,7 +197,7 @@ class Mailbox:
         return memoryview(bytearray(header.length))
 
     def take(self, source: int, header: Header, payload: memoryview) -> None:
-        """The payload has come."""
+        """Takes in a payload that has come."""
         if header.kind == Kind.DATA:
             self.inbox(source).take(header, payload)
         elif header.kind == Kind.POST:
@@ -258,14 +258,14 @@ class Connection:
         self._filled = 0
 
     def fileno(self) -> int:
-        """For epoll; -1 once it is closed."""
+        """The descriptor, for epoll; -1 once the socket is closed."""
         return self._socket.fileno()
 
     # ── sending: from any thread ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def backlogged(self) -> bool:
-        """Something waits until the other end reads."""
+        """Whether something waits until the other end reads."""
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:
@@ -385,7 +385,7 @@ class Connection:
         return True
 
     def stop_sending(self) -> None:
-        """The other end finds the end of the stream after what was sent."""
+        """Lets the other end find the end of the stream after what was sent."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -452,11 +452,11 @@ class Links:
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: int) -> Mailbox:
-        """Where the messages of that context are; some may have come already."""
+        """Return the mailbox of that context; some messages may have come already."""
         return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
 
     def free(self, context: int) -> None:
-        """What comes for that context from now on is dropped."""
+        """Drops what comes for that context from now on."""
         self._freed.add(context)
         self._mailboxes.pop(context, None)
 
@@ -512,7 +512,7 @@ class Links:
         return self.open(header.context).place(source, header)
 
     def take(self, source: int, header: Header, payload: memoryview) -> None:
-        """The payload has come."""
+        """Takes in a payload that has come."""
         if header.context != MESH:
             if header.context not in self._freed:
                 self.open(header.context).take(source, header, payload)
@@ -647,14 +647,14 @@ class Exchange:
         self.rank, self.size = communicator.rank, communicator.size
 
     def send(self, array: Array, rank: int) -> Sending:
-        """Sends it; it is in use until the sending is done."""
+        """Sends the array, whose memory is in use until the sending is done."""
         comm = self._comm
         return comm._links.send(
             comm._members[rank], Kind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
         )
 
     def receive(self, array: Array, rank: int) -> Steps:
-        """Fills it with the next message of that rank."""
+        """Fills the array with the next message from that rank."""
         inbox, view = self._comm._mailbox.inbox(self._comm._members[rank]), _view(array)
         if len(view) <= DIRECT_BYTES:
             yield from inbox.receive(view, self._sequence)
@@ -666,7 +666,7 @@ class Exchange:
 
 
 def until_sent(*sendings: Sending) -> Steps:
-    """Until all of them have left."""
+    """Yields until all sendings have left."""
     for sending in sendings:
         while not sending.done:
             yield
@@ -767,7 +767,7 @@ def all_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def broadcast(exchange: Exchange, array: Array, root: int) -> Steps:
-    """Along a binomial tree."""
+    """Broadcast from `root` along a binomial tree."""
     size = exchange.size
     place = (exchange.rank - root) % size
     distance = 1
@@ -812,7 +812,7 @@ class MeshCommunicator:
     backend = Backend.MESH
 
     def __init__(self, links: Links, members: Sequence[int] | None = None, context: int = WORLD) -> None:
-        """Of these ranks of the mesh, this one among them.
+        """Opens a communicator over these ranks of the mesh, this one among them.
 
         Args:
             links: the connections, which end with the communicator of all ranks.
@@ -828,11 +828,11 @@ class MeshCommunicator:
         self._opened: Counter[str] = Counter()
 
     def duplicate(self) -> MeshCommunicator:
-        """The same ranks under a number of their own, which all of them compute: takes no message."""
+        """Opens another context over the same ranks; all compute its number, without a message."""
         return self._derived("duplicate", self._members)
 
     def subset(self, ranks: Sequence[int]) -> MeshCommunicator:
-        """Those ranks under a number of their own, which all of them compute: takes no message."""
+        """Opens a context over those ranks; all compute its number, without a message."""
         return self._derived(f"of {','.join(map(str, ranks))}", [self._members[rank] for rank in ranks])
 
     def _derived(self, how: str, members: Sequence[int]) -> MeshCommunicator:
@@ -840,7 +840,7 @@ class MeshCommunicator:
         return MeshCommunicator(self._links, members, _number(f"{self._context} {how} {self._opened[how]}"))
 
     def free(self) -> None:
-        """Forgets it without a message; with the communicator of all ranks the mesh ends."""
+        """Ends this communicator without a message; with that of all ranks the mesh ends."""
         if self._context == WORLD:
             self._links.close()
         self._links.free(self._context)
@@ -856,11 +856,11 @@ class MeshCommunicator:
     # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Begins it, by the algorithm that suits the size and the number of ranks."""
+        """Begins an all-reduce, by the algorithm that suits the size and the number of ranks."""
         return self._begin(all_reduce(self._next(), array.reshape(-1), op))
 
     def broadcast(self, array: Array, root: int) -> Test:
-        """Begins it: from `root`, over those that have it."""
+        """Begins a broadcast from `root` along a binomial tree."""
         return self._begin(broadcast(self._next(), array, root))
 
     def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
@@ -882,7 +882,7 @@ class MeshCommunicator:
         return self._begin(reduce_scatter(self._next(), array, part, counts, op))
 
     def barrier(self) -> Test:
-        """Begins it: ranks tell each other that they have come."""
+        """Begins a barrier: ranks tell each other that they have come."""
         return self._begin(disseminate(self._next(), np.empty(0, dtype=np.uint8), Op.AND))
 
     def send(self, array: Array, rank: int) -> Test:

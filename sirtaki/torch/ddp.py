@@ -200,7 +200,7 @@ class DdpGradients(GradientReducer):
             param.grad = gradient
 
     def begin_backward(self) -> bool:
-        """False: this pass is not to be synchronised, its gradients are only added up, or counted."""
+        """Returns False if this pass is not to be synchronised: its gradients are only added up, or counted."""
         if not self._due:
             return False
         self._begin()
@@ -228,7 +228,7 @@ class DdpGradients(GradientReducer):
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
-        """The pass that was due has raised."""
+        """Gives up the pass that was due, which has raised."""
         self._forget()
         super().fail_backward()
 
@@ -245,7 +245,7 @@ class Arrivals:
     """Counts how often a gradient of each parameter comes in a backward pass."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Begins to."""
+        """Begins to count."""
         self._params = params
         self.begin()
         self._handles = [
@@ -254,11 +254,11 @@ class Arrivals:
         ]
 
     def begin(self) -> None:
-        """Nothing has come."""
+        """Sets all counts to 0."""
         self._counts = [0] * len(self._params)
 
     def end(self) -> list[int]:
-        """Counts no more."""
+        """Stops counting, and returns how often each gradient has come."""
         for handle in self._handles:
             handle.remove()
         return self._counts
@@ -320,7 +320,7 @@ class Outputs:
         self._gradients = gradients
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """PyTorch's call."""
+        """Has the backward pass noticed that begins at `output`; PyTorch calls this."""
         if self._gradients is not None and not torch.compiler.is_compiling():
             self._gradients.watch(output)
 
@@ -329,7 +329,7 @@ class Outputs:
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:
-    """Those in containers."""
+    """Yields the tensors nested in containers."""
     inside: Iterable[object] = ()
     if isinstance(found, torch.Tensor):
         yield found

@@ -409,7 +409,7 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, with the same fragments; what is on its way now does not count.
+        """Takes up a state that has the same fragments; what is on its way now does not count.
 
         Raises:
             ConfigError: the state is of another model or of other fragments.

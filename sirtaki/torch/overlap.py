@@ -64,13 +64,13 @@ class PartialStep:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose step it is."""
+        """The optimizer whose step this is."""
         optimizer = self._reference()
         assert optimizer is not None
         return optimizer
 
     def begin(self) -> None:
-        """A step is asked for: what its groups say now holds for all its updates, whatever is written there later."""
+        """Begins a step: what its groups say now holds for all its updates, whatever is written there later."""
         self._options, self._group_of = [], {}
         for number, group in enumerate(self.optimizer.param_groups):
             self._group_of |= {id(param): number for param in group["params"]}
@@ -139,7 +139,7 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
 
 
 def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """The same, of an optimizer whose class is not known, by a step of copies; gradients must be there.
+    """As `refusal`, of an optimizer of unknown class: steps copies of it, so gradients must be there.
 
     One copy is stepped as a whole, and one as `PartialStep` does it, parameter by parameter, the last first. All
     values, states, options and attributes must be equal to the bit.
@@ -193,13 +193,13 @@ def _copy_of(
 
 
 def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it has made of each parameter, and noted of it."""
+    """What the optimizer has made of each parameter, and keeps of it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {str(number): (param.detach(), optimizer.state.get(param, {})) for number, param in enumerate(params)}
 
 
 def _notes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it has noted besides."""
+    """What the optimizer keeps besides."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     notes = {f"its attribute {name}": value for name, value in own.items()}
     notes |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -236,14 +236,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Awaiter(Protocol):
-    """Who can wait for tensors."""
+    """Waits for the tensors that it holds."""
 
     def arrive(self, tensor: torch.Tensor) -> None:
         """Blocks until anybody may use the tensor, and lets go of it."""
         ...
 
     def settle(self) -> None:
-        """The same for all of its tensors."""
+        """Blocks until anybody may use any of its tensors, and lets go of them."""
         ...
 
 
@@ -301,24 +301,24 @@ _PLAIN: dict[type, type] = {held: plain for plain, held in _HELD.items()}
 
 
 def can_be_held(tensor: torch.Tensor) -> bool:
-    """Whether it is of a class that `hold` knows, and is not held already."""
+    """Whether the tensor is of a class that `hold` knows, and is not held already."""
     return type(tensor) in _HELD
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether it is waited for."""
+    """Whether the tensor is held: using it waits."""
     return type(tensor) in _PLAIN
 
 
 def hold(tensors: Iterable[torch.Tensor], awaiter: Awaiter) -> None:
-    """Whoever uses one of these waits from now on, by `awaiter`, which is kept alive until then."""
+    """Makes whoever uses one of the tensors wait, by `awaiter`, which is kept alive until they are let go."""
     for tensor in tensors:
         _awaiters[id(tensor)] = awaiter
         tensor.__class__ = _HELD[type(tensor)]
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Nobody waits for this one any more. Harmless if nobody did."""
+    """Makes the tensor plain again, for which nobody waits. Harmless if it is."""
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del _awaiters[id(tensor)]
@@ -515,7 +515,7 @@ def hold_their_own(modules: Sequence[nn.Module], params: Sequence[torch.Tensor])
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """What it holds, also in lists."""
+    """Parameters that the module itself holds, also in lists."""
     lists = [part for part in module._modules.values() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
@@ -550,7 +550,7 @@ class Zeroing(Enum):
 
 
 class PutOffUpdates:
-    """Of one optimizer; it is the gate of its reducer, while it uses one alone.
+    """The updates of one optimizer that are put off; the forward gate of its reducer, while it uses one alone.
 
     Attributes:
         uncovered: parameters, by id, that something reads past Python: these are waited for in `step()`.
@@ -598,7 +598,7 @@ class PutOffUpdates:
 
     @property
     def phase(self) -> Phase:
-        """That of the reducer; COMING while there are several."""
+        """The reducer's phase; COMING while there are several reducers."""
         return Phase.COMING if (reducer := self._reducer) is None else reducer.phase
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
