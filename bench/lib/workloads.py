@@ -326,13 +326,17 @@ class Workload:
             forward_s=total_s / 2 if forward_s is None else forward_s,
         )
 
-    def shortest_step_s(self, *, compute_s: float, communication_s: float) -> float:
-        """Of a step that waits for all gradients before its update, however they are cut: a link that idles only while
-        nothing has come. A third of the computation is the forward pass.
+    def shortest_step_s(self, *, compute_s: float, communication_s: float, overlaps_forward: bool = False) -> float:
+        """Of a step, however gradients are cut, on a link that idles only while there is nothing to send.
+
+        Either the update waits for all gradients, and a third of the computation is the forward pass before the first
+        one; or each is waited for where the next forward pass reads it. Then between the moment in which a parameter is
+        read and that in which its gradient comes nothing can be sent of it, nor of those that are read before it.
         """
-        total, left, ready_s, end_s = sum(self.layout.sizes), 1.0, compute_s / 3, 0.0
+        waits_s = 0.0 if overlaps_forward else compute_s / 3
+        total, left, ready_s, end_s = sum(self.layout.sizes), 1.0, waits_s, compute_s
         for size, share in zip(self.layout.sizes, self.compute_shares, strict=True):
-            ready_s += 2 / 3 * compute_s * share
+            ready_s += (compute_s - waits_s) * share
             end_s = max(end_s, ready_s + left * communication_s)
             left -= size / total
         return end_s

@@ -16,7 +16,8 @@ from bench.lib.contenders import Contender
 from bench.lib.harness import RESULTS, Bar, Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import EmulatedModel, gpt
 from bench.lib.ranks import in_turns, take_result
-from bench.lib.workloads import NETWORKS, cluster, workload
+from bench.lib.workloads import NETWORKS, Workload, cluster, workload
+from sirtaki.comm.plan import GradientLayout
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=f"no emulated cluster: {why_unavailable()}")
 
@@ -260,6 +261,18 @@ def test_the_construction_rules_give_the_published_networks(name):
 
 def test_resnet_152_takes_as_long_as_the_asc_wfbp_paper_measured():
     assert workload("resnet152").backward_s == pytest.approx(0.182, rel=0.1)
+
+
+def test_no_step_is_shorter_than_what_its_link_and_its_order_of_gradients_allow() -> None:
+    layout = GradientLayout(sizes=(10, 30, 60), names=("last", "middle", "first"))
+    net = Workload(name="net", layout=layout, compute_shares=(0.5, 0.3, 0.2), backward_s=1.0)
+    # A third of 0.3 s is the forward pass; the last layer's gradient comes 0.1 s later, and then all must be sent.
+    assert net.shortest_step_s(compute_s=0.3, communication_s=1.0) == pytest.approx(0.1 + 0.1 + 1.0)
+    assert net.shortest_step_s(compute_s=0.3, communication_s=0.01) == pytest.approx(0.3 + 0.006)
+    # While the last layer computes, in both directions, nothing of any layer is to be sent.
+    overlapped = net.shortest_step_s(compute_s=0.3, communication_s=1.0, overlaps_forward=True)
+    assert overlapped == pytest.approx(0.15 + 1.0)
+    assert net.shortest_step_s(compute_s=0.3, communication_s=0.01, overlaps_forward=True) == pytest.approx(0.306)
 
 
 def test_three_flows_fill_a_link_capped_at_a_third():
