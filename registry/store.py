@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import sqlite3
 import time
 import zlib
@@ -777,12 +778,16 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 def _is_on_network(path: Path) -> bool:
     """Whether hosts may share the file: WAL needs memory shared by all who use it, so it works on one host only."""
     try:
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return False  # no Linux: take it for a local disk, as most home directories are
-    folder = os.path.realpath(path.parent)
-    around = [mount for mount in mounts if folder == mount[0] or folder.startswith(mount[0].rstrip("/") + "/")]
-    return max(around, key=lambda mount: len(mount[0]), default=["/", ""])[1].startswith(_NETWORK_FILE_SYSTEMS)
+    folder, around = os.path.realpath(path.parent), [(0, 0, "")]
+    for number, line in enumerate(lines):  # of two at one place the later one hides the other
+        _, place, kind, *_ = line.split()
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # spaces are \040
+        if f"{folder}/".startswith(f"{place}/"):
+            around.append((len(place), number, kind))
+    return max(around)[2].startswith(_NETWORK_FILE_SYSTEMS)
 
 
 def set_aside(path: Path) -> Path:

@@ -339,7 +339,7 @@ class NcclTransport(Transport):
         return list(dict.fromkeys(_key(stream, scope) for stream in streams for scope in self.scopes))
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`."""
+        """Collective: opens the communicators of these streams."""
         keys = self.keys(streams)
         if not set(keys) <= self._pool.open.keys():
             self._device.synchronise()  # what is closed for the new ones must have nothing in flight
@@ -527,7 +527,7 @@ PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
 
 
 class NcclGroup:
-    """One communicator; see `Group`."""
+    """One communicator by PyTorch's `ProcessGroupNCCL`."""
 
     def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
         """Takes over a `ProcessGroupNCCL`."""
@@ -578,7 +578,7 @@ class NcclGroup:
 
 
 class NcclOpener:
-    """Makes communicators over the ranks of a control plane, all on one GPU of this process; see `Opener`."""
+    """Makes communicators over the ranks of a control plane, all on one GPU of this process."""
 
     def __init__(
         self,
@@ -605,7 +605,7 @@ class NcclOpener:
         self.ways = ways
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Collective: see `Opener`. The communicator has done its first operation when this returns."""
+        """Collective over the scope's ranks. The communicator has done its first operation when this returns."""
         control = self._control
         rank, size, name = {
             Scope.ALL: (control.rank, control.size, "all"),

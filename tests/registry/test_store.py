@@ -272,12 +272,20 @@ def test_the_journal_fits_the_file_system_and_can_be_changed(
 
 @pytest.mark.parametrize(
     ("folder", "expected"),
-    [("/home/me", True), ("/home/me/data/x", False), ("/homes", False), ("/data", False), ("/home", True)],
+    [
+        ("/home/me", True),
+        ("/home/me/data/x", False),
+        ("/homes", False),
+        ("/data", False),
+        ("/home", True),
+        ("/my share/x", True),
+    ],
 )
 def test_the_innermost_mount_says_what_lies_below_a_file(
     folder: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = "server:/home /home nfs4 rw 0 0\n/dev/a / ext4 rw 0 0\n/dev/b /home/me/data xfs rw 0 0\n"
+    mounts += "/dev/c /my\\040share ext4 rw 0 0\nserver:/share /my\\040share nfs rw 0 0\n"
     monkeypatch.setattr(Path, "read_text", lambda _: mounts)
     monkeypatch.setattr(os.path, "realpath", str)
     assert store_module._is_on_network(Path(folder) / "registry.db") == expected

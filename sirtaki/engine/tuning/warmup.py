@@ -1141,7 +1141,7 @@ class TunedSynchroniser:
     # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
 
     def _note_overlap(self, overlap: ForwardOverlap, report: IterationReport, *, joined: bool) -> None:
-        """Collective now and then: see `ForwardOverlap`."""
+        """Collective at the ends of trials: tells the overlap with the forward pass of an iteration."""
         knobs = overlap.note(
             report,
             self._sync,
