@@ -7,11 +7,12 @@ its peak), re-computation of chosen modules and a number of passes over parts of
 changed and with either: re-computation by the very lines of code that are printed, executed.
 
 *Peak*: each in a job of its own, under torch.profiler from before the model is made on, so that the allocator's own
-count is the whole of what it has given out; beside that the flat buffers, which other processes share and which are not
-the allocator's. *Time*: by turns in one job, in which three recordings are made between the turns; medians of the
-slowest rank's steps, and of the predictions from each recording. What else the machine does comes and goes, so what is
-judged is how many times as long as the unchanged step one with a remedy takes, as measured and as predicted. With
-`--peaks-only` nothing is timed.
+count is the whole of what it has given out; beside that the flat buffers, which are mapped and not the allocator's.
+Units travel over sockets: over shared memory the threads that carry them give gradients back, which torch.profiler, on
+in the training thread alone, does not see, so that its count would grow with each step. *Time*: by turns in one job, in
+which three recordings are made between the turns; medians of the slowest rank's steps, and of the predictions from each
+recording. What else the machine does comes and goes, so what is judged is how many times as long as the unchanged step
+one with a remedy takes, as measured and as predicted. With `--peaks-only` nothing is timed.
 
 Bars: peaks as they are and under each remedy within 5 %; the remedy that is chosen is the fastest of those that fit, as
 measured, or at most 2 % slower.
@@ -262,7 +263,8 @@ def run(report: Report, model: str, args: Any) -> None:
         first = Path(directory, "alone")
         others = [Path(directory, f"beside-others-{number}") for number in range(RECORDINGS)]
         options: dict[str, Any] = {"model": model, "folder": str(first)}
-        ranks = partial(run_ranks, "bench.memory", RANKS, env={"SIRTAKI_TUNE": "0", "KINETO_LOG_LEVEL": "99"})
+        env = {"SIRTAKI_TUNE": "0", "SIRTAKI_TRANSPORT": "gloo", "KINETO_LOG_LEVEL": "99"}
+        ranks = partial(run_ranks, "bench.memory", RANKS, env=env)
         ranks({**options, "what": "record"})
         fittings = asked(first)
         ways = {name: way for name, (way, _) in ways_of(fittings).items()}

@@ -815,6 +815,8 @@ class _Memory:
             if not begin_s <= event.at_s <= end_s:
                 continue
             if event.n_bytes > 0:
+                if (place := live.get(address)) is not None:  # given back in a thread that is not looked at
+                    self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 call = -1 if seen.calls is None else self._call_at(seen.calls, event.at_s)
                 phase = phase_at(self._spans, event.at_s)
                 self._add(address, event.n_bytes, begin_s=event.at_s, phase=phase, call=call, operator=event.operator)

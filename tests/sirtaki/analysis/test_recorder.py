@@ -669,6 +669,11 @@ BEFORE = ((-3.0, 1, 10), (-2.0, 2, 20), (-1.0, 2, -20), (-0.5, 3, 33), (1.5, 1, 
             (),
             [(10, Holds.OTHER, 2.0), (11, Holds.ACTIVATIONS, None)],
         ),
+        (  # and nobody has seen it given back
+            ((1.0, 1, 10), (2.5, 1, 11), (11.0, 1, -11)),
+            (),
+            [(10, Holds.OTHER, 2.5), (11, Holds.ACTIVATIONS, None)],
+        ),
     ],
 )
 def test_what_was_there_is_known_from_tensors_and_from_events(events, storages, found) -> None:
