@@ -97,7 +97,7 @@ def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
     except psutil.Error:
-        return False
+        return psutil.LINUX and not Path("/proc/self").exists()  # where it is not mounted nothing can be known
 
 
 T = TypeVar("T")

@@ -814,20 +814,19 @@ class _Memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:
                 continue
+            # What is given back in a thread that is not looked at ends where its address is used again. A device also
+            # tells of what nobody had seen, and which is a part of what is left there.
+            if (place := live.pop(address, None)) is not None:
+                self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
+                if event.n_bytes < 0 and event.accumulating and place not in short_lived:
+                    self._accumulated.add(place)
             if event.n_bytes > 0:
-                if (place := live.get(address)) is not None:  # given back in a thread that is not looked at
-                    self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 call = -1 if seen.calls is None else self._call_at(seen.calls, event.at_s)
                 phase = phase_at(self._spans, event.at_s)
                 self._add(address, event.n_bytes, begin_s=event.at_s, phase=phase, call=call, operator=event.operator)
                 live[address] = len(self.allocations) - 1
                 if event.accumulating:
                     short_lived.add(live[address])
-            elif (place := live.pop(address, None)) is not None:
-                # Else a device tells of what nobody had seen, and which is a part of what is left there.
-                self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
-                if event.accumulating and place not in short_lived:
-                    self._accumulated.add(place)
 
     def _take_what_was_there(self, seen: Seen, begin_s: float) -> None:
         before: dict[Address, int] = {}  # what was asked for while nobody looked at storages yet

@@ -78,8 +78,12 @@ def session_members(sessions: set[int]) -> list[int]:
     """
     import psutil  # as in `is_alive`
 
-    found = []
-    for pid in psutil.pids():
+    found = list[int]()
+    try:
+        pids = psutil.pids()
+    except (OSError, IndexError):  # no /proc: it is missing, or empty
+        return found
+    for pid in pids:
         with contextlib.suppress(OSError):
             if os.getsid(pid) in sessions and is_alive(pid):
                 found.append(pid)
