@@ -13,6 +13,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -458,11 +459,24 @@ class Copies:
                 return
             sources = self._sources[part]
             self._sources[part] = [_NOTHING] * len(sources)  # nobody needs their memory any more
-            if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:  # which torch would copy with several threads
-                pairs = [_cut(target, source, CHUNK_ELEMENTS) for target, source in zip(targets, sources, strict=True)]
-                targets, sources = ([chunk for chunks in side for chunk in chunks] for side in zip(*pairs, strict=True))
-            torch._foreach_copy_(targets, sources)
+            pairs = list(zip(targets, sources, strict=True))
+            for target, source in pairs:
+                if target.numel() > CHUNK_ELEMENTS:
+                    _copy_alone(target, source)
+            if small := [pair for pair in pairs if pair[0].numel() <= CHUNK_ELEMENTS]:
+                torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
             self.copied = until
+
+
+def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies in this thread alone, where torch would take several."""
+    if target.dtype is source.dtype and target.stride() == source.stride() and not target.is_complex():
+        numel = target.numel()
+        to, came = (tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source))
+        np.copyto(to, came)
+    else:
+        pieces, of_source = _cut(target, source, CHUNK_ELEMENTS)
+        torch._foreach_copy_(list(pieces), list(of_source))
 
 
 def _cut(
