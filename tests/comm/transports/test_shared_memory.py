@@ -73,6 +73,12 @@ def test_halves_are_accumulated_wide_and_rounded_once(op: ReduceOp) -> None:
     assert buffers[2].tolist() == [4100.0 if op is ReduceOp.SUM else 4096.0]
 
 
+def test_what_overflows_is_added_up_in_silence_as_torch_does() -> None:
+    buffers = [torch.tensor([3e38, torch.inf]), torch.tensor([3e38, -torch.inf])]
+    reduce_share(buffers, 0, 2, op=ReduceOp.SUM, scale=1.0, outputs=buffers)
+    torch.testing.assert_close(buffers[1], torch.tensor([torch.inf, torch.nan]), equal_nan=True)
+
+
 def test_a_unit_waits_for_the_last_rank_and_everybody_sleeps_meanwhile() -> None:
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
