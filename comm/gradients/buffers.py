@@ -459,12 +459,16 @@ class Copies:
                 return
             sources = self._sources[part]
             self._sources[part] = [_NOTHING] * len(sources)  # nobody needs their memory any more
-            pairs = list(zip(targets, sources, strict=True))
-            for target, source in pairs:
-                if target.numel() > CHUNK_ELEMENTS:
-                    _copy_alone(target, source)
-            if small := [pair for pair in pairs if pair[0].numel() <= CHUNK_ELEMENTS]:
-                torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
+            if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
+                pairs, targets, sources = zip(targets, sources, strict=True), [], []
+                for target, source in pairs:
+                    if target.numel() > CHUNK_ELEMENTS:
+                        _copy_alone(target, source)
+                    else:
+                        targets.append(target)
+                        sources.append(source)
+            if targets:
+                torch._foreach_copy_(targets, sources)
             self.copied = until
 
 
