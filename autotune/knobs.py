@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from sirtaki.comm.plan import (
     TransportKind,
     Unit,
     UnitClass,
+    alignment,
     compressor_name,
     goes_through_sockets,
 )
@@ -171,16 +172,19 @@ class Knobs:
     def to_plan(self, layout: GradientLayout) -> CommPlan:
         """The units of `layout` under these knobs.
 
-        Uniform cuts are `unit_bytes` long, take the streams in turn, and the last one is shorter.
+        Uniform cuts are `unit_bytes` long, take the streams in turn, and the last one is shorter. On CUDA all cuts are
+        rounded up to the alignment of the device.
 
         Raises:
             PlanError: explicit cuts do not fit the layout.
         """
-        cuts = self.cuts
+        cuts, piece = self.cuts, alignment(layout.device, layout.itemsize_bytes)
         if cuts is None:
-            step = max(1, self.unit_bytes // layout.itemsize_bytes)
+            step = -(-max(1, self.unit_bytes // layout.itemsize_bytes) // piece) * piece
             stops = (min(start + step, layout.numel) for start in range(0, layout.numel, step))
             cuts = tuple(Cut(stop=stop, stream=number % self.streams) for number, stop in enumerate(stops))
+        elif piece > 1:
+            cuts = _aligned(cuts, piece, layout.numel)
         units = [
             Unit(
                 start=start,
@@ -226,6 +230,18 @@ class Knobs:
         nccl = f", NCCL by {self.nccl.describe()}" if self.nccl else ""
         over = f"{self.transport.value} {self.algorithm.value}"
         return f"{over}, {cut}, {self.streams} stream{plural}{threads}{nccl}{lossy}"
+
+
+def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
+    """Round cuts up to multiples of `piece` elements, and leave out units that become empty by it."""
+    stops = [max(cut.stop, min(-(-cut.stop // piece) * piece, numel)) for cut in cuts]
+    rounded = [msgspec.structs.replace(cut, stop=stop) for cut, stop in zip(cuts, stops, strict=True)]
+    before = [(0, 0), *zip((cut.stop for cut in cuts), (cut.stop for cut in rounded), strict=True)]
+    return tuple(
+        new
+        for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
+        if new.stop > rounded_stop or cut.stop <= stop  # the latter is an error in the cuts, which the plan reports
+    )
 
 
 def format_bytes(count: int) -> str:

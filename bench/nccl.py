@@ -334,9 +334,9 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
                     break
                 for _ in range(2):  # the first one is not counted
                     control.barrier()
-                    begin = device.record_event()
+                    begin = device.record_event(timed=True)
                     router.wait_for([work for _ in range(rounds) for work in router.all_reduce_plan(buffer, plan)])
-                    end = device.record_event()
+                    end = device.record_event(timed=True)
                     device.wait_for(end)
                     seconds = device.elapsed_s(begin, end) / rounds
                 slowest_s = float(control.maximum(np.array([seconds]))[0])

@@ -1,14 +1,16 @@
-"""Where gradients live, and in which order things happen there: the seam between the synchroniser and CUDA.
+"""The device that holds the gradients: host memory, or one CUDA GPU.
 
-On the host things happen when they are called. On a GPU a call only puts work on a *stream*, and order exists between
-streams where someone asked for it: by events; memory is kept by stashing, time is taken by events. All of that is here,
-so that the synchroniser is written once, and so that tests can run it on streams that are not CUDA's.
+On the host, an operation is complete when its call returns. On a GPU, a call only puts work on a CUDA stream. Two
+streams are ordered only by events, and the caching allocator reuses memory in the order of the stream that allocated
+it. This module contains all of that, so that the gradient pipeline is written once for both.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -24,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 def outside_inference(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Has a function run outside of `torch.inference_mode()`: other threads could not write the tensors it makes."""
+    """Run a function outside `torch.inference_mode()`, because other threads cannot write inference tensors."""
 
     @functools.wraps(function)
     def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
@@ -37,19 +39,17 @@ def outside_inference(function: Callable[_Given, _Result]) -> Callable[_Given, _
 
 
 Event = Any
-"""A moment on a device, as `Device.record_event` gives it: a float of the host's clock, or an event."""
+"""A point in the work of a device, as returned by `Device.record_event`: a host time in seconds, or a CUDA event."""
 
 
 class Device:
-    """Where gradients live, and what the synchroniser needs to know of it: this one is the host's memory.
-
-    There everything has happened when its call returns; see `CudaDevice` for a GPU.
+    """The host's memory. `CudaDevice` overrides what differs on a GPU.
 
     Attributes:
-        torch_device: of its tensors.
-        streams: work is put on streams and done later. All ranks must then start reductions in the same order, one
-            thread at a time, and what an iteration measured is known when the next one ends.
-        users: synchronisers that use it now; each counts itself.
+        torch_device: device of the tensors.
+        streams: True if work is asynchronous. All ranks must then launch reductions in the same order, from one thread
+            at a time, and the measurements of an iteration are available when the next one ends.
+        users: gradient pipelines on this device. Each pipeline counts itself.
     """
 
     torch_device = torch.device("cpu")
@@ -58,60 +58,71 @@ class Device:
     _nothing = nullcontext()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Calls a function whose tensor operations belong to the current stream."""
+        """Call a function whose tensor operations run on the current stream."""
         function(*args)
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is launched inside runs beside the current stream, after all that was launched there so far."""
+        """Run the body on the packing stream, ordered after the work that is on the current stream now."""
+        return self._nothing
+
+    def before_packing(self) -> AbstractContextManager[object]:
+        """Run the body on the stream from which `beside` was entered; packing continues after the body."""
         return self._nothing
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """What is launched inside runs on a stream of `make_stream`, with no order to the current one."""
+        """Run the body on a stream of `make_stream`, without any order to the current stream."""
         return self._nothing
 
     def make_stream(self) -> Any:
-        """A stream of its own; high priority. None on the host, which has no other order than that of calls."""
+        """Return a high-priority stream that no other caller of this method has. None on the host."""
         return None
 
     def notice_stream(self) -> None:
-        """Something that reductions depend on was just put on the current stream; cheap, called a gradient."""
+        """Order packing after a gradient that was just written on the current stream. Called for each gradient."""
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Makes copies between a tensor in the host's memory and the device fast, as long as the tensor lives."""
+        """Page-lock existing host memory until the tensor is freed, so that copies to the device are asynchronous."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate zeroed host memory, `(numel,)`, page-locked if the device copies from and to it."""
+        return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of tensors until all that was launched so far on the current stream is done."""
+        """Keep the memory of tensors until the work that is on the current stream now has been done."""
 
     def release(self) -> None:
-        """Lets go what is kept: the current stream is ordered after all that reads it."""
+        """Free the memory that `keep` holds, after ordering the streams that may reuse it behind its readers."""
 
-    def record_event(self) -> Event:
-        """The moment in which all that was launched so far on the current stream is done."""
+    def record_event(self, *, timed: bool = False) -> Event:
+        """Record an event on the current stream. Only timed events can be passed to `elapsed_s`."""
         return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
-        """What is launched on the current stream from now on happens after `event`."""
+        """Make the current stream wait for an event. Non-blocking."""
 
     def is_reached(self, event: Event) -> bool:
-        """Whether the moment is over; never waits."""
+        """Return whether the event has been reached. Non-blocking."""
         return True
 
     def wait_for(self, event: Event) -> None:
-        """Blocks the calling thread until the moment has come."""
+        """Block the calling thread until the event has been reached."""
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Seconds between two moments that are over."""
+        """Return the seconds between two timed events that have been reached."""
         return float(end - begin)
 
     def synchronise(self) -> None:
-        """Blocks until everything on the device is done."""
+        """Block until the device has done all its work."""
+
+    def enter_thread(self) -> None:
+        """Prepare a helper thread for calls to the device. Call it first in each thread that is not the user's."""
 
 
 HOST = Device()
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies without waiting, where one of the two is page-locked; for `Device.launch`."""
+    """Copy, without blocking the host if host memory is page-locked. Meant for `Device.launch`."""
     target.copy_(source, non_blocking=True)
 
 
@@ -119,65 +130,134 @@ logger = logging.getLogger(__name__)
 
 HIGH_PRIORITY = -1
 
+POOL_STREAMS = 32
+"""Streams of one priority that PyTorch makes for each device; it hands them out in turn (c10/cuda/CUDAStream.cpp)."""
+
+CAPTURE_MODE_THREAD_LOCAL = 1
+"""`cudaStreamCaptureModeThreadLocal`: another thread's CUDA graph capture does not forbid calls in this thread."""
+
+
+@functools.cache
+def cuda_runtime() -> Any:  # Any: functions of a C library
+    """Return the CUDA runtime library that PyTorch has loaded, or None if it cannot be found.
+
+    `torch.cuda.cudart()` lacks `cudaGetLastError`, `cudaDriverGetVersion` and `cudaThreadExchangeStreamCaptureMode`.
+    """
+    major = str(torch.version.cuda).split(".")[0]
+    for name in (f"libcudart.so.{major}", "libcudart.so"):
+        try:
+            return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+    logger.debug("libcudart is not loaded as a shared library: a CUDA graph capture may collide with helper threads")
+    return None
+
+
+def driver_version() -> tuple[int, int]:
+    """Return the newest CUDA that the driver supports, as (major, minor); (0, 0) if that cannot be found out."""
+    found = ctypes.c_int(0)
+    library = cuda_runtime()
+    if library is None or library.cudaDriverGetVersion(ctypes.byref(found)) != 0:
+        return 0, 0
+    return found.value // 1000, found.value % 1000 // 10
+
 
 class CudaDevice(Device):
     """One GPU of this process.
 
-    Gradients are packed on a side stream, so the backward pass does not wait for the copies. The caching allocator
-    would hand a gradient's memory out again as soon as the *backward* stream lets it go, so what the side stream
-    still reads is kept here until it has been read.
+    Gradients are packed on a stream of their own, so the backward pass does not wait for the copies. The caching
+    allocator would reuse a gradient's memory as soon as its *backward* stream frees it, so `keep` holds the memory
+    until the packing stream has read it.
     """
 
     streams = True
 
     def __init__(self, index: int) -> None:
-        """Args: `index` of the GPU, as `cuda:index`."""
+        """Args: `index` of the GPU, as in `cuda:index`."""
         self.torch_device = torch.device("cuda", index)
         self._index = index
+        self._own_streams: set[int] = set()
+        self._known_streams: dict[int, Any] = {}
         self._side = self.make_stream()
+        self._outer: Any = None  # the stream from which `beside` was entered
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = threading.Lock()
-        self._latest_stream = 0
+        self._latest_stream: int | None = None  # a raw handle; 0 is the default stream
         self._noticed: set[int] = set()
+        self._thread = threading.local()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Launches on the side stream, behind what is on the current one by now."""
-        self._side.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(self._side):
+        """Run the body on the packing stream, after the work that is on the current stream now."""
+        outer, self._outer = self._outer, torch.cuda.current_stream(self.torch_device)
+        try:
+            self._side.wait_stream(self._outer)
+            with torch.cuda.stream(self._side):
+                yield
+        finally:
+            self._outer = outer
+
+    @contextmanager
+    def before_packing(self) -> Iterator[None]:
+        """Run the body on the stream from which `beside` was entered; then order the packing stream after it."""
+        if self._outer is None:
             yield
+            return
+        with torch.cuda.stream(self._outer):
+            yield
+        self._side.wait_stream(self._outer)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Launches on that stream, and orders nothing."""
+        """Run the body on that stream, without ordering anything."""
         return torch.cuda.stream(stream)
 
     def make_stream(self) -> torch.cuda.Stream:
-        """A CUDA stream of high priority."""
-        stream: torch.cuda.Stream = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]  # torch's
+        """Return a high-priority stream that this device has not returned before, as long as PyTorch's pool has one."""
+        for _ in range(POOL_STREAMS):
+            stream: torch.cuda.Stream = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]  # torch's
+            if stream.cuda_stream not in self._own_streams:
+                break
+        self._own_streams.add(stream.cuda_stream)
         return stream
 
     def notice_stream(self) -> None:
-        """Has the side stream wait when autograd changes streams; packing waits for the last one anyway."""
+        """Make the packing stream wait for the previous stream when autograd changes streams.
+
+        `beside` waits for the last stream in any case.
+        """
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
-            if self._latest_stream:
-                self._side.wait_stream(self._external(self._latest_stream))
+            if self._latest_stream is not None:
+                self._side.wait_stream(self._stream_of(self._latest_stream))
             self._latest_stream = raw
             self._noticed.add(raw)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-locks memory that is there already, such as that which ranks share."""
+        """Page-lock existing memory, such as memory that the ranks of a host share. Log a warning if CUDA refuses."""
         if tensor.numel() == 0:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
         status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
         if int(status) != 0:
+            if (library := cuda_runtime()) is not None:
+                library.cudaGetLastError()  # else PyTorch's next kernel launch would raise this error
             logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", status)
             return
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
 
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate from PyTorch's page-locked memory; from pageable memory, with a warning, if CUDA refuses.
+
+        A child that is forked later may use it, unlike memory that `pin` has registered.
+        """
+        try:
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as err:
+            logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", err)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Holds the tensors behind an event of the current stream, and lets go those whose event is over."""
+        """Hold tensors until an event of the current stream, and free those whose event has been reached."""
         event = self.record_event()
         with self._stashing:
             self._stash.append((event, list(tensors)))
@@ -185,44 +265,67 @@ class CudaDevice(Device):
                 self._stash.popleft()
 
     def release(self) -> None:
-        """Gives gradients back to the streams that they were made on, which may not be the current one."""
+        """Order the streams that wrote gradients, and the current stream, after packing; free what `keep` holds."""
+        torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
         for raw in self._noticed:
-            self._external(raw).wait_stream(self._side)
-        self._noticed = {self._latest_stream} if self._latest_stream else set()
+            self._stream_of(raw).wait_stream(self._side)
+        self._noticed.clear()
+        self._latest_stream = None
         with self._stashing:
             self._stash.clear()
 
-    def _external(self, raw: int) -> Any:  # Any: torch leaves it untyped
-        return torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
+    def _stream_of(self, raw: int) -> Any:  # Any: torch leaves it untyped
+        stream = self._known_streams.get(raw)
+        if stream is None:
+            if raw == 0:  # which ExternalStream refuses
+                stream = torch.cuda.default_stream(self.torch_device)
+            else:
+                stream = torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
+            self._known_streams[raw] = stream
+        return stream
 
-    def record_event(self) -> Event:
-        """An event with a time, on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    def record_event(self, *, timed: bool = False) -> Event:
+        """Record a CUDA event on the current stream. Untimed events cost less."""
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def order_after(self, event: Event) -> None:
-        """Has the current stream wait for the event; the host goes on."""
+        """Make the current stream wait for the event; the host goes on."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def is_reached(self, event: Event) -> bool:
-        """Asks the event, and does not wait."""
+        """Query the event. Non-blocking."""
         return bool(event.query())
 
     def wait_for(self, event: Event) -> None:
-        """Blocks the host until the event is over."""
+        """Block the host until the event has been reached."""
         event.synchronize()
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Seconds by the GPU's clock."""
+        """Return the seconds between two timed events by the GPU's clock."""
         return float(begin.elapsed_time(end)) / 1e3
 
     def synchronise(self) -> None:
-        """Blocks the host until all streams of this GPU are done."""
+        """Block the host until all streams of this GPU are done."""
         torch.cuda.synchronize(self.torch_device)
+
+    def enter_thread(self) -> None:
+        """Make this GPU the current device of a helper thread, and exempt the thread from other threads' captures.
+
+        Without the first, a call would create a context of about 0.5 GB on GPU 0. Without the second, an event query
+        would invalidate a CUDA graph that the user captures in the default mode. Does nothing in the main thread, whose
+        current device is the user's.
+        """
+        if threading.current_thread() is threading.main_thread() or getattr(self._thread, "entered", False):
+            return
+        torch.cuda.set_device(self.torch_device)
+        if (library := cuda_runtime()) is not None:
+            library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)))
+        self._thread.entered = True
 
 
 @functools.cache
 def cuda_device(index: int) -> CudaDevice:
-    """The one object for `cuda:index` in this process."""
+    """Return the one `CudaDevice` of this process for `cuda:index`."""
     return CudaDevice(index)

@@ -53,12 +53,21 @@ FLAGS = "sirtaki.control_flags"
 """In a layout's names: what travels behind the gradients and is none."""
 
 
+CUDA_ALIGNMENT_BYTES = 256
+"""What cudaMalloc aligns to. NCCL and foreach kernels leave their vectorised paths below 16 bytes."""
+
+
+def alignment(device: str, itemsize_bytes: int) -> int:
+    """Return the elements at whose multiples gradients and units start in flat buffers on this type of device."""
+    return max(1, CUDA_ALIGNMENT_BYTES // itemsize_bytes) if device == "cuda" else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientLayout:
     """Gradients one behind the other, in the order in which they are expected to become ready.
 
     Attributes:
-        sizes: elements of each gradient, `(n_gradients,)`; zero is allowed.
+        sizes: elements of each gradient, rounded up to its `alignment`, `(n_gradients,)`; zero is allowed.
         itemsize_bytes: bytes of one element as it travels.
         dtype: name of the element type as it travels, such as "float32".
         device: "cpu" or "cuda".

@@ -239,10 +239,7 @@ class Router:
         """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
         if not self.device.streams:
             return self._allocate_on_host(numel, dtype)
-        mirror = None
-        if self._pool is None:
-            mirror = self._allocate_on_host(numel, dtype)
-            self.device.pin(mirror.tensor)
+        mirror = self._allocate_on_host(numel, dtype) if self._pool is None else None
         return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self.device.torch_device), mirror=mirror)
 
     def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
@@ -253,8 +250,9 @@ class Router:
                 self._do_without_sharing(err)
             else:
                 peers = tuple(region.view(dtype) for region in regions)
+                self.device.pin(peers[self._control.local_rank])
                 return FlatBuffer(peers[self._control.local_rank], peers)
-        return FlatBuffer(torch.zeros(numel, dtype=dtype))
+        return FlatBuffer(self.device.pinned(numel, dtype))
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,7 +21,7 @@ from sirtaki.errors import ConfigError
 
 from ..compress import Feedback, Scheme
 from ..device import Device, Event, copy_
-from ..plan import FLAGS, GradientLayout
+from ..plan import FLAGS, GradientLayout, alignment
 from ..router import Router
 from ..transports.contract import FlatBuffer, ReduceOp
 from ..transports.shared_memory import CHUNK_ELEMENTS
@@ -81,10 +81,10 @@ class ControlFlags:
         """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # All that a rank may say, where the flags are, and what was reduced, on the host.
-        choices = torch.cartesian_prod(*[torch.arange(2, device=elements.device)] * FLAG_COUNT).to(elements.dtype)
-        self._choices = {tuple(map(bool, choice.tolist())): choice for choice in choices}
-        self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
-        device.pin(self._reduced)
+        choices = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * FLAG_COUNT)
+        there = choices.to(device=device.torch_device, dtype=elements.dtype)
+        self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
+        self._reduced = device.pinned(FLAG_COUNT, elements.dtype)
         self._read: Event | None = None
         self.pace = Pace.USUAL
 
@@ -171,11 +171,14 @@ def _group_by_dtype(
     groups: list[GradientGroup] = []
     for (wire, _), indices in by_dtype.items():
         flags = () if groups else (n_flags,)
+        device = router.device.torch_device.type
+        piece = alignment(device, wire.itemsize)
         layout = GradientLayout(
-            sizes=(*(params[index].numel() for index in indices), *flags),
+            # Rounded up, so that each gradient starts where it is aligned. What is behind it stays zero.
+            sizes=(*(-(-params[index].numel() // piece) * piece for index in indices), *flags),
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
-            device=router.device.torch_device.type,
+            device=device,
             names=(*(names[index] for index in indices), *(FLAGS for _ in flags)),
         )
         groups.append(GradientGroup(indices, params, layout, router.allocate(layout.numel, wire)))
@@ -200,9 +203,8 @@ class GradientBuffers:
 
     Users get `views`, tensors of their own over the same memory as the places: `model.half()` and the like swap the
     memory behind a `.grad`, and a version counter of its own tells a user's write from ours. What the user keeps of
-    them stays what it is: a view that is kept is given memory of its own; and where another tensor of the user's has a
-    place's memory (`p.grad.detach()`, `p.grad[0]`), which is seen on the host only, what lies there is put back after
-    the place was used.
+    them keeps its value: a view that is kept gets memory of its own; and where another tensor of the user's shares a
+    place's memory (`p.grad.detach()`, `p.grad[0]`), the old value is put back after the place was used.
 
     All lists are in the order in which gradients are expected, and a *position* is a number in that order.
 
@@ -305,10 +307,11 @@ class GradientBuffers:
                 param.grad = view.clone()
 
     def _make_view(self, place: torch.Tensor) -> torch.Tensor:
-        return place.data if self._device.streams or not place.numel() else from_dlpack(place)
+        # By a capsule, because from_dlpack(tensor) would also order CUDA streams.
+        return from_dlpack(torch.to_dlpack(place)) if place.numel() else place.data  # type: ignore[attr-defined]  # torch has it
 
     def _storage_of(self, view: torch.Tensor) -> torch.UntypedStorage:
-        return _NOBODYS if self._device.streams or not view.numel() else view.untyped_storage()
+        return view.untyped_storage() if view.numel() else _NOBODYS
 
     def has_users(self, part: slice) -> bool:
         """Somebody has another tensor over the memory of some of these views."""
@@ -361,16 +364,25 @@ class GradientBuffers:
         return self.views[position]
 
     def part_with(self, positions: Sequence[int]) -> None:
-        """Before these places are used for other gradients: what the user keeps of those that lie there stays."""
+        """Save what the user keeps of the gradients in these places, before the places are used for others.
+
+        The copies are made on the user's stream, where the user may read them at once.
+        """
         for position in positions:
-            if position not in self.lent and self.has_users(slice(position, position + 1)):
-                self.lent[position] = self.places[position].clone()
             if position in self.lent:
                 continue
-            if max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES and self.is_intact(position):
+            if self.has_users(slice(position, position + 1)):
+                with self._device.before_packing():
+                    self.lent[position] = self.places[position].clone()
+            elif self.is_intact(position) and self._is_kept(position):
                 view = self.views[position]
-                view.data = view.detach().clone()
+                with self._device.before_packing():
+                    view.data = view.detach().clone()
                 self.view(position)
+
+    def _is_kept(self, position: int) -> bool:
+        """Return whether user code refers to the view itself."""
+        return max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES
 
     def take_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient has another form than its place, or its view's memory was swapped: the view if that will do now.
@@ -412,7 +424,10 @@ class GradientBuffers:
     def put_back(self, positions: Sequence[int]) -> None:
         """Reduced gradients are out of these places: what somebody keeps of earlier ones goes back there."""
         for position in self.lent.keys() & set(positions):
-            self._device.launch(self.places[position].copy_, self.lent.pop(position))
+            saved = self.lent.pop(position)
+            self._device.launch(self.places[position].copy_, saved)
+            if self._device.streams:
+                self._device.keep([saved])
 
 
 LARGE_ELEMENTS = 1 << 18

@@ -223,15 +223,17 @@ class InFlight:
 
     @property
     def busy(self) -> bool:
-        """The device is not done with these iterations. Any thread may ask."""
+        """Return whether the device is still working on these iterations. Thread-safe."""
+        self.device.enter_thread()
         iterations = self._iterations  # none on a device without streams
         return bool(iterations) and not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
         """The iteration of which the backward pass is over on the device but not the reduction, and since when.
 
-        Any thread may ask. The time is `time.monotonic()`, and that of the first call that found it so.
+        The time is `time.monotonic()` of the first call that found it so. Thread-safe.
         """
+        self.device.enter_thread()
         late = [events for events in self._iterations if not self.device.is_reached(events.reduced)]
         if not late or not self.device.is_reached(late[0].backward_ended):
             self._stalled = None
@@ -240,7 +242,8 @@ class InFlight:
         return self._stalled
 
     def unreduced_unit(self) -> str:
-        """The first unit of the last iteration that is not reduced, in words; empty if there is none."""
+        """Describe the first unit of the last iteration that is not reduced; empty if there is none. Thread-safe."""
+        self.device.enter_thread()
         for number, (unit, work) in enumerate(self.units):
             if not work.is_done():
                 what = unit.group.layout.describe(unit.start, unit.stop)

@@ -41,7 +41,7 @@ from sirtaki.errors import CommError, PlanError
 from .. import recorder, timeline
 from ..compress import CompressedUnits
 from ..control.failure import WAIT_SLICE_S, caused
-from ..device import Event
+from ..device import Device, Event, copy_
 from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_
 from .buffers import (
@@ -188,11 +188,10 @@ class Synchroniser:
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
-        # Autograd computes the gradients of several devices in a thread for each.
-        self._several_devices = len({param.device for param in params}) > 1
         self._one_at_a_time = threading.Lock()
         self.iteration = 0
         self.problem = ""
+        self._all_used = False  # this rank has a gradient of every parameter in this iteration
         self.pace = Pace.USUAL
         self.in_flight = InFlight(self._device)
         self._order, self._edits = OrderProfiling(), LostEdits()
@@ -327,6 +326,11 @@ class Synchroniser:
 
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def device(self) -> Device:
+        """The device of the gradients."""
+        return self._device
+
     def _begin_iteration(self) -> None:
         """Ready for the next backward pass."""
         device, self.profiling = self._device, self._order.active
@@ -338,8 +342,9 @@ class Synchroniser:
             self.compressed.lay_out(self._buffers.groups, self.plans)
         self._flags.write(Said(reprofile=self._order.asks, complete=True))
         traced = timeline.current is not None or recorder.current is not None
-        in_order = not (device.streams or self.profiling or self._several_devices or traced)
-        self._arrivals = Arrivals(self._buffers, beside=in_order and self.compressed is None)
+        in_order = not (self.profiling or traced)
+        on_threads = in_order and self.compressed is None and not device.streams
+        self._arrivals = Arrivals(self._buffers, beside=on_threads)
         self._now = Iteration(
             in_order=in_order,
             ready_events=[None] * self.n_params if self.profiling else [],
@@ -355,10 +360,12 @@ class Synchroniser:
         After so many a unit may leave, if they come in the expected order; all where each must be told.
         """
         now, came = self._now, len(self._arrivals.positions)
+        if self._device.streams and self._device.users > 1:
+            now.in_order = False  # all ranks launch the pipelines of one GPU in the order of their steps: see `ready`
         if not now.in_order or came == self.n_params:
             return EVERY
         if now.first_ready is None:
-            now.first_ready = self._device.record_event()
+            now.first_ready = self._device.record_event(timed=True)
         return frozenset(stop - came for stop in self._schedule.stops) if came else self._schedule.stops
 
     def come(self, params: Sequence[torch.Tensor]) -> bool:
@@ -387,15 +394,15 @@ class Synchroniser:
                 now.missing = self._schedule.missing([self._buffers.order[place] for place in arrived.positions])
             device.notice_stream()
             if now.trace is not None and now.trace.recorded is not None:
-                now.trace.ready.append((index, device.record_event()))
+                now.trace.ready.append((index, device.record_event(timed=True)))
             if not arrived.positions:
                 # Where several use a device, all ranks issue them in the order of their steps.
                 now.deferred = device.streams and (self.profiling or device.users > 1)
-                now.first_ready = device.record_event()
+                now.first_ready = device.record_event(timed=True)
                 if self._negotiates:
                     self._begin_negotiation()
             if self.profiling:
-                now.ready_events[index] = device.record_event()
+                now.ready_events[index] = device.record_event(timed=True)
             position = self._buffers.position[index]
             arrived.add(position, gradient, version)
             if self._negotiates:
@@ -419,10 +426,10 @@ class Synchroniser:
 
     def _copy_in(self, since: int | None = None) -> None:
         trace = self._now.trace
-        begin = None if trace is None else self._device.record_event()
+        begin = None if trace is None else self._device.record_event(timed=True)
         count = self._arrivals.copy_in(since)
         if trace is not None and count:
-            trace.copies.append((begin, self._device.record_event(), count))
+            trace.copies.append((begin, self._device.record_event(timed=True), count))
 
     def _prepare(self, copies: Copies, unit: ScheduledUnit) -> None:
         """Has copied what a unit waits for, and scaled, beside this thread if the unit's stream has one."""
@@ -451,7 +458,7 @@ class Synchroniser:
             self._prepare(copies, unit)
         else:
             self._prescale(unit)
-        issued = None if now.trace is None else self._device.record_event()
+        issued = None if now.trace is None else self._device.record_event(timed=True)
         carrier = self._router if self.compressed is None or self.profiling else self.compressed
         try:
             work = carrier.all_reduce(
@@ -504,12 +511,10 @@ class Synchroniser:
         if now.flushed:
             return
         now.flushed, self.problem = True, ""
-        now.backward_ended = self._device.record_event()
+        now.backward_ended = self._device.record_event(timed=True)
         arrived.own = len(arrived.positions)
         if self._unused_as_none:
-            usage = torch.zeros(self.n_params, dtype=self._usage.dtype)
-            usage[[] if now.joined else arrived.present] = 1
-            self._device.launch(self._usage.copy_, usage)
+            self._write_usage()
         if not self.can_reduce:  # before `step()`, so that the flags have not left
             self._flags.write(
                 Said(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
@@ -562,12 +567,42 @@ class Synchroniser:
         self.complete = True
         if device.streams:
             device.release()
-        now.reduced = self._last_done() if now.one_by_one else device.record_event()
-        self._arrivals.hand_out((self._usage <= 0).nonzero()[:, 0].tolist() if self._unused_as_none else ())
+        now.reduced = self._last_done() if now.one_by_one else device.record_event(timed=True)
+        self._arrivals.hand_out(self._read_unused())
         if not device.streams:
             now.said = self._flags.read()
         self.problem = self._edits.look(self._arrivals, self._buffers.names, now.said)
         return True
+
+    def _write_usage(self) -> None:
+        """Set this rank's usage flags: 1 for each parameter with a gradient."""
+        arrived = self._arrivals
+        present: Sequence[int] = ()
+        if not self._now.joined:
+            present = arrived.positions if arrived.own == self.n_params else arrived.present
+        self._all_used = len(present) == self.n_params
+        if self._all_used:
+            self._device.launch(self._usage.fill_, 1)
+            return
+        usage = self._device.pinned(self.n_params, self._usage.dtype)
+        usage[list(present)] = 1
+        self._device.launch(copy_, self._usage, usage)
+
+    def _read_unused(self) -> Sequence[int]:
+        """Return the positions of parameters of which no rank has a gradient.
+
+        On a device with streams this blocks where this rank lacks gradients, as DDP does with unused parameters. It
+        does not block where this rank has all gradients, since none is unused then.
+        """
+        if not self._unused_as_none or self._all_used:
+            return ()
+        usage = self._usage
+        if self._device.streams:
+            usage = self._device.pinned(self.n_params, self._usage.dtype)
+            self._device.launch(copy_, usage, self._usage)
+            self._device.wait_for(self._device.record_event())
+        unused: list[int] = (usage <= 0).nonzero()[:, 0].tolist()
+        return unused
 
     def _wait_for(self, works: Sequence[Work], units: Sequence[ScheduledUnit], interrupted: Interrupted | None) -> bool:
         """As `Router.wait_for`; an error says in which unit of which iteration this rank was."""
@@ -609,7 +644,7 @@ class Synchroniser:
         moments = [self._now.backward_ended, *(work.times()[1] for work in self._now.works)]
         known = [moment for moment in moments if moment is not None]
         if self._device.streams or len(known) < len(moments):
-            return self._device.record_event()
+            return self._device.record_event(timed=True)
         return max(known)
 
     def wait_for(self, index: int, interrupted: Interrupted | None) -> list[int]:

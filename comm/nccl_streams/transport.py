@@ -1,7 +1,7 @@
 """NCCL: units over several communicators at once, and what this machine's NCCL can do.
 
-Each communicator is a `ProcessGroupNCCL` object of torch's, with a CUDA stream of its own. These objects are built
-directly, so the user's own default process group is left alone.
+Each communicator is a `ProcessGroupNCCL` object of torch's. These objects are built directly, so the user's own default
+process group is not touched.
 
 Before NCCL 2.26 all operations of all communicators of a device had to be put into one order by the caller. Since then
 `NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host has issued them; with CUDA 12.3 or newer
@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +25,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, _make_nccl_premul_sum
 
 from sirtaki.comm import recorder
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import CudaDevice, Device, Event
+from sirtaki.comm.device import CudaDevice, Device, Event, driver_version
 from sirtaki.comm.plan import NcclWay, TransportKind
-from sirtaki.comm.transports.contract import (
-    FlatBuffer,
-    ReduceOp,
-    StreamCost,
-    StreamSpec,
-    Transport,
-    Work,
-    scale_,
-)
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamCost, StreamSpec, Transport, Work, scale_
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
 
@@ -49,10 +42,10 @@ from sirtaki.errors import CommError, PlanError, TransportError
 # stream, whichever communicator carried that (LIBRA's stages follow one another). A pool opens and closes communicators
 # in one order on all ranks, as they take memory on the GPU.
 #
-# Nothing here waits: a unit is put on its communicator's stream after what was packed so far, and whoever waits for it
-# makes *its stream* wait. NCCL needs the same order of operations on all ranks, over all communicators of a GPU, and
-# one thread at a time that puts them there; the synchroniser keeps the order, a lock the rest. All of it runs in tests
-# without a GPU.
+# Nothing here blocks the host: a unit is put on the CUDA stream of its stream number, after what has been packed so
+# far, and a caller that waits for it makes *its CUDA stream* wait. NCCL needs the same order of operations on all
+# ranks, over all communicators of a GPU, from one thread at a time; the synchroniser keeps the order, a lock the rest.
+# All of it runs in tests without a GPU (tests/fakes/cuda.py).
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +57,9 @@ THREADS_PER_CTA = 512
 """NCCL's block size on current GPUs (`NCCL_NTHREADS`, which is one for the whole process)."""
 
 MAX_CTAS = 32
+
+SHARE_ALIGNMENT_BYTES = 16
+"""NCCL loads and stores 16 bytes at once where buffers are aligned so (`ncclKernel`'s 128-bit paths)."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 """GPU threads that a unit may be allowed: each another number of CTAs, since fewer than a block's are a block, too."""
@@ -107,36 +103,26 @@ class CommunicatorKey:
         return f"stream {self.stream}{ctas}{way}{scope}"
 
 
-class GroupWork(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """The current stream waits for it, not the caller."""
-
-    def is_completed(self) -> bool:
-        """Whether it is done; never waits."""
-
-
 class Group(Protocol):
-    """One communicator with a stream of its own. Operations wait for the current stream, and then run on theirs."""
+    """One NCCL communicator. A collective is put on the current CUDA stream, after what is there. Non-blocking."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """Reduces in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce `tensor` in place."""
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        """Adds up in place, times `scale`; None, and nothing happens, if that cannot be done in one."""
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
+        """Sum `tensor` in place, times `scale`. Return False, and do nothing, if one call of NCCL cannot do both."""
 
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """Reduces `tensor`, `(ranks * share.numel(),)`, of which this rank gets its share."""
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce `tensor`, `(ranks * share.numel(),)`, and write this rank's part of the result into `share`."""
 
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
-        """Puts all ranks' shares one after the other into `tensor`, `(ranks * share.numel(),)`."""
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
+        """Write the shares of all ranks into `tensor`, `(ranks * share.numel(),)`, in the order of the ranks."""
 
     def error(self) -> str:
-        """What has gone wrong by itself, in words; empty while all is well. Any thread may ask."""
+        """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
 
     def close(self) -> None:
-        """Collective, with nothing in flight: frees it."""
+        """Free the communicator. Collective, with nothing in flight."""
 
 
 class Opener(Protocol):
@@ -263,55 +249,24 @@ ISSUING = threading.Lock()
 
 
 class NcclWork(Work):
-    """A unit on its way; the current stream waits for it, not the thread.
+    """A unit that was put on a CUDA stream. Waiting for it blocks the current CUDA stream, not the thread."""
 
-    Attributes:
-        done_event: when it is reduced; None unless `note_end` was called.
-    """
-
-    def __init__(self, work: GroupWork, device: Device, unit: torch.Tensor, scale: float, what: str) -> None:
-        """Args: `scale` is what the unit has still to be multiplied by."""
-        self._work, self._device, self._unit, self._scale, self._what = work, device, unit, scale, what
-        self._waited_for = False
-        self.done_event: Event | None = None
-
-    def note_end(self, stream: Any) -> None:
-        """Has a stream that is used for nothing else wait for the unit, and notes the moment."""
-        with self._device.on(stream):
-            self._work.wait()
-            self.done_event = self._device.record_event()
+    def __init__(self, device: Device, begin: Event | None, end: Event) -> None:
+        """Args: `begin`, `end` are recorded around the unit; both are timed where `begin` is given."""
+        self._device, self._begin, self._end = device, begin, end
 
     def is_done(self) -> bool:
-        """Whether the stream has got past the unit."""
-        return self._work.is_completed()
+        """Return whether the GPU has reduced the unit."""
+        return self._device.is_reached(self._end)
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """The end, where it was noted; NCCL says no beginning."""
-        return None, self.done_event
+        """Return when the unit began and ended on the GPU, where that was asked for."""
+        return self._begin, None if self._begin is None else self._end
 
     def wait(self, timeout_s: float) -> bool:
-        """Has the current stream wait, and returns True at once."""
-        if not self._waited_for:
-            try:
-                self._work.wait()
-            except RuntimeError as err:
-                raise CommError(f"NCCL failed in {self._what}: {err}") from err
-            self._device.launch(scale_, self._unit, self._scale)
-            self._waited_for = True
-        return True
-
-
-class _Chain:
-    """Operations of several communicators one after the other on a stream that leads from one to the next."""
-
-    def __init__(self, device: Device, end: Event, last: GroupWork) -> None:
-        self._device, self._end, self._last = device, end, last
-
-    def wait(self) -> None:
+        """Make the current stream wait for the unit. Return True at once."""
         self._device.order_after(self._end)
-
-    def is_completed(self) -> bool:
-        return self._last.is_completed() and self._device.is_reached(self._end)
+        return True
 
 
 class NcclTransport(Transport):
@@ -332,7 +287,7 @@ class NcclTransport(Transport):
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
         self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
-        self._leads: dict[int, Any] = {}
+        self._cuda_streams: dict[int, Any] = {}
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """The communicators that these streams need."""
@@ -346,40 +301,39 @@ class NcclTransport(Transport):
         self._pool.require(keys)
 
     def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Issues it behind what is on the current stream by now."""
-        unit = buffer.tensor[start:stop]
-        with ISSUING:
-            work, left = self._issue_in_turn(unit, stream, op, scale)
-        unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")
-        if recorder.times_wanted():
-            unit_work.note_end(self._lead(stream.number))
-        return unit_work
+        """Put a unit on the CUDA stream of its stream number, after what is on the current one now.
 
-    def _lead(self, number: int) -> Any:  # Any: a stream of the device
-        """A stream of the device for this stream that is not NCCL's."""
-        if number not in self._leads:
-            self._leads[number] = self._device.make_stream()
-        return self._leads[number]
+        Units of one stream number follow one another, whichever communicators reduce them.
+        """
+        unit, device, timed = buffer.tensor[start:stop], self._device, recorder.times_wanted()
+        packed = device.record_event()
+        with ISSUING, device.on(self._cuda_stream(stream.number)):
+            device.order_after(packed)
+            begin = device.record_event(timed=True) if timed else None
+            try:
+                self._issue(unit, stream, op, scale)
+            except RuntimeError as err:
+                where = f"elements [{start}, {stop}) on stream {stream.number}"
+                raise CommError(f"NCCL failed in {where}: {err}") from err
+            return NcclWork(device, begin, device.record_event(timed=timed))
 
-    def _issue_in_turn(
-        self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float
-    ) -> tuple[GroupWork, float]:
-        """As `_issue`, behind the stream's last unit, which another communicator may have carried."""
-        if self._pool.count(stream.number, Scope.ALL) == 1:
-            return self._issue(unit, stream, op, scale)
-        packed = self._device.record_event()
-        with self._device.on(self._lead(stream.number)):
-            self._device.order_after(packed)
-            work, left = self._issue(unit, stream, op, scale)
-            work.wait()
-        return work, left
+    def _cuda_stream(self, number: int) -> Any:  # Any: a stream of the device
+        if number not in self._cuda_streams:
+            self._cuda_streams[number] = self._device.make_stream()
+        return self._cuda_streams[number]
 
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
         return self._pool.open[_key(stream, scope)]
 
-    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
-        """Returns the work and the factor that has still to be applied."""
-        return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
+        """Put the unit's reduction on the current CUDA stream."""
+        self._all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
+
+    def _all_reduce(self, group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> None:
+        if op is ReduceOp.SUM and scale != 1.0 and group.all_reduce_scaled(unit, scale):
+            return
+        group.all_reduce(unit, op)
+        self._device.launch(scale_, unit, scale)
 
     def close(self) -> bool:
         """Closes nothing: the pool is its owner's."""
@@ -392,19 +346,11 @@ def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
     return CommunicatorKey(stream.number, ctas_for(stream.threads), scope, way)
 
 
-def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
-    if op is ReduceOp.SUM and scale != 1.0:
-        work = group.all_reduce_scaled(unit, scale)
-        if work is not None:
-            return work, 1.0
-    return group.all_reduce(unit, op), scale
-
-
 class NcclHierarchicalTransport(NcclTransport):
     """The hierarchical algorithm: reduce-scatter inside the node, all-reduce across nodes, all-gather inside.
 
     Each rank carries its share of a unit across nodes, so all network interfaces of a node work. Elements that are
-    too few for a share go the flat way.
+    too few for an aligned share are reduced by the flat algorithm.
     """
 
     scopes = (Scope.ALL, Scope.NODE, Scope.ACROSS)
@@ -422,34 +368,19 @@ class NcclHierarchicalTransport(NcclTransport):
         super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
-    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
-        share_numel = unit.numel() // self._local_size
-        whole, rest = unit[: share_numel * self._local_size], unit[share_numel * self._local_size :]
-        packed = self._device.record_event()
-        works: list[GroupWork] = []
-        left = scale
-        with self._device.on(self._lead(stream.number)):
-            self._device.order_after(packed)
-            if rest.numel():
-                work, rest_left = _all_reduce(self._group(stream, Scope.ALL), rest, op, scale)
-                works.append(work)
-                work.wait()
-                if rest_left != 1.0:
-                    self._device.launch(scale_, rest, rest_left)
-            if share_numel:
-                share = whole[self._local_rank * share_numel : (self._local_rank + 1) * share_numel]
-                node = self._group(stream, Scope.NODE)
-                works.append(node.reduce_scatter(share, whole, op))
-                works[-1].wait()
-                work, left = _all_reduce(self._group(stream, Scope.ACROSS), share, op, scale)
-                works.append(work)
-                work.wait()
-                if left != 1.0:
-                    self._device.launch(scale_, share, left)
-                works.append(node.all_gather(whole, share))
-                works[-1].wait()
-            end = self._device.record_event()
-        return _Chain(self._device, end, works[-1]), 1.0
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
+        # Shares begin where NCCL's vectorised kernels want them; the rest is shorter than one such piece for each rank.
+        piece = self._local_size * max(1, SHARE_ALIGNMENT_BYTES // unit.element_size())
+        split = unit.numel() // piece * piece
+        whole, rest = unit[:split], unit[split:]
+        if rest.numel():
+            self._all_reduce(self._group(stream, Scope.ALL), rest, op, scale)
+        if split:
+            share = whole.view(self._local_size, -1)[self._local_rank]
+            node = self._group(stream, Scope.NODE)
+            node.reduce_scatter(share, whole, op)
+            self._all_reduce(self._group(stream, Scope.ACROSS), share, op, scale)
+            node.all_gather(whole, share)
 
 
 # ── NCCL through torch ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -469,8 +400,9 @@ class NcclVersions:
     Attributes:
         nccl: as (major, minor, patch).
         cuda_runtime: that torch was built for, as (major, minor).
-        cuda_driver: the newest CUDA that the driver supports, as (major, minor).
-        launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set.
+        cuda_driver: the newest CUDA that the driver supports, as (major, minor); (0, 0) if unknown.
+        launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set, `TOO_LATE` if NCCL may have read
+            it before Sirtaki set it.
     """
 
     nccl: tuple[int, ...]
@@ -481,13 +413,12 @@ class NcclVersions:
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> NcclVersions:
         """This process's; needs a GPU."""
-        driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # the stub lacks it
         major, minor = (int(part) for part in str(torch.version.cuda).split(".")[:2])
         return cls(
             nccl=tuple(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]  # torch's
             cuda_runtime=(major, minor),
-            cuda_driver=(driver // 1000, driver % 1000 // 10),
-            launch_order=environ.get(LAUNCH_ORDER, ""),
+            cuda_driver=driver_version(),
+            launch_order=TOO_LATE if _set_too_late else environ.get(LAUNCH_ORDER, ""),
         )
 
     @property
@@ -500,9 +431,16 @@ class NcclVersions:
         """What forbids several, in words; empty if nothing does."""
         if self.nccl[:2] < ORDERED_NCCL:
             return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
+        if self.launch_order == TOO_LATE:
+            return (
+                f"process groups were in use before sirtaki.torch was imported, so NCCL may have started without "
+                f"{LAUNCH_ORDER}=1: import sirtaki.torch first, or set the variable"
+            )
         if self.launch_order != "1":
             return f"{LAUNCH_ORDER} is {self.launch_order or 'not set'}, and it must be 1 before NCCL starts"
         for name, version in (("runtime", self.cuda_runtime), ("driver", self.cuda_driver)):
+            if version == (0, 0):
+                return f"the version of CUDA's {name} is not known"
             if version < OVERLAPPING_CUDA:
                 return f"CUDA's {name} is {_dotted(version)}; communicators overlap from {_dotted(OVERLAPPING_CUDA)} on"
         return ""
@@ -512,9 +450,22 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+TOO_LATE = "set too late"
+"""In `NcclVersions.launch_order`: NCCL may have read the variable before Sirtaki could set it."""
+
+_set_too_late = False
+
+
 def ask_for_launch_order() -> None:
-    """Has NCCL keep the host's order, unless the user has said otherwise; before the first communicator of all."""
-    os.environ.setdefault(LAUNCH_ORDER, "1")
+    """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set it. Called when `sirtaki.torch` is imported.
+
+    NCCL reads the variable once, at its first launch. Where CUDA and process groups are in use already, NCCL may have
+    read it.
+    """
+    global _set_too_late
+    if LAUNCH_ORDER not in os.environ:
+        _set_too_late = torch.cuda.is_initialized() and dist.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        os.environ[LAUNCH_ORDER] = "1"
 
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -527,54 +478,140 @@ PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
 
 
 class NcclGroup:
-    """One communicator by PyTorch's `ProcessGroupNCCL`."""
+    """One communicator, a `ProcessGroupNCCL` of PyTorch's.
+
+    From torch 2.8 on, a collective with `asyncOp = False` is put on the current stream and returns None. Older versions
+    put every collective on a stream of the group's, ordered after the current one, and return a work; `wait` then
+    orders the current stream after it. Either way the result is ordered on the current stream.
+    """
 
     def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
-        """Takes over a `ProcessGroupNCCL`."""
+        """Take over a `ProcessGroupNCCL`."""
         self._group = group
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """Puts an all-reduce on its stream."""
-        return self._work(self._group.allreduce([tensor], TORCH_OPS[op]))
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Put an all-reduce on the current stream."""
+        self._reduce(tensor, TORCH_OPS[op])
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        """A sum with a scale as an average, or by NCCL's pre-multiplied sum; None where neither will do."""
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
+        """Put a scaled sum on the current stream, as an average or as NCCL's pre-multiplied sum."""
         if not tensor.is_floating_point():
-            return None
+            return False
         if math.isclose(scale * self._group.size(), 1.0):
-            return self._work(self._group.allreduce([tensor], dist.ReduceOp.AVG))
+            self._reduce(tensor, dist.ReduceOp.AVG)
+            return True
         if tensor.dtype not in PREMULTIPLIED:
-            return None
-        options = dist.AllreduceOptions()
-        options.reduceOp = _make_nccl_premul_sum(scale)
-        return self._work(self._group.allreduce([tensor], options))
+            return False
+        self._reduce(tensor, _make_nccl_premul_sum(scale))
+        return True
 
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """Puts the reduction of this rank's share on its stream."""
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: the stub knows one of two classes
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._order(self._group.allreduce([tensor], _on_current_stream(options)))
+
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Put the reduction of this rank's share on the current stream."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # the stub knows one of the two classes
-        return self._work(self._group._reduce_scatter_base(share, tensor, options))
+        self._order(self._group._reduce_scatter_base(share, tensor, _on_current_stream(options)))
 
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
-        """Puts the gathering of all shares on its stream."""
-        return self._work(self._group._allgather_base(tensor, share))
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
+        """Put the gathering of all shares on the current stream."""
+        self._order(self._group._allgather_base(tensor, share, _on_current_stream(AllgatherOptions())))
 
     @staticmethod
-    def _work(work: Any) -> GroupWork:  # Any: torch's Work
-        started: GroupWork = work
-        return started
+    def _order(work: Any) -> None:  # Any: torch's Work, or None
+        if work is not None:
+            work.wait()
 
     def error(self) -> str:
-        """What NCCL says has failed, empty if nothing."""
+        """Return the asynchronous error of NCCL, empty if there is none."""
         if not hasattr(self._group, "get_error"):  # torch < 2.7
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
 
     def close(self) -> None:
-        """Ends the communicator, by what this version of torch has for it."""
-        ways = ("shutdown", "abort", "_shutdown")  # of newer and older versions of torch; 2.4 has the last one only
-        next(getattr(self._group, name) for name in ways if hasattr(self._group, name))()
+        """Free the communicator, by the method that this version of torch has."""
+        self._end("shutdown", "abort", "_shutdown")  # 2.4 has the last one only
+
+    def abort(self) -> None:
+        """Make pending operations fail, and free the communicator. Not collective. Thread-safe."""
+        self._end("abort", "shutdown", "_shutdown")
+
+    def _end(self, *methods: str) -> None:
+        next(getattr(self._group, name) for name in methods if hasattr(self._group, name))()
+
+
+def _on_current_stream(options: Any) -> Any:  # Any: the options of any collective
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+FIRST = CommunicatorKey(0)
+
+START_POLL_S, ABORT_S = 0.02, 10.0
+
+
+class _Opening:
+    """One attempt to open a communicator.
+
+    Attributes:
+        prefix, store: where the ranks of the communicator exchange NCCL's id.
+        group: the communicator, once PyTorch has made its object.
+        problem: why the attempt failed; empty if it did not.
+    """
+
+    def __init__(
+        self, control: ControlPlane, device: CudaDevice, key: CommunicatorKey, *, timeout: datetime.timedelta
+    ) -> None:
+        """Collective over the scope's ranks."""
+        self._key, self._device, self._timeout = key, device, timeout
+        self._rank, self._size, name = {
+            Scope.ALL: (control.rank, control.size, "all"),
+            Scope.NODE: (control.local_rank, control.local_size, f"node{control.node_ranks[0]}"),
+            Scope.ACROSS: (control.cross_rank, control.cross_size, f"across{control.local_rank}"),
+        }[key.scope]
+        self.store, _ = control.store()
+        self.prefix = f"{control.next_prefix()}/{name}"
+        self.group: NcclGroup | None = None
+        self.problem = ""
+
+    def run(self) -> None:
+        """Open the communicator and run its first operation, which makes the connections.
+
+        Raises:
+            RuntimeError: NCCL failed.
+        """
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout
+        if self._key.ctas is not None:
+            options.config.min_ctas = options.config.max_ctas = self._key.ctas
+        # Torch leaves errors to us, and NCCL reads the rest when a communicator is made, which is by its first use.
+        with (
+            torch.cuda.device(self._device.torch_device),
+            environment({ERROR_HANDLING: NO_HANDLING} | told(self._key)),
+        ):
+            made = dist.ProcessGroupNCCL(PrefixStore(self.prefix, self.store), self._rank, self._size, options)
+            self.group = NcclGroup(made)
+            self.group.all_reduce(torch.zeros(1, device=self._device.torch_device), ReduceOp.SUM)
+            self._device.synchronise()
+
+    def attempt(self) -> None:
+        """Run in a thread, and record what went wrong."""
+        try:
+            self._device.enter_thread()
+            self.run()
+        except Exception as err:  # whatever it is, the training thread must know
+            self.problem = self.problem or str(err)
+
+    def abort(self) -> None:
+        """End the attempt, or free the communicator."""
+        if self.group is not None:
+            with contextlib.suppress(RuntimeError):
+                self.group.abort()
 
 
 class NcclOpener:
@@ -603,46 +640,69 @@ class NcclOpener:
         self.max_streams = max_streams
         self.threads = ALLOWANCES
         self.ways = ways
+        self._first: NcclGroup | None = None
 
     def open(self, key: CommunicatorKey) -> Group:
         """Collective over the scope's ranks. The communicator has done its first operation when this returns."""
-        control = self._control
-        rank, size, name = {
-            Scope.ALL: (control.rank, control.size, "all"),
-            Scope.NODE: (control.local_rank, control.local_size, f"node{control.node_ranks[0]}"),
-            Scope.ACROSS: (control.cross_rank, control.cross_size, f"across{control.local_rank}"),
-        }[key.scope]
-        store, _ = control.store()
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout
-        if key.ctas is not None:
-            options.config.min_ctas = options.config.max_ctas = key.ctas
-        # A field of newer versions; the environment variable that init() sets does the same for all communicators.
-        if hasattr(options.config, "launch_order_implicit"):
-            options.config.launch_order_implicit = 1
-        group: Any = None  # Any: the stub lacks its methods
-        refusal = ""
+        if key == FIRST and self._first is not None:
+            first, self._first = self._first, None
+            return first
+        opening = _Opening(self._control, self._device, key, timeout=self._timeout)
         try:
-            # Torch leaves errors to us, and NCCL reads the rest when a communicator is made, which is by its first use.
-            with torch.cuda.device(self._device.torch_device), environment({ERROR_HANDLING: NO_HANDLING} | told(key)):
-                prefix = PrefixStore(f"{control.next_prefix()}/{name}", store)
-                group = dist.ProcessGroupNCCL(prefix, rank, size, options)
-                first = torch.zeros(1, device=self._device.torch_device)
-                group.allreduce([first]).wait()  # makes the connections
-                self._device.synchronise()
+            opening.run()
         except RuntimeError as err:
             if key.way is None:
-                raise CommError(f"rank {control.rank} could not open NCCL {key}: {err}") from err
-            refusal = str(err)
+                raise CommError(f"rank {self._control.rank} could not open NCCL {key}: {err}") from err
+            opening.problem = str(err)
         if key.way is not None:
             try:
-                control.agree_on_success(refusal)  # NCCL looks at the topology of all ranks, and decides alike on each
+                # NCCL looks at the topology of all ranks, and decides alike on each.
+                self._control.agree_on_success(opening.problem)
             except TransportError as err:
-                if group is not None:
-                    with contextlib.suppress(RuntimeError):
-                        NcclGroup(group).close()
+                opening.abort()
                 raise PlanError(f"NCCL cannot open {key} here: {err}") from err
-        return NcclGroup(group)
+        assert opening.group is not None
+        return opening.group
+
+    def open_first(self) -> str:
+        """Open the communicator of stream 0, which `open` returns later. Collective.
+
+        A rank whose attempt fails says so in the store. The others, which NCCL would keep waiting for that rank, abort
+        their attempts.
+
+        Returns:
+            Why NCCL cannot be used between these ranks, the same on all of them; empty if it can.
+
+        Raises:
+            CommError: an attempt could not be aborted.
+        """
+        control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
+        failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
+        # A connection of its own, because the attempt may block in the other one. torch 2.4 cannot clone a store.
+        watched = opening.store.clone() if hasattr(opening.store, "clone") else None
+        thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
+        thread.start()
+        deadline_s = time.monotonic() + within_s
+        while thread.is_alive():
+            thread.join(START_POLL_S)
+            if time.monotonic() > deadline_s:
+                opening.problem = f"it has not answered within {within_s:.0f} s"
+            elif watched is not None and watched.check([failed]):
+                opening.problem = "another rank failed"
+            if opening.problem:
+                opening.abort()
+                thread.join(ABORT_S)
+                if thread.is_alive():
+                    raise CommError(f"rank {control.rank}: NCCL cannot be started ({opening.problem}), nor be stopped")
+        if opening.problem:
+            (watched or opening.store).set(failed, opening.problem)
+        try:
+            control.agree_on_success(opening.problem)
+        except TransportError as err:
+            opening.abort()
+            return str(err)
+        self._first = opening.group
+        return ""
 
     def memory_bytes(self) -> tuple[int, int]:
         """The device's memory as CUDA tells it: (free, all)."""
@@ -705,15 +765,19 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
         return None
     versions = NcclVersions.here()
     reasons = [reason for reason in control.all_gather(versions.why_one_stream) if reason]
+    max_streams = 1 if reasons else versions.max_streams
+    opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways_left(control))
+    if problem := opener.open_first():  # such as a MIG slice, a driver that is too old, no shared memory in a container
+        if control.rank == 0:
+            _say_why_not(f"NCCL could not be started ({problem})")
+        return None
     if reasons:
         logger.info("one NCCL stream only: %s", reasons[0])
-    max_streams = 1 if reasons else versions.max_streams
-    ways = ways_left(control)
-    return NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways)
+    return opener
 
 
 def _say_why_not(reason: str) -> None:
-    logger.warning("gradients travel from GPU to GPU through host memory: %s", reason)
+    logger.warning("gradients are copied through host memory instead of NCCL: %s", reason)
 
 
 def _identity(device: CudaDevice, host: int) -> str:

@@ -52,6 +52,8 @@ class _Stream:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
         self._out, self._back = device.make_stream(), device.make_stream()
         self._leaving, self._coming = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
+        for worker in (self._leaving, self._coming):
+            worker.put(device.enter_thread)
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
         """Starts the copy out behind what is on the current stream."""

@@ -27,7 +27,6 @@ from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
-from sirtaki.comm.nccl_streams.transport import ask_for_launch_order
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
@@ -406,7 +405,6 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         return
     limit_s = None if beside is None else timeout_s_of(beside)
     settings = Settings.from_environ() if limit_s is None else Settings.from_environ(stall_shutdown_s=limit_s)
-    ask_for_launch_order()
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:

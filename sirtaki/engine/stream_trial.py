@@ -69,9 +69,9 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
             plan = CommPlan(numel=UNITS * numel, units=units, streams=streams, transport=transport)
             router.open_plan(plan)
             control.barrier()
-            begin = router.device.record_event()
+            begin = router.device.record_event(timed=True)
             router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
-            end = router.device.record_event()
+            end = router.device.record_event(timed=True)
             router.device.wait_for(end)
             if round_number:  # the first one opens connections
                 times_s[streams].append(router.device.elapsed_s(begin, end))

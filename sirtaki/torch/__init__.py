@@ -2,6 +2,8 @@
 
 # ruff: noqa: F403, F405  # `mpi_ops` has them
 
+from sirtaki.comm.nccl_streams.transport import ask_for_launch_order
+
 from . import elastic, mpi_ops, optim
 from .basics import start_timeline, stop_timeline
 from .compile_backend import early_gradients
@@ -11,6 +13,8 @@ from .local_sgd import DiLoCo, LocalSGD
 from .mpi_ops import *
 from .optimizer import DistributedOptimizer, sparse_gradients
 from .sync_batch_norm import SyncBatchNorm
+
+ask_for_launch_order()  # before the script's first NCCL collective; NCCL reads the variable once
 
 __all__ = [
     "Adasum",

@@ -1,16 +1,14 @@
-"""On the host all has happened when its call returns; a GPU is asked in order (what it does: test_gpu.py)."""
+"""On the host all has happened when its call returns; on a GPU the order is that of streams and events."""
 
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from fakes.cuda import FakeCuda
 
-from sirtaki.comm import device as device_module
-from sirtaki.comm.device import HIGH_PRIORITY, HOST, CudaDevice, Device, copy_
+from sirtaki.comm.device import HOST, POOL_STREAMS, CudaDevice, Device, copy_
 
 
 def test_what_is_launched_has_been_done_also_beside_and_on_other_streams() -> None:
@@ -48,166 +46,113 @@ def test_a_copy_converts_and_keeps_the_target() -> None:
     assert target.data_ptr() == where
 
 
-class Stream:
-    def __init__(self, cuda: "Cuda", name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.cuda.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: "Event") -> None:
-        self.cuda.log.append(f"{self.name} waits for event {event.number}")
-
-
-class Event:
-    def __init__(self, cuda: "Cuda") -> None:
-        self.cuda, self.reached, self.at_ms = cuda, False, 0.0
-        cuda.events.append(self)
-        self.number = len(cuda.events)
-
-    def record(self, stream: Stream) -> None:
-        self.cuda.log.append(f"event {self.number} on {stream.name}")
-
-    def query(self) -> bool:
-        return self.reached
-
-    def synchronize(self) -> None:
-        self.cuda.log.append(f"host waits for event {self.number}")
-
-    def elapsed_time(self, end: "Event") -> float:
-        return end.at_ms - self.at_ms
-
-
-class Cuda:
-    """`torch.cuda` and what else is used of torch, as notes."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.events: list[Event] = []
-        self.made: list[Any] = []
-        self.raw, self.status = 1, 0
-        self.registered: list[tuple[int, int]] = []
-        self._inside = [Stream(self, "default")]
-
-    def namespace(self) -> Any:
-        runtime = SimpleNamespace(
-            cudaHostRegister=lambda address, size, flags: (self.registered.append((address, size)), self.status)[1],
-            cudaHostUnregister=lambda address: self.log.append("unregistered"),
-        )
-        cuda = SimpleNamespace(
-            Stream=self.make,
-            Event=lambda enable_timing: Event(self),
-            ExternalStream=lambda raw, device: Stream(self, f"raw {raw}"),
-            stream=self.on,
-            current_stream=lambda device: self._inside[-1],
-            synchronize=lambda device: self.log.append(f"host waits for {device}"),
-            cudart=lambda: runtime,
-        )
-        return SimpleNamespace(
-            cuda=cuda, device=torch.device, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: self.raw)
-        )
-
-    def make(self, device: Any, priority: int) -> Stream:
-        self.made.append((str(device), priority))
-        return Stream(self, f"own {len(self.made)}")
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        self._inside.append(stream)
-        yield
-        self._inside.pop()
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
-    monkeypatch.setattr(device_module, "torch", made.namespace())
-    return made
+def cuda() -> Iterator[FakeCuda]:
+    with FakeCuda() as made:
+        yield made
 
 
-def test_packing_runs_on_a_stream_of_high_priority_behind_what_was_launched(cuda: Cuda) -> None:
-    device = CudaDevice(2)
-    assert cuda.made == [("cuda:2", HIGH_PRIORITY)]
+def test_packing_follows_what_was_launched_and_has_no_order_to_what_comes_later(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    flat, gradient = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
     with device.beside():
-        device.launch(cuda.log.append, "packed")
-        device.record_event()
-    device.record_event()
-    assert cuda.log == ["own 1 waits for default", "packed", "event 1 on own 1", "event 2 on default"]
+        device.launch(copy_, flat, gradient)
+    assert not cuda.races
+    gradient.add_(1.0)
+    assert len(cuda.races) == 1
 
 
-def test_what_runs_on_another_stream_has_no_order_to_the_current_one(cuda: Cuda) -> None:
+def test_another_stream_is_ordered_by_events_alone(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
-    own = device.make_stream()
+    value, own = torch.zeros(4, device="cuda"), device.make_stream()
+    written = device.record_event()
     with device.on(own):
-        device.order_after(Event(cuda))
-    device.order_after(cuda.events[0])
-    assert cuda.log == ["own 2 waits for event 1", "default waits for event 1"]
+        device.order_after(written)
+        value.add_(1.0)
+        added = device.record_event()
+    device.order_after(added)
+    value.add_(1.0)
+    assert not cuda.races
+    with device.on(own):
+        value.add_(1.0)
+    assert len(cuda.races) == 1
 
 
-def test_packing_waits_for_streams_that_gradients_were_on_before_and_they_for_it_at_the_end(cuda: Cuda) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_is_kept_until_it_has_been_read(kept: bool, cuda: FakeCuda) -> None:
     device = CudaDevice(0)
-    for raw in (1, 1, 2, 2, 1):
-        cuda.raw = raw
-        device.notice_stream()
-    assert cuda.log == ["own 1 waits for raw 1", "own 1 waits for raw 2"]
-    cuda.log.clear()
+    flat, gradient = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    device.notice_stream()
+    with device.beside():
+        device.launch(copy_, flat, gradient)
+        if kept:
+            device.keep([gradient])
+    del gradient
+    torch.ones(4, device="cuda")  # where the gradient was
     device.release()
-    assert sorted(cuda.log) == ["raw 1 waits for own 1", "raw 2 waits for own 1"]
-    cuda.log.clear()
-    device.release()
-    assert cuda.log == ["raw 1 waits for own 1"]  # the latest one, which need not be noticed again
+    assert bool(cuda.races) is not kept
 
 
-def test_memory_is_kept_until_it_has_been_read(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_freed_once_it_has_been_read(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
-    tensors = [torch.zeros(1) for _ in range(3)]
-    for tensor in tensors:
-        device.keep([tensor])
-    assert len(device._stash) == 3
-    cuda.events[1].reached = True
+    gradients = [torch.ones(4, device="cuda") for _ in range(2)]
+    alive = [weakref.ref(gradient) for gradient in gradients]
+    device.keep(gradients[:1])
+    device.keep(gradients[1:])
+    gradients.clear()
     device.keep([])
-    assert len(device._stash) == 4  # the first one is still read
-    cuda.events[0].reached = True
-    device.keep([])
-    assert [event.number for event, _ in device._stash] == [3, 4, 5]
-    device.release()
-    assert len(device._stash) == 0
-    monkeypatch.setattr(Event, "query", lambda event: True)
-    device.keep(tensors)  # over before it is looked at
-    assert len(device._stash) == 1
-
-
-def test_moments_are_asked_of_the_gpu_and_told_in_seconds(cuda: Cuda) -> None:
-    device = CudaDevice(1)
-    begin, end = device.record_event(), device.record_event()
-    end.at_ms = 250.0
-    assert device.elapsed_s(begin, end) == 0.25
-    assert not device.is_reached(end)
-    end.reached = True
-    assert device.is_reached(end)
-    device.wait_for(end)
+    assert all(one() is not None for one in alive)
     device.synchronise()
-    assert cuda.log[2:] == ["host waits for event 2", "host waits for cuda:1"]
+    device.keep([])
+    assert all(one() is None for one in alive)
 
 
-def test_memory_is_page_locked_as_long_as_its_tensor_lives(cuda: Cuda) -> None:
+def test_copies_of_what_packing_overwrites_are_made_on_the_users_stream(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    flat = torch.zeros(4, device="cuda")
+    with device.beside():
+        with device.before_packing():
+            saved = flat.clone()
+        flat.fill_(1.0)
+    saved.add_(1.0)  # at once, where the user is
+    assert not cuda.races
+    with device.before_packing():  # where nothing is packed
+        saved.add_(1.0)
+    assert not cuda.races
+
+
+def test_only_timed_events_tell_seconds(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    begin = device.record_event(timed=True)
+    torch.ones(4, device="cuda").add_(1.0)
+    end = device.record_event(timed=True)
+    assert not device.is_reached(end)
+    device.wait_for(end)
+    assert device.is_reached(end)
+    assert device.elapsed_s(begin, end) > 0.0
+    with pytest.raises(AssertionError, match="has no time"):
+        device.elapsed_s(device.record_event(), end)
+
+
+def test_memory_is_page_locked_as_long_as_its_tensor_lives(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     device.pin(torch.empty(0))
-    assert cuda.registered == []
     tensor = torch.zeros(6, dtype=torch.float64)
+    assert not tensor.is_pinned()
     device.pin(tensor)
-    assert cuda.registered == [(tensor.data_ptr(), 48)]
-    assert cuda.log == []
+    assert tensor.is_pinned()
+    there = torch.zeros(6, dtype=torch.float64, device="cuda")
+    cuda.steady = True
+    device.launch(copy_, there, tensor)
+    assert not cuda.blocking
     del tensor
-    assert cuda.log == ["unregistered"]
+    assert len(cuda.races) == 1  # it was unlocked while the copy may read it
+    device.launch(copy_, there, torch.zeros(6, dtype=torch.float64))
+    assert len(cuda.blocking) == 1
 
 
-def test_memory_that_cannot_be_page_locked_is_told_and_not_unlocked(
-    cuda: Cuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    cuda.status = 712
-    tensor = torch.zeros(1)
-    CudaDevice(0).pin(tensor)
-    assert "CUDA cannot page-lock their memory (712)" in caplog.text
-    del tensor
-    assert cuda.log == []
+def test_streams_are_handed_out_once_as_long_as_there_are_others(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    own = {device.make_stream().cuda_stream for _ in range(POOL_STREAMS - 1)}
+    assert len(own) == POOL_STREAMS - 1
+    assert device.make_stream().cuda_stream in own | {100}  # there are no more

@@ -288,10 +288,11 @@ class Streams(Device):
     streams = True
 
     def __init__(self) -> None:
-        self.pinned: list[torch.Tensor] = []
+        self.allocated: list[torch.Tensor] = []
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        self.pinned.append(tensor)
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.allocated.append(super().pinned(numel, dtype))
+        return self.allocated[-1]
 
 
 def test_a_devices_buffer_has_a_mirror_on_the_host_unless_nccl_carries_it(make: Make) -> None:
@@ -301,10 +302,10 @@ def test_a_devices_buffer_has_a_mirror_on_the_host_unless_nccl_carries_it(make: 
     assert buffer.mirror is not None
     assert buffer.mirror.tensor.tolist() == buffer.tensor.tolist() == [0.0] * 5
     assert buffer.tensor.dtype is buffer.mirror.tensor.dtype is torch.float16
-    assert device.pinned[0] is buffer.mirror.tensor
+    assert device.allocated[0] is buffer.mirror.tensor
     router._pool = SimpleNamespace()  # type: ignore[assignment]
     assert router.allocate(5, torch.float16).mirror is None
-    assert len(device.pinned) == 1
+    assert len(device.allocated) == 1
 
 
 def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> None:

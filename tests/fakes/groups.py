@@ -2,19 +2,9 @@
 
 import torch
 
-from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group
 from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
-
-
-class Done:
-    """An operation that was over when it was started."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class LoneGroup:
@@ -24,22 +14,19 @@ class LoneGroup:
         self._multiplies = multiplies
         self.problem, self.closed = "", False
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        return Done()
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        pass
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        if not self._multiplies:
-            return None
-        tensor.mul_(scale)
-        return Done()
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
+        if self._multiplies:
+            tensor.mul_(scale)
+        return self._multiplies
 
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
         share.copy_(tensor)
-        return Done()
 
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
         tensor.copy_(share)
-        return Done()
 
     def error(self) -> str:
         return self.problem

@@ -18,7 +18,7 @@ import torch
 
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork, Scope
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, Scope
 from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.mpi import mpi_all_reduce_
@@ -79,8 +79,9 @@ class FakeDevice:
         self.all_streams: list[FakeStream] = []
         self._current = threading.local()
         self._default, self._side = self.make_stream(), self.make_stream()
+        self._outer: FakeStream | None = None
         self._stash: list[tuple[FakeEvent, list[torch.Tensor]]] = []
-        self.pinned = 0
+        self.pins = 0
 
     @property
     def current(self) -> FakeStream:
@@ -96,9 +97,18 @@ class FakeDevice:
     @contextmanager
     def beside(self) -> Iterator[None]:
         packed = self.record_event()
+        outer, self._outer = self._outer, self.current
         with self.on(self._side):
             self.order_after(packed)
             yield
+        self._outer = outer
+
+    @contextmanager
+    def before_packing(self) -> Iterator[None]:
+        with self.on(self._outer or self.current):
+            yield
+            done = self.record_event()
+        self.order_after(done)
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -118,7 +128,13 @@ class FakeDevice:
         pass
 
     def pin(self, tensor: torch.Tensor) -> None:
-        self.pinned += 1
+        self.pins += 1
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def enter_thread(self) -> None:
+        pass
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         self._stash = [(event, kept) for event, kept in self._stash if not event.reached.is_set()]
@@ -127,7 +143,7 @@ class FakeDevice:
     def release(self) -> None:
         self._stash.clear()
 
-    def record_event(self) -> FakeEvent:
+    def record_event(self, *, timed: bool = False) -> FakeEvent:
         event = FakeEvent()
         self.current.put(event.reach)
         return event
@@ -162,71 +178,56 @@ class FakeDevice:
         return tensor
 
 
-class FakeWork:
-    def __init__(self, device: FakeDevice, event: FakeEvent) -> None:
-        self._device, self._event = device, event
-
-    def wait(self) -> None:
-        self._device.order_after(self._event)
-
-    def is_completed(self) -> bool:
-        return self._event.reached.is_set()
-
-
 class FakeGroup:
-    """See `Group`; over an MPI communicator, on a stream of its own."""
+    """See `Group`; over an MPI communicator."""
 
     def __init__(self, opener: "FakeOpener", key: CommunicatorKey, comm: Any) -> None:
         self._opener, self._key, self._comm = opener, key, comm
-        self._stream = opener.device.make_stream()
         self.problem = ""
         self.closed = False
 
-    def _start(self, what: str, function: Callable[..., object], *args: object) -> GroupWork:
-        opener, device = self._opener, self._opener.device
+    def _start(self, what: str, function: Callable[..., object], *args: object) -> None:
+        opener = self._opener
         assert not self.closed, f"{self._key} is closed"
         assert opener.issuing.acquire(blocking=False), "two threads use NCCL at once"
         try:
             opener.issued.append(f"{self._key} {what}")
-            packed = device.record_event()
             time.sleep(0)  # where another thread could come in between
-            with device.on(self._stream):
-                device.order_after(packed)
-                device.launch(function, *args)
-                return FakeWork(device, device.record_event())
+            opener.device.launch(function, *args)
         finally:
             opener.issuing.release()
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         def reduce(tensor: torch.Tensor) -> None:
             mpi_all_reduce_(tensor, comm=self._comm, op=op, scale=1.0)
 
-        return self._start(f"all_reduce {tensor.numel()}", reduce, tensor)
+        self._start(f"all_reduce {tensor.numel()}", reduce, tensor)
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
         if tensor.dtype is torch.bfloat16 or not tensor.is_floating_point():
-            return None
+            return False
 
         def reduce(tensor: torch.Tensor) -> None:
             mpi_all_reduce_(tensor, comm=self._comm, op=ReduceOp.SUM, scale=scale)
 
-        return self._start(f"all_reduce_scaled {tensor.numel()}", reduce, tensor)
+        self._start(f"all_reduce_scaled {tensor.numel()}", reduce, tensor)
+        return True
 
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
         def reduce(share: torch.Tensor, tensor: torch.Tensor) -> None:
             whole = tensor.clone()
             mpi_all_reduce_(whole, comm=self._comm, op=op, scale=1.0)
             rank = self._comm.rank
             share.copy_(whole[rank * share.numel() : (rank + 1) * share.numel()])
 
-        return self._start(f"reduce_scatter {tensor.numel()}", reduce, share, tensor)
+        self._start(f"reduce_scatter {tensor.numel()}", reduce, share, tensor)
 
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
         def gather(tensor: torch.Tensor, share: torch.Tensor) -> None:
             parts = self._comm.allgather(share.clone())
             tensor.copy_(torch.cat(parts))
 
-        return self._start(f"all_gather {tensor.numel()}", gather, tensor, share)
+        self._start(f"all_gather {tensor.numel()}", gather, tensor, share)
 
     def error(self) -> str:
         return self.problem

@@ -409,6 +409,7 @@ class GradientReducer:
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
         # Garbage collection does not see what a hook holds, so it holds nothing that leads back to it.
         this, come, at_once = weakref.ref(self), self._come, self._at_once
+        device = None if self._sync is None else self._sync.device
 
         def hook(param: torch.Tensor) -> None:
             """The hot path: most gradients are noted, and no more."""
@@ -419,7 +420,15 @@ class GradientReducer:
             elif (reducer := this()) is not None:
                 reducer._begin_pass(param)
 
-        return hook
+        if device is None or not device.streams:
+            return hook
+
+        def hook_on_streams(param: torch.Tensor) -> None:
+            """As `hook`, for a device on which autograd may write each gradient on another stream."""
+            device.notice_stream()
+            hook(param)
+
+        return hook_on_streams
 
     def _begin_pass(self, param: torch.Tensor) -> None:
         """The first gradient of a backward pass has come, of `param`."""

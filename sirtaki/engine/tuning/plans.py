@@ -594,24 +594,24 @@ def _round(
     """Collective: seconds of an all-reduce alone, beside computation, of the computation beside it, and of it alone."""
     device = router.device
     device.synchronise()
-    begin = device.record_event()
+    begin = device.record_event(timed=True)
     router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
-    reduced = device.record_event()
+    reduced = device.record_event(timed=True)
     _compute(device, matrix, product)
-    computed = device.record_event()
+    computed = device.record_event(timed=True)
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
     # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
-    begin = device.record_event()
+    begin = device.record_event(timed=True)
     works = [work for _ in range(count) for work in router.all_reduce_plan(buffer, plan, scale=0.0)]
     with device.on(beside):
         router.wait_for(works)
-        reduced = device.record_event()
+        reduced = device.record_event(timed=True)
     _compute(device, matrix, product)
-    computed = device.record_event()
+    computed = device.record_event(timed=True)
     device.synchronise()
     return alone_s, device.elapsed_s(begin, reduced) / count, device.elapsed_s(begin, computed), undisturbed_s
 
@@ -901,9 +901,9 @@ def _probe_s(
         _pass(router, plan, buffer, times=1)
     device = router.device
     used_s = processor_time_beside_s()
-    begin = device.record_event()
+    begin = device.record_event(timed=True)
     _pass(router, plan, buffer, times=PASSES)
-    end = device.record_event()
+    end = device.record_event(timed=True)
     device.wait_for(end)
     seconds = device.elapsed_s(begin, end)
     return seconds, (processor_time_beside_s() - used_s) / seconds

@@ -52,7 +52,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.engine.console import NO_LOG, Progress, at_most, progress_every_s, tell_progress, tuning_ahead, tuning_off
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import PlanError, TransportError, in_a_line
+from sirtaki.errors import ConfigError, PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster, in_ms
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Decision, IterationEnded, TrialEnded
@@ -772,20 +772,25 @@ class DriftWatch:
 
 
 def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
-    """Collective: the router for the gradients of `params`, on whose first GPU they are reduced if any are on one.
+    """Open the router for the gradients of `params`. Collective.
 
-    NCCL carries what is on GPUs, unless it is not there, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+
+    Raises:
+        ConfigError: the parameters are on several devices, or on one that is neither the CPU nor a CUDA GPU.
     """
-    others = {param.device.type for param in params} - {"cpu", "cuda"}
-    if others:
-        logger.warning("gradients on %s travel through host memory", ", ".join(sorted(others)))
-    on_gpus = [param.device for param in params if param.device.type == "cuda"]
-    if not on_gpus:
+    places = sorted({str(param.device) for param in params})
+    if len(places) > 1 or {param.device.type for param in params} - {"cpu", "cuda"}:
+        raise ConfigError(
+            f"the parameters are on {' and '.join(places)}; they must all be on the CPU or all on one CUDA GPU: move "
+            "the model to one device, and start one process for each GPU"
+        )
+    if not params or params[0].device.type == "cpu":
         return Router(control, timeout_s=settings.transport_timeout_s)
     from sirtaki.comm.device import cuda_device
     from sirtaki.comm.nccl_streams.transport import find_nccl
 
-    index = on_gpus[0].index
+    index = params[0].device.index
     device = cuda_device(torch.cuda.current_device() if index is None else index)
     wanted = settings.transport
     if wanted is TransportKind.STAGED:

@@ -212,7 +212,7 @@ def test_a_trace_tells_of_an_iteration_and_of_each_unit_in_turn_on_the_hosts_clo
     ]
 
 
-class Reaching:
+class Reaching(Device):
     """Reaches events up to `now`."""
 
     now = 0.0

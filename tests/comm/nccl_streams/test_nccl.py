@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.groups import LoneGroup, LoneOpener
-from fakes.streams import FakeDevice, FakeWork
+from fakes.streams import FakeDevice
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
 from sirtaki.comm.nccl_streams.transport import (
     LAUNCH_ORDER,
+    TOO_LATE,
     CommunicatorKey,
     CommunicatorPool,
     Group,
-    GroupWork,
     NcclGroup,
     NcclHierarchicalTransport,
     NcclOpener,
@@ -92,7 +92,7 @@ class MadeHere:
     def __init__(self, *where: Any) -> None:
         self.closed = False
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self.made.append({name: os.environ[name] for name in ("NCCL_ALGO", "NCCL_PROTO") if name in os.environ})
         if self.refuses:
             raise RuntimeError("no algorithm/protocol available")
@@ -278,14 +278,13 @@ def test_nothing_is_sent_for_an_empty_range() -> None:
 
 
 class SlowGroup(LoneGroup):
-    """Reduces on a stream of its own, does something meanwhile, and notes when it began and ended."""
+    """Does something else while it reduces, and notes when it began and ended."""
 
     def __init__(self, device: FakeDevice, notes: list[str], meanwhile: Callable[[], object]) -> None:
         super().__init__(multiplies=False)
         self._device, self._notes, self._meanwhile = device, notes, meanwhile
-        self._stream = device.make_stream()
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         unit = int(tensor[0])
 
         def reduce() -> None:
@@ -293,11 +292,7 @@ class SlowGroup(LoneGroup):
             self._meanwhile()
             self._notes.append(f"end {unit}")
 
-        packed = self._device.record_event()
-        with self._device.on(self._stream):
-            self._device.order_after(packed)
-            self._device.launch(reduce)
-            return FakeWork(self._device, self._device.record_event())
+        self._device.launch(reduce)
 
 
 class SlowOpener(LoneOpener):
@@ -351,9 +346,8 @@ class Notes:
     def size(self) -> int:
         return 3
 
-    def allreduce(self, tensors: list[torch.Tensor], how: Any) -> str:
-        self.asked.append(("allreduce", getattr(how, "reduceOp", how)))
-        return "work"
+    def allreduce(self, tensors: list[torch.Tensor], how: Any) -> None:
+        self.asked.append(("allreduce", how.reduceOp))
 
     def shutdown(self) -> None:
         self.asked.append(("shutdown", None))
@@ -361,8 +355,8 @@ class Notes:
 
 def asked_for(scale: float, dtype: torch.dtype) -> Any:
     notes = Notes()
-    work = NcclGroup(notes).all_reduce_scaled(torch.zeros(4, dtype=dtype), scale)
-    assert (work is None) == (not notes.asked)
+    scaled = NcclGroup(notes).all_reduce_scaled(torch.zeros(4, dtype=dtype), scale)
+    assert scaled == bool(notes.asked)
     return notes.asked[0][1] if notes.asked else None
 
 
@@ -408,6 +402,8 @@ def test_new_versions_run_several_streams() -> None:
         ({"launch_order": ""}, "is not set"),
         ({"launch_order": "0"}, "is 0"),
         ({"cuda_driver": (12, 2)}, "driver is 12.2"),
+        ({"cuda_driver": (0, 0)}, "driver is not known"),
+        ({"launch_order": TOO_LATE}, "import sirtaki.torch first"),
         ({"cuda_runtime": (11, 8)}, "runtime is 11.8"),
     ],
 )

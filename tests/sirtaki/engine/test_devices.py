@@ -1,6 +1,5 @@
 """Where gradients are decides what carries them; no GPU is needed to see which."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from sirtaki.comm.nccl_streams import transport as process_group
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.tuning import warmup as devices
 from sirtaki.engine.tuning.warmup import open_router
+from sirtaki.errors import ConfigError
 
 Opened = dict[str, Any]
 
@@ -44,28 +44,30 @@ def by_nccl(index: int, how: str) -> Opened:
 
 
 @pytest.mark.parametrize(
-    ("places", "transport", "wanted", "told"),
+    ("places", "transport", "wanted"),
     [
-        (["cpu", "cpu"], None, HOST, []),
-        ([], None, HOST, []),
-        (["cuda"], None, by_nccl(3, "if it is there"), []),
-        (["cpu", "cuda:1", "cuda:0"], None, by_nccl(1, "if it is there"), []),
-        (["cuda"], TransportKind.NCCL, by_nccl(3, "forced"), []),
-        (["cuda"], TransportKind.STAGED, {**HOST, "device": "cuda 3"}, []),
-        (["xpu:0", "cpu", "mps"], None, HOST, ["gradients on mps, xpu travel through host memory"]),
+        (["cpu", "cpu"], None, HOST),
+        ([], None, HOST),
+        (["cuda"], None, by_nccl(3, "if it is there")),
+        (["cuda:1", "cuda:1"], None, by_nccl(1, "if it is there")),
+        (["cuda"], TransportKind.NCCL, by_nccl(3, "forced")),
+        (["cuda"], TransportKind.STAGED, {**HOST, "device": "cuda 3"}),
     ],
 )
-def test_gradients_go_by_nccl_on_the_first_gpu_unless_told_otherwise_and_through_the_host_from_other_devices(
-    places: list[str],
-    transport: TransportKind | None,
-    wanted: Opened,
-    told: list[str],
-    opened: Opened,
-    caplog: pytest.LogCaptureFixture,
+def test_nccl_reduces_gradients_on_gpus_unless_told_otherwise(
+    places: list[str], transport: TransportKind | None, wanted: Opened, opened: Opened
 ) -> None:
     params: list[Any] = [SimpleNamespace(device=torch.device(place)) for place in places]
     settings: Any = SimpleNamespace(transport=transport, transport_timeout_s=9.0)
-    with caplog.at_level(logging.WARNING):
-        assert open_router(None, settings, params) == "the router"  # type: ignore[arg-type]
+    assert open_router(None, settings, params) == "the router"  # type: ignore[arg-type]
     assert opened == wanted
-    assert caplog.messages == told
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [(["cpu", "cuda:1", "cuda:0"], "cpu and cuda:0 and cuda:1"), (["xpu:0"], "xpu:0"), (["cpu", "mps"], "cpu and mps")],
+)
+def test_parameters_on_several_devices_or_on_other_ones_are_refused(places: list[str], named: str) -> None:
+    params: list[Any] = [SimpleNamespace(device=torch.device(place)) for place in places]
+    with pytest.raises(ConfigError, match=f"the parameters are on {named}; they must all be on the CPU or all on one"):
+        open_router(None, None, params)  # type: ignore[arg-type]

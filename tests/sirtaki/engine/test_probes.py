@@ -14,7 +14,7 @@ from sirtaki.autotune.knobs import KIB, MIB, KnobSpace, NcclWays
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import Device, Event
-from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group
 from sirtaki.comm.plan import Algorithm, NcclWay, Route, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.engine.settings import Settings
@@ -256,7 +256,7 @@ class Clock(Device):
 
     now_s = 0.0
 
-    def record_event(self) -> Event:
+    def record_event(self, *, timed: bool = False) -> Event:
         return self.now_s
 
 
@@ -267,7 +267,7 @@ class TimedGroup(LoneGroup):
         super().__init__(multiplies=True)
         self._clock, self._way = clock, way
 
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
         fast = self._way is NcclWay.RING_SIMPLE and 4 * tensor.numel() >= MIB
         self._clock.now_s += 1.0 if fast else 2.0
         return super().all_reduce_scaled(tensor, scale)
