@@ -30,10 +30,10 @@ ASSUMED = "# assumed:"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
-def wheels() -> list[Requirement]:
-    """Return what is installed, each with its version."""
-    lines = (line.strip() for line in LIST.read_text().splitlines())
-    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+def wheels(*, enough: bool = False) -> list[Requirement]:
+    """Return the wheels, each with its version, or with the versions that are enough."""
+    lines = (line.partition("#") for line in LIST.read_text().splitlines())
+    return [Requirement((after if enough else wheel).strip()) for wheel, _, after in lines if wheel.strip()]
 
 
 def assumed() -> list[Requirement]:
@@ -137,10 +137,7 @@ def install(folder: Path) -> int:
         names = ", ".join(str(each) for each in absent if canonicalize_name(each.name) not in there)
         print(f"this Python lacks {names}: fetch them, too (bench/gpu_wheels.py fetch {folder} PACKAGE ...)")
         return 1
-    # A newer setuptools than that of the list is as good, if PyTorch has brought it.
-    wanted = [
-        each for each in missing(wheels()) if each.name != "setuptools" or missing([Requirement("setuptools>=77")])
-    ]
+    wanted = missing(wheels(enough=True))
     files = [there.get(canonicalize_name(each.name)) for each in wanted]
     if None in files:
         names = ", ".join(str(each) for each, file in zip(wanted, files, strict=True) if file is None)

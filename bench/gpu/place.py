@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
 from sirtaki.comm.nccl_streams.transport import Opener, find_nccl
 from sirtaki.comm.router import Router
 from sirtaki.errors import CommError
+
+NCCL_GROUP = getattr(dist, "ProcessGroupNCCL", None)
+"""PyTorch's class, before a dry run replaces it; None in builds without NCCL."""
 
 TIMEOUT_S = 20.0
 """Seconds after which an operation of NCCL's counts as lost."""
@@ -139,7 +143,7 @@ class Place:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found += [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "synchronizing" in str(w.message)]
+        found += [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "called a synchronizing" in str(w.message)]
 
     @contextmanager
     def kernels(self) -> Iterator[list[Kernel]]:

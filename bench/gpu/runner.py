@@ -198,7 +198,8 @@ PARTS = (
     Part(name="kernels", limit_s=30, ranks=2, mps=True, env=NCCL | UNTUNED),
     Part(name="steps", limit_s=60, env=UNTUNED),
     Part(name="memory", limit_s=20, env=UNTUNED),
-    Part(name="failures", limit_s=20, ranks=2, mps=True, env=NCCL | UNTUNED, judged=True),
+    # Without MPS, whose server need not survive that a client is killed.
+    Part(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
     Part(name="eager", limit_s=20, ranks=2, mps=True),
 )
 """In this order. Their limits add up to 330 s."""
@@ -247,8 +248,10 @@ class Runner:
             self._become_rank(part, rank, environment)
             self._run_rank(part, rank, limit_s)
             return None
-        ends = self._wait(part, children, begin_s + limit_s)
-        line = self._line(part, ends, time.monotonic() - begin_s)
+        ends, in_time = self._wait(part, children, begin_s + limit_s)
+        line = self._line(part, ends, time.monotonic() - begin_s, in_time=in_time)
+        if part.mps:
+            line["mps"] = self._mps is not None and bool(self._mps.environment)
         with self.lines.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         (self.folder / f"{part.name}.json").write_text(json.dumps(line, indent=1) + "\n")
@@ -287,11 +290,22 @@ class Runner:
             run.write(skipped=str(reason))
             return
         run.write(ended=True)
+        import torch.distributed as dist
+
+        import sirtaki.torch as hvd
+
+        hvd.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     # ── in the runner ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _wait(self, part: Part, children: dict[int, int], deadline_s: float) -> list[End | None]:
-        """Wait for the ranks. At the deadline less some seconds they get SIGINT, at the deadline SIGKILL."""
+    def _wait(self, part: Part, children: dict[int, int], deadline_s: float) -> tuple[list[End | None], bool]:
+        """Wait for the ranks. At the deadline less some seconds they get SIGINT, at the deadline SIGKILL.
+
+        Returns:
+            How each rank ended, None if it was killed; and whether they ended by themselves.
+        """
         ends: list[End | None] = [None] * len(children)
         left, interrupted = dict(children), False
         while left:
@@ -312,9 +326,9 @@ class Runner:
                 for pid in left:
                     os.kill(pid, signal.SIGINT)
             time.sleep(0.02)
-        return ends
+        return ends, not interrupted
 
-    def _line(self, part: Part, ends: Sequence[End | None], seconds: float) -> dict[str, Any]:
+    def _line(self, part: Part, ends: Sequence[End | None], seconds: float, *, in_time: bool) -> dict[str, Any]:
         """Judge a part by what its ranks have written and by how they have ended."""
         reports = [self.folder / f"{part.name}.{rank}.found" for rank in range(part.ranks)]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in reports]
@@ -324,7 +338,7 @@ class Runner:
         known = [end for end in ends if end is not None]
         if any("skipped" in each for each in found):
             line["status"] = "skipped"
-        elif len(known) < part.ranks:
+        elif not in_time:
             line["status"] = "timed out"
         elif part.judged:
             importlib.import_module(f"bench.gpu.parts.{part.name}").judge(line, known)
@@ -366,8 +380,6 @@ class MultiProcessService:
         environment: variables with which a process goes through it; empty where it is not there or does not work.
     """
 
-    PROBE = "import torch; print(torch.ones(2, device='cuda').sum().item())"
-
     def __init__(self, folder: Path) -> None:
         """Start the daemon if it is there, and try it."""
         self.environment: dict[str, str] = {}
@@ -382,7 +394,7 @@ class MultiProcessService:
         }
         try:
             self._call([self._daemon, "-d"])
-            self._call([sys.executable, "-c", self.PROBE])
+            self._probe()
         except (OSError, subprocess.SubprocessError) as err:
             print(f"MPS: does not work here, ranks that share the GPU take turns: {err}", flush=True)
             self.close()
@@ -393,6 +405,29 @@ class MultiProcessService:
     def _call(self, command: Sequence[str], **options: Any) -> None:
         variables = {**os.environ, **self._variables}
         subprocess.run(command, env=variables, check=True, timeout=12, stdout=subprocess.DEVNULL, **options)
+
+    def _probe(self) -> None:
+        """Compute something through the daemon, in a process that is forked for it.
+
+        Raises:
+            ChildProcessError: it did not work within some seconds.
+        """
+        if (pid := os.fork()) == 0:
+            try:
+                import torch
+
+                os.environ.update(self._variables)
+                os._exit(0 if torch.ones(2, device="cuda").sum().item() == 2 else 1)
+            finally:
+                os._exit(1)
+        end_s = time.monotonic() + 8.0
+        while not (done := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end_s:
+            time.sleep(0.02)
+        if not done[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if not done[0] or done[1]:
+            raise ChildProcessError("a process that goes through it cannot compute")
 
     def close(self) -> None:
         """End the daemon."""

@@ -24,6 +24,8 @@ STEPS = 5
 def run(run: Run) -> None:
     """Measure the models one after the other, each for its share of the time."""
     place, models = run.place, models_for(dry=run.place.dry)
+    torch.set_float32_matmul_precision("high")  # TF32, as most trainings of such models run
+    run.report.settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     open_group(place, run.rank, run.size)
     for position, (name, make) in enumerate(models.items()):
         with run.check(f"{name}: steps are timed"):
