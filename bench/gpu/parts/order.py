@@ -20,12 +20,12 @@ from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.nccl_streams.transport import Opener
 from sirtaki.comm.plan import TransportKind
 
-SHAPES = ((300, 200), (20,), (64, 64), (3,), (9999,), (50,), (1 << 20,))
+SHAPES = ((1 << 18,), (300, 200), (20,), (64, 64), (3,), (9999,), (50,))
 SENTINEL = 1e9
 SCALE = 0.5
 """Other than 1, so that NCCL launches a kernel although there is one rank."""
 
-BUSY_S = (0.0, 3e-4, 2e-3)
+BUSY_S = (0.0, 3e-4, 5e-3)
 """How long a stream is kept busy before a write, by turns."""
 
 
@@ -55,8 +55,8 @@ SCENARIOS = (
     Scenario(name="all on the default stream", writes=lambda index: 0),
     Scenario(name="all on another stream, the update there", writes=lambda index: 1, steps=1),
     Scenario(name="all on another stream, the update on the default one", writes=lambda index: 1),
-    Scenario(name="default stream first, then another", writes=lambda index: 0 if index >= 3 else 1),
-    Scenario(name="another stream first, then the default one", writes=lambda index: 1 if index >= 3 else 0),
+    Scenario(name="default stream first, then another", writes=lambda index: 0 if index >= 4 else 1),
+    Scenario(name="another stream first, then the default one", writes=lambda index: 1 if index >= 4 else 0),
     Scenario(name="default stream, the update on another", writes=lambda index: 0, steps=2),
     Scenario(name="two other streams mixed", writes=lambda index: 1 + index % 2),
     Scenario(name="three streams mixed, the update on one of them", writes=lambda index: index % 3, steps=2),
