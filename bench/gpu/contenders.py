@@ -42,6 +42,7 @@ class OneRank:
         self.place.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.place.next_iteration()
 
     def warm_up(self) -> None:
         """Run the steps that are not measured."""

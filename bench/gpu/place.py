@@ -132,6 +132,12 @@ class Place:
     def before_update(self) -> None:
         """Call between the backward pass and the optimizer's update, which on a GPU is ordered by streams."""
 
+    def next_iteration(self) -> None:
+        """Call at the end of each training step; a dry run counts them."""
+
+    def verify(self) -> None:
+        """Fail if a dry run has found something since the last call, such as two accesses that nothing orders."""
+
     @contextmanager
     def synchronisations(self) -> Iterator[list[str]]:
         """Collect the calls inside that make the host wait for the GPU."""
@@ -173,6 +179,10 @@ class Place:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that PyTorch's allocator holds for tensors now."""
+        return torch.cuda.memory_allocated()
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Return the most bytes that PyTorch's allocator holds for tensors while `work` runs."""

@@ -100,6 +100,7 @@ class Run:
         details: dict[str, Any] = {}
         try:
             yield details
+            self.place.verify()
         except SkippedError:
             raise
         except Exception as err:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fakes.streams import FakeDevice, FakeEvent, FakeStream, FakeWork
+from fakes.streams import FakeDevice, FakeEvent, FakeStream
 from torch._C._distributed_c10d import PrefixStore
 
 from bench.gpu.place import Kernel, Place
@@ -71,6 +71,19 @@ class DryDevice(FakeDevice):
 
     def sleep(self, seconds: float) -> None:
         self.current.put(lambda: time.sleep(seconds))
+
+
+class DryWork:
+    """Plays the work of a collective: the current stream waits for it."""
+
+    def __init__(self, device: DryDevice, event: FakeEvent) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        self._device.order_after(self._event)
+
+    def is_completed(self) -> bool:
+        return self._event.reached.is_set()
 
 
 class Options:
@@ -179,7 +192,7 @@ class DryNccl:
         with device.on(stream):
             device.order_after(packed)
             device.current.put(run)
-            return None if current else FakeWork(device, device.record_event())
+            return None if current else DryWork(device, device.record_event())
 
     def allreduce(self, tensors: Sequence[torch.Tensor], how: Any = dist.ReduceOp.SUM) -> Any:
         tensor, operation = tensors[0].detach(), _operation(how)
@@ -287,6 +300,9 @@ class DryPlace(Place):
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Only what is there at the end, as nobody counts the host's tensors."""
         work()
+        return self.allocated_bytes()
+
+    def allocated_bytes(self) -> int:
         gc.collect()
         storages = {
             each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()

@@ -9,7 +9,7 @@ import gc
 import statistics
 
 from bench.gpu.contenders import Attached, Ddp, OneRank, Optimizer, open_group
-from bench.gpu.models import models_for
+from bench.gpu.models import models_for, small_mlp
 from bench.gpu.runner import Run
 from sirtaki.comm.nccl_streams.transport import CommunicatorKey
 
@@ -38,6 +38,14 @@ def run(run: Run) -> None:
         run.report.rows.append({"model": name, "contender": who, "peak_mib": peak / 2**20})
         if who in ("optimizer", "attached") and not place.dry:
             run.report.bar(f"{name}: peak with {who} over DDP's", peak / peaks["ddp"], 1.02)
+    with run.check("memory stays flat over many steps") as found:
+        loop, used, goes_on = Optimizer(place, small_mlp(place.torch_device)), list[int](), run.until(0.5)
+        while len(used) < 30 or (goes_on() and len(used) < (30 if place.dry else 1000)):
+            loop.step()
+            used.append(place.allocated_bytes())
+        found |= {"steps": len(used), "first_bytes": max(used[:20]), "later_bytes": max(used[20:])}
+        assert max(used[20:]) <= 1.01 * max(used[:20])
+        loop.close()
     with run.check("bytes of each communicator") as found:
         opener = place.opener(run.control)
         for ctas in (1, 8, None):

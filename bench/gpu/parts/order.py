@@ -93,6 +93,8 @@ class Backward:
             default_plan=knobs.to_plan,
             **scenario.options,
         )
+        for stream in range(1, len(self.streams)):
+            self.follow(stream, {0})  # where the buffers were made
 
     def on(self, number: int) -> contextlib.AbstractContextManager[object]:
         """Run the body on one of the streams."""

@@ -99,6 +99,7 @@ def tuned(run: Run, iterations: int, goes_on: object) -> dict[str, object]:
         model(batch[4 * run.rank : 4 * run.rank + 4]).square().mean().backward()
         run.place.before_update()
         optimizer.step()
+        run.place.next_iteration()
         plain.zero_grad()
         reference(batch).square().mean().backward()
         plain.step()
