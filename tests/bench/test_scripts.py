@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fakes import memories, recordings
 from fakes.memories import LEFT, OUTPUT, THERE
 from hypothesis import given
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from bench.aggregator import conflicts, pack
 from bench.compiled import ADVISED, EARLY, WHOLE, judge
 from bench.elastic import Event, faults, recovered_at_s
-from bench.gpu import TokenModel, overlap_s, resnet50_like
 from bench.lib.harness import Report
 from bench.memory import judge_choices, ways_of
 from bench.profile import with_wrong_clock
@@ -29,7 +27,7 @@ from sirtaki.comm.plan import GradientLayout
 from sirtaki.comm.sparse.aggregator import HeatLayout
 
 BENCH = Path(__file__).parents[2] / "bench"
-NO_BENCHMARKS = ("demo", "tuning_picture")
+NO_BENCHMARKS = ("demo", "gpu_wheels", "tuning_picture")
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NO_BENCHMARKS))
@@ -91,19 +89,6 @@ def test_random_plans_and_the_grid_fit_the_layout_and_are_the_same_on_every_rank
         assert (knobs.cuts is not None) == bool(number % 2)
     grid = grid_settings(layout)
     assert len(set(grid)) == len(grid)
-
-
-def test_a_gpus_time_together_is_counted_once_and_its_networks_have_their_sizes() -> None:
-    assert overlap_s([(0.0, 4.0), (1.0, 2.0)], [(1.0, 3.0), (2.0, 5.0)]) == pytest.approx(3.0)
-    assert overlap_s([(0.0, 1.0)], [(1.0, 2.0)]) == overlap_s([], [(0.0, 1.0)]) == 0.0
-    model, images = resnet50_like(torch.device("cpu"), batch=1)
-    assert sum(param.numel() for param in model.parameters()) == 25_557_032
-    assert images.shape == (1, 3, 224, 224)
-    small = TokenModel(vocabulary=50, width=64, layers=2, length=8, causal=True).eval()
-    tokens = torch.randint(0, 50, (1, 8))
-    changed = tokens.clone()
-    changed[0, -1] = (tokens[0, -1] + 1) % 50
-    torch.testing.assert_close(small(tokens)[0, :-1], small(changed)[0, :-1])  # it does not look ahead
 
 
 # ── Jobs whose ranks are killed ──────────────────────────────────────────────────────────────────────────────────

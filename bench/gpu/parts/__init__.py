@@ -1,0 +1,1 @@
+"""The parts of `bench.gpu`, in the order of `bench.gpu.runner.PARTS`."""

@@ -1,0 +1,56 @@
+"""Latency of eager operations on the GPU's tensors, between two ranks that share it, beside PyTorch's over NCCL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import sirtaki.torch as hvd
+from bench.gpu.contenders import open_group
+from bench.gpu.runner import Run
+
+SIZES = (64, 1 << 18)
+"""Floats of a tensor."""
+
+
+def run(run: Run) -> None:
+    """Time calls in turns. The slowest rank counts, until the result is on the GPU."""
+    place, control, numbers = run.place, run.control, count()
+    open_group(place, run.rank, run.size)
+    for position, numel in enumerate(SIZES):
+        tensor = torch.ones(numel, device=place.torch_device)
+        calls: dict[str, Callable[[], object]] = {
+            "torch all_reduce": lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
+            "named": lambda tensor=tensor: hvd.allreduce(tensor, name=f"named {tensor.numel()}"),  # type: ignore[misc]
+            "unnamed": lambda tensor=tensor: hvd.allreduce(tensor),  # type: ignore[misc]
+            "a new name each": lambda tensor=tensor: hvd.allreduce(tensor, name=f"new {next(numbers)}"),  # type: ignore[misc]
+            "broadcast": lambda tensor=tensor: hvd.broadcast(tensor, root_rank=0, name=f"b {tensor.numel()}"),  # type: ignore[misc]
+        }
+        with run.check(f"{numel} floats are timed") as found:
+            for call in calls.values():
+                for _ in range(3):
+                    call()
+                    tensor.fill_(1.0)
+            samples: dict[str, list[float]] = {name: [] for name in calls}
+            names, rounds, goes_on = list(calls), 0, run.until(1 / (len(SIZES) - position))
+            while rounds < 5 or (goes_on() and rounds < (5 if place.dry else 400)):
+                turn = rounds % len(names)
+                for name in names[turn:] + names[:turn]:
+                    tensor.fill_(1.0)
+                    place.device.synchronise()
+                    control.barrier()
+                    begin_s = time.perf_counter()
+                    calls[name]()
+                    place.device.synchronise()
+                    seconds = time.perf_counter() - begin_s
+                    samples[name].append(float(control.maximum(np.array([seconds]))[0]))
+                rounds += 1
+            found["rounds"] = rounds
+            run.report.compare(
+                samples, "torch all_reduce", time="call_s", ratio="ratio_to_torch", where={"floats": numel}
+            )

@@ -1,0 +1,80 @@
+"""What must not break, and what must: a CUDA graph is captured beside live events; then rank 1 is killed.
+
+Rank 0 has to end by itself within some seconds, and to name rank 1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import sirtaki.torch as hvd
+from bench.gpu.contenders import Optimizer
+from bench.gpu.models import small_mlp
+from bench.gpu.runner import End, Run
+
+EXIT_S = 10.0
+"""Bar: rank 0 has ended so long after rank 1's death."""
+
+
+def run(run: Run) -> None:
+    """Train, capture, train on; then rank 1 dies."""
+    place = run.place
+    torch.manual_seed(0)
+    loop = Optimizer(place, small_mlp(place.torch_device))
+    for _ in range(4):
+        loop.step()
+    with run.check("a CUDA graph is captured while Sirtaki's events and threads are alive"):
+        inside = torch.zeros_like(loop.batch)
+        outside = torch.zeros(len(inside), 16, device=place.torch_device)
+
+        def infer() -> None:
+            with torch.no_grad():
+                outside.copy_(loop.model(inside))
+
+        loop.forward(loop.batch).square().mean().backward()  # its events are young
+        replay = place.capture(infer)
+        inside.copy_(loop.batch)
+        replay()
+        place.device.synchronise()
+        torch.testing.assert_close(outside, loop.model(loop.batch).detach(), rtol=1e-4, atol=1e-5)
+        place.before_update()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    with run.check("training goes on after the capture"):
+        for _ in range(4):
+            loop.step()
+        place.device.synchronise()
+        sums = hvd.allgather(torch.stack([param.detach().sum() for param in loop.model.parameters()]).view(1, -1))
+        assert torch.equal(sums[0], sums[1]), "the ranks' parameters differ"
+    hvd.barrier()
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("rank 1 is killed now", flush=True)
+    end_s = time.monotonic() + 2 * EXIT_S
+    while time.monotonic() < end_s:
+        loop.step()
+        time.sleep(0.01)
+    print("rank 0 goes on training without rank 1", flush=True)
+
+
+def judge(line: dict[str, Any], ends: Sequence[End]) -> None:
+    """Add a check: rank 0 has ended with an error that names rank 1, soon after rank 1 was killed."""
+    first, second = ends
+    seconds, told = first.at_s - second.at_s, first.output.partition("rank 1 is killed now")[2]
+    ok = second.status == -signal.SIGKILL and first.status not in (0, -signal.SIGKILL) and seconds <= EXIT_S
+    line["checks"].append(
+        {
+            "check": "rank 0 ends, and names rank 1, soon after rank 1 was killed",
+            "ok": ok and "rank 1" in told,
+            "exit_s": round(seconds, 3),
+            "exit_statuses": [first.status, second.status],
+            "message": told[-1500:],
+        }
+    )
+    line["rows"] = [*line.get("rows", []), {"what": "time to exit after a rank's death", "exit_s": seconds}]

@@ -1,0 +1,62 @@
+"""Memory on the GPU: peaks of PyTorch's allocator beside DDP's, and what a communicator of one rank takes.
+
+Bar: at most 1.02 of DDP's peak. What a communicator between two ranks takes is a figure of the part `kernels`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+
+from bench.gpu.contenders import Attached, Ddp, OneRank, Optimizer, open_group
+from bench.gpu.models import models_for, small_mlp
+from bench.gpu.runner import Run
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey
+
+STEPS = 5
+COMMUNICATORS = 4
+
+
+def run(run: Run) -> None:
+    """Measure one contender after the other, so that each has the GPU for itself."""
+    place = run.place
+    open_group(place, run.rank, run.size)
+    name, make = list(models_for(dry=place.dry).items())[1]  # a transformer: its activations are small
+    peaks: dict[str, int] = {}
+    for who, contender in {"none": OneRank, "ddp": Ddp, "optimizer": Optimizer, "attached": Attached}.items():
+        with run.check(f"{name}: peak of {who}") as found:
+            loop = contender(place, make(place.torch_device))
+            gradients = 4 * sum(param.numel() for param in loop.model.parameters())
+            for _ in range(STEPS):
+                loop.step()
+            peaks[who] = found["bytes"] = place.peak_bytes(loop.step)
+            found["gradients_bytes"] = gradients
+            loop.close()
+            del loop
+            gc.collect()
+    for who, peak in peaks.items():
+        run.report.rows.append({"model": name, "contender": who, "peak_mib": peak / 2**20})
+        if who in ("optimizer", "attached") and not place.dry:
+            run.report.bar(f"{name}: peak with {who} over DDP's", peak / peaks["ddp"], 1.02)
+    with run.check("memory stays flat over many steps") as found:
+        loop, used, goes_on = Optimizer(place, small_mlp(place.torch_device)), list[int](), run.until(0.5)
+        while len(used) < 30 or (goes_on() and len(used) < (30 if place.dry else 1000)):
+            loop.step()
+            used.append(place.allocated_bytes())
+        found |= {"steps": len(used), "first_bytes": max(used[:20]), "later_bytes": max(used[20:])}
+        assert max(used[20:]) <= 1.01 * max(used[:20])
+        loop.close()
+    with run.check("bytes of each communicator") as found:
+        opener = place.opener(run.control)
+        for ctas in (1, 8, None):
+            groups, taken = [], list[int]()
+            for stream in range(COMMUNICATORS):
+                before = place.used_bytes()
+                groups.append(opener.open(CommunicatorKey(stream, ctas)))
+                taken.append(place.used_bytes() - before)
+            for group in groups:
+                group.close()
+            label = "as NCCL decides" if ctas is None else ctas
+            row = {"ctas": label, "first_mib": taken[0] / 2**20, "later_mib": statistics.median(taken[1:]) / 2**20}
+            run.report.rows.append(row)
+            found[str(label)] = taken

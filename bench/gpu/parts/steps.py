@@ -1,0 +1,89 @@
+"""Step times at world size 1, where nothing has to be sent: what Sirtaki's way through a GPU costs beside DDP's.
+
+Bars: the optimizer's and the attached model's step take at most 1.00 of DDP's; packing is at least 0.8 of a copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.gpu.contenders import Attached, Contender, Ddp, OneRank, Optimizer, open_group
+from bench.gpu.models import GpuModel, models_for
+from bench.gpu.runner import Run
+from bench.lib.harness import ratios
+
+CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": Ddp, "optimizer": Optimizer, "attached": Attached}
+STEPS = 5
+"""Steps of a sample."""
+
+
+def run(run: Run) -> None:
+    """Measure the models one after the other, each for its share of the time."""
+    place, models = run.place, models_for(dry=run.place.dry)
+    torch.set_float32_matmul_precision("high")  # TF32, as most trainings of such models run
+    run.report.settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    open_group(place, run.rank, run.size)
+    for position, (name, make) in enumerate(models.items()):
+        with run.check(f"{name}: steps are timed"):
+            measure(run, name, make, run.until(1 / (len(models) - position)))
+        with run.check(f"{name}: packing is timed"):
+            pack(run, name, make(place.torch_device)[0])
+
+
+def measure(
+    run: Run, name: str, make: Callable[[torch.device], GpuModel], goes_on: Callable[[], bool], *, fewest: int = 3
+) -> None:
+    """Time contenders in turns; a round has one sample of each, so that ratios are between neighbours."""
+    place, report = run.place, run.report
+    loops = {who: contender(place, make(place.torch_device)) for who, contender in CONTENDERS.items()}
+    for loop in loops.values():
+        loop.warm_up()
+    samples: dict[str, list[float]] = {who: [] for who in loops}
+    host_s: dict[str, list[float]] = {who: [] for who in loops}
+    names, rounds = list(loops), 0
+    while rounds < fewest or (goes_on() and rounds < (fewest if place.dry else 60)):
+        turn = rounds % len(names)
+        for who in names[turn:] + names[:turn]:
+            begin_s, loop = time.perf_counter(), loops[who]
+            samples[who].append(place.seconds(loop.step, STEPS))
+            host_s[who].append((time.perf_counter() - begin_s) / STEPS)
+        rounds += 1
+    setting = loops["optimizer"].describe()  # type: ignore[attr-defined]  # an Optimizer's
+    columns = {"setting": {"optimizer": setting}, "host_s": {who: statistics.median(host_s[who]) for who in loops}}
+    report.compare(samples, "ddp", where={"model": name}, **columns)
+    if not place.dry:
+        for who in ("optimizer", "attached"):
+            report.bar(f"{name}: {who}'s step over DDP's", ratios(samples[who], samples["ddp"]).median, 1.0)
+    for loop in loops.values():
+        loop.close()
+
+
+def pack(run: Run, name: str, model: torch.nn.Module) -> None:
+    """Time packing all gradients of a model, and unpacking, against a copy of as many bytes."""
+    place = run.place
+    gradients = [torch.randn_like(param) for param in model.parameters()]
+    sizes = [gradient.numel() for gradient in gradients]
+    flat, other = (torch.empty(sum(sizes), device=place.torch_device) for _ in range(2))
+    views = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
+    works: dict[str, Callable[[], object]] = {
+        "pack": lambda: torch._foreach_copy_(views, gradients),
+        "unpack": lambda: torch._foreach_copy_(gradients, views),
+        "copy": lambda: other.copy_(flat),
+    }
+    for work in works.values():
+        work()
+    samples: dict[str, list[float]] = {what: [] for what in works}
+    for _ in range(9):
+        for what, work in works.items():
+            samples[what].append(place.seconds(work, 10))
+    row = {"model": name, "mib": flat.numel() * 4 / 2**20}
+    for what in ("pack", "unpack"):
+        share = ratios(samples["copy"], samples[what]).median
+        row |= {f"{what}_of_copy": share, f"{what}_gb_per_s": 8e-9 * flat.numel() / statistics.median(samples[what])}
+        if not place.dry:
+            run.report.bar(f"{name}: copy over {what} throughput", 1 / share, 1 / 0.8)
+    run.report.rows.append(row)

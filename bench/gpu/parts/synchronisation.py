@@ -1,0 +1,39 @@
+"""No call in a training step makes the host wait for the GPU, by CUDA's debug mode for synchronising calls."""
+
+from __future__ import annotations
+
+import time
+
+from bench.gpu.contenders import Attached, Optimizer, open_group
+from bench.gpu.models import small_mlp
+from bench.gpu.runner import Run
+
+QUEUED_S = 0.2
+
+
+def run(run: Run) -> None:
+    """Check the optimizer's way and DDP's, each after the steps in which the order of gradients is learned."""
+    place = run.place
+    open_group(place, run.rank, run.size)
+    for name, contender in (("optimizer", Optimizer), ("attached", Attached)):
+        with run.check(f"{name}: three steps without a synchronising call") as found:
+            loop = contender(place, small_mlp(place.torch_device))
+            loop.warm_up()
+            with place.synchronisations() as calls:
+                for _ in range(3):
+                    loop.step()
+            found["calls"] = calls
+            assert not calls, calls
+        if place.dry:  # whose update waits for the threads that play streams
+            loop.close()
+            continue
+        with run.check(f"{name}: a step returns while the GPU is busy with earlier work") as found:
+            place.device.synchronise()
+            place.sleep(QUEUED_S)
+            begin_s = time.perf_counter()
+            loop.step()
+            found["step_s"] = time.perf_counter() - begin_s
+            place.device.synchronise()
+            found["until_done_s"] = time.perf_counter() - begin_s
+            assert found["step_s"] < 0.5 * found["until_done_s"], found
+        loop.close()

@@ -1,0 +1,224 @@
+"""The GPU of one rank, as the parts of `bench.gpu` use it. A dry run replaces it by `fakes.dry_gpu.DryPlace`.
+
+Everything that only CUDA can do is in this class, so that parts have no other branch for a dry run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import Device
+from sirtaki.comm.nccl_streams.transport import Opener, find_nccl
+from sirtaki.comm.router import Router
+from sirtaki.errors import CommError
+
+NCCL_GROUP = getattr(dist, "ProcessGroupNCCL", None)
+"""PyTorch's class, before a dry run replaces it; None in builds without NCCL."""
+
+TIMEOUT_S = 20.0
+"""Seconds after which an operation of NCCL's counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel, as the profiler has seen it.
+
+    Attributes:
+        name: of the kernel.
+        stream: number of its CUDA stream.
+        grid: thread blocks in the first dimension; of an NCCL kernel its channels (CTAs).
+        begin_s, end_s: on the GPU's clock.
+    """
+
+    name: str
+    stream: int
+    grid: int
+    begin_s: float
+    end_s: float
+
+
+class Place:
+    """GPU 0 of this process.
+
+    Attributes:
+        dry: no GPU is there, and figures mean nothing.
+        device: as the synchroniser uses it.
+        backend: of the process groups that DDP is compared with.
+        logs: folder for files that libraries write.
+    """
+
+    dry = False
+    backend = "nccl"
+    device: Device
+
+    def __init__(self, logs: Path) -> None:
+        """Initialise CUDA. `logs` exists."""
+        from sirtaki.comm.device import cuda_device
+
+        self.logs = logs
+        torch.cuda.set_device(0)
+        self.device = cuda_device(0)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Device of models and tensors."""
+        return self.device.torch_device
+
+    def facts(self) -> dict[str, Any]:  # Any: what JSON can hold
+        """Describe the GPU and the software on it."""
+        properties = torch.cuda.get_device_properties(0)
+        query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False).stdout.split(",")
+        return {
+            "gpu": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": told[0].strip(),
+            "compute_mode": told[-1].strip(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch's
+        }
+
+    # ── what carries units ───────────────────────────────────────────────────────────────────────────────────────
+
+    def opener(self, control: ControlPlane) -> Opener:
+        """Return what makes NCCL communicators. Collective.
+
+        Raises:
+            CommError: NCCL cannot join these ranks; the log says why.
+        """
+        found = find_nccl(control, self.device, forced=True, timeout_s=TIMEOUT_S)
+        if found is None:
+            raise CommError("NCCL does not join the GPUs of these ranks")
+        return found
+
+    def router(self, control: ControlPlane, opener: Opener | None) -> Router:
+        """Return a router over NCCL, or through host memory if `opener` is None. Collective."""
+        return Router(control, timeout_s=TIMEOUT_S, device=self.device, nccl=opener)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self, seconds: float) -> None:
+        """Keep the current stream busy for about so long. Non-blocking."""
+        torch.cuda._sleep(int(seconds * 1.5e9))  # cycles of an SM, whose clock is between 1 and 2 GHz
+
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        """Return seconds of a call by the GPU's clock, over `times` calls in a row."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / times
+
+    def before_update(self) -> None:
+        """Call between the backward pass and the optimizer's update, which on a GPU is ordered by streams."""
+
+    def next_iteration(self) -> None:
+        """Call at the end of each training step; a dry run counts them."""
+
+    def verify(self) -> None:
+        """Fail if a dry run has found something since the last call, such as two accesses that nothing orders."""
+
+    @contextmanager
+    def synchronisations(self) -> Iterator[list[str]]:
+        """Collect the calls inside that make the host wait for the GPU."""
+        found: list[str] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found += [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "called a synchronizing" in str(w.message)]
+
+    @contextmanager
+    def kernels(self) -> Iterator[list[Kernel]]:
+        """Collect the kernels that are launched inside, by PyTorch's profiler."""
+        found: list[Kernel] = []
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            yield found
+            torch.cuda.synchronize()
+        handle, name = tempfile.mkstemp(suffix=".json")
+        os.close(handle)
+        try:
+            profile.export_chrome_trace(name)
+            events = json.loads(Path(name).read_text(encoding="utf-8"))["traceEvents"]
+        finally:
+            os.unlink(name)
+        for event in events:
+            if event.get("cat") == "kernel":
+                begin_s, args = event["ts"] / 1e6, event["args"]
+                end_s = begin_s + event["dur"] / 1e6
+                found.append(Kernel(event["name"], int(args["stream"]), int(args["grid"][0]), begin_s, end_s))
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def used_bytes(self) -> int:
+        """Return the GPU's memory in use by all processes, which includes what NCCL allocates."""
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that PyTorch's allocator holds for tensors now."""
+        return torch.cuda.memory_allocated()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Return the most bytes that PyTorch's allocator holds for tensors while `work` runs."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether host memory is page-locked."""
+        return tensor.is_pinned()
+
+    # ── CUDA graphs ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Return the replay of a CUDA graph of `work`, captured in the mode that forbids some calls in all threads."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what must not be captured, such as the first use of cuBLAS
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+            time.sleep(0.3)  # so that the watchdog and other threads run while the capture is open
+        return graph.replay
+
+
+def open_place(logs: Path, *, dry: bool) -> Place:
+    """Return the GPU, or in a dry run what plays one."""
+    if not dry:
+        return Place(logs)
+    from fakes.dry_gpu import DryPlace
+
+    played: Place = DryPlace(logs)
+    return played

