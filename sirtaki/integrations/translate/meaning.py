@@ -14,6 +14,7 @@ from .source import (
     Edits,
     Flows,
     Kind,
+    Site,
     Symbol,
     argument,
     called_attribute,
@@ -81,17 +82,28 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Whether each backward pass is followed by its step: if not, gradients are to be reduced in `step()`."""
-        return all(self._has_its_step(call) for call in self.backward_passes())
+        """Return whether all optimizers step after each backward pass; if not, gradients must be reduced in `step()`.
 
-    def _has_its_step(self, call: cst.Call) -> bool:
-        """Whether a step follows a backward pass in each case, in its block or one around, and no other pass before."""
-        steps, source = [step for step, _ in self.steps()], self.source
-        if any(step.args and source.code(step.args[0].value) in source.function_of(call).split(".") for step in steps):
-            return True  # the closure that a step calls
+        A backward pass may reach parameters of any optimizer: a generator's reaches the discriminator, an actor's the
+        critic. Gradients of an optimizer that does not step then are cleared or added to by the script.
+        """
+        return all(self._all_step_after(call) for call in self.backward_passes())
 
-        def has_step(node: cst.CSTNode) -> bool:
-            return any(source.contains(node, step) for step in steps)
+    def _all_step_after(self, call: cst.Call) -> bool:
+        """Return whether each optimizer steps after a backward pass in each case, and before the next pass."""
+        source, steps = self.source, list(self.steps())
+        waiting = {site for site in self.flows.made(Kind.OPTIMIZER) if not self._is_made_later(site.call, call)}
+        for step, optimizer in steps:
+            if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
+                return waiting <= set(self.flows.holds(optimizer, Kind.OPTIMIZER))  # the closure that a step calls
+
+        def stepped(node: cst.CSTNode) -> set[Site]:
+            if isinstance(node, cst.If):
+                return stepped(node.body) & (set() if node.orelse is None else stepped(node.orelse))
+            if isinstance(node, cst.IndentedBlock | cst.Else):
+                return set[Site]().union(*map(stepped, node.children))
+            there = [optimizer for step, optimizer in steps if source.contains(node, step)]
+            return {site for optimizer in there for site in self.flows.holds(optimizer, Kind.OPTIMIZER)}
 
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
@@ -100,13 +112,19 @@ class Training:
             for sibling in siblings[siblings.index(here) + 1 :]:
                 if self.trains(sibling):
                     return False
-                if has_step(sibling):
-                    either_way = not isinstance(sibling, cst.If) or (
-                        has_step(sibling.body) and sibling.orelse is not None and has_step(sibling.orelse)
-                    )
-                    return either_way
+                waiting -= stepped(sibling)
+                if not waiting:
+                    return True
             here = source.parent(here)
         return False
+
+    def _is_made_later(self, made: cst.Call, call: cst.Call) -> bool:
+        """Return whether an optimizer is made behind a backward pass, in the same function and in no loop of both."""
+        source = self.source
+        if source.function_of(made) != source.function_of(call) or source.line(made) <= source.line(call):
+            return False
+        loops = (there for there in source.above(call) if isinstance(there, cst.For | cst.While))
+        return not any(source.contains(loop, made) for loop in loops)
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """The names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`."""
