@@ -91,20 +91,11 @@ class Training:
 
     def _all_step_after(self, call: cst.Call) -> bool:
         """Return whether each optimizer steps after a backward pass in each case, and before the next pass."""
-        source, steps = self.source, list(self.steps())
+        source = self.source
         waiting = {site for site in self.flows.made(Kind.OPTIMIZER) if not self._is_made_later(site.call, call)}
-        for step, optimizer in steps:
+        for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
-                return waiting <= set(self.flows.holds(optimizer, Kind.OPTIMIZER))  # the closure that a step calls
-
-        def stepped(node: cst.CSTNode) -> set[Site]:
-            if isinstance(node, cst.If):
-                return stepped(node.body) & (set() if node.orelse is None else stepped(node.orelse))
-            if isinstance(node, cst.IndentedBlock | cst.Else):
-                return set[Site]().union(*map(stepped, node.children))
-            there = [optimizer for step, optimizer in steps if source.contains(node, step)]
-            return {site for optimizer in there for site in self.flows.holds(optimizer, Kind.OPTIMIZER)}
-
+                return waiting <= self._optimizers_of(step, optimizer, ())  # the closure that a step calls
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
             block = source.parent(here)
@@ -112,10 +103,45 @@ class Training:
             for sibling in siblings[siblings.index(here) + 1 :]:
                 if self.trains(sibling):
                     return False
-                waiting -= stepped(sibling)
+                waiting -= self._stepped(sibling)
                 if not waiting:
                     return True
             here = source.parent(here)
+        return False
+
+    def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
+        """Return the optimizers that step in any case in a part of the script."""
+        if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
+            return set()
+        if isinstance(node, cst.If):
+            return self._stepped(node.body, loops) & (
+                set() if node.orelse is None else self._stepped(node.orelse, loops)
+            )
+        if isinstance(node, cst.For):
+            return self._stepped(node.body, (*loops, node))
+        if isinstance(node, cst.BaseSuite | cst.Else | cst.With):
+            return set[Site]().union(*(self._stepped(child, loops) for child in node.children))
+        there = [each for each in self.steps() if self.source.contains(node, each[0])]
+        return set[Site]().union(*(self._optimizers_of(*each, loops) for each in there))
+
+    def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
+        """Return the optimizers that certainly step in a call: the only one of its name, or all that a loop yields."""
+        sites = set(self.flows.holds(optimizer, Kind.OPTIMIZER))
+        symbol = self.source.symbol(optimizer)
+        if any(self.source.symbol(name) == symbol for loop in loops for name in self.source.all(cst.Name, loop.target)):
+            return sites
+        return sites if len(sites) == 1 and not any(self._is_repeated(site.call, step, ()) for site in sites) else set()
+
+    def _is_repeated(self, made: cst.CSTNode, step: cst.Call, within: tuple[cst.FunctionDef, ...]) -> bool:
+        """Return whether there may be several objects of one call when a step is made."""
+        for there in self.source.above(made):
+            if self.source.contains(there, step):
+                return False
+            if isinstance(there, cst.For | cst.While | cst.BaseComp | cst.Lambda) or there in within:
+                return True
+            if isinstance(there, cst.FunctionDef):
+                calls = [call for call in self.source.all(cst.Call) if there in self.flows.callees(call)]
+                return len(calls) != 1 or self._is_repeated(calls[0], step, (*within, there))
         return False
 
     def _is_made_later(self, made: cst.Call, call: cst.Call) -> bool:
@@ -726,8 +752,11 @@ class RankValues:
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
-        element = node.for_in
-        self._put(element.target, BATCH if element in self._training.loops else _element(self._value(element.iter)))
+        element: cst.CompFor | None = node.for_in
+        while element is not None:
+            read = element in self._training.loops
+            self._put(element.target, BATCH if read else _element(self._value(element.iter)))
+            element = element.inner_for_in
         if isinstance(node, cst.DictComp):
             value = self._value(node.value)
             return replace(value, container=True) if value.over is Over.ROWS else self._any(value)
@@ -815,6 +844,10 @@ class RankValues:
             return replace(values[0], number=True)
         if name == "sum" and self._source.is_builtin(full):
             return replace(values[0], items=()) if values[0].over in REDUCED else replace(SUM, sure=False)
+        if full == "torch.autograd.Variable" and values:  # a tensor, since PyTorch 0.4
+            return values[0]
+        if full == "torch.autograd.grad":
+            return self._of_slopes(call)
         loss = self._of_loss(call, full, name)
         if loss is not None:
             return loss
@@ -836,6 +869,22 @@ class RankValues:
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
         return OWN
+
+    def _of_slopes(self, call: cst.Call) -> Value:
+        """Return what `torch.autograd.grad` computes: of inputs for each sample, or of parameters over the samples."""
+        outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
+        if outputs is None or inputs is None:
+            return OWN
+        value = self._value(outputs)
+        if not self._value(inputs).own:
+            self._edits.refuse(
+                call,
+                "gradients with respect to parameters are computed apart from `backward()`: each rank would go on with "
+                f"those of its own part of the batch: `{self._source.code(call)}`",
+            )
+            return OWN
+        apart = value.over is Over.SUM or (value.over in EACH and argument(call, "grad_outputs", 2) is not None)
+        return Value(items=(Value(over=Over.ROWS, dims=2, sure=value.sure),)) if apart else OWN
 
     def _is_model(self, call: cst.Call) -> bool:
         """Whether a call is one of a module, which is taken to compute each sample by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import builtins
+import symtable
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,31 @@ def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
     """Where each statement begins, simple ones and compound ones."""
     positions, found = wrapper.resolve(PositionProvider), (cst.BaseSmallStatement, cst.BaseCompoundStatement)
     return [int(positions[node].start.line) for node in walk(wrapper.module) if isinstance(node, found)]
+
+
+def undefined_names(text: str) -> set[str]:
+    """Return the names that code looks up outside of its functions, and that neither the module nor Python defines.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    compile(text, "script", "exec", dont_inherit=True)
+    module = symtable.symtable(text, "script", "exec")
+    defined, wanted, pending = {*dir(builtins), *MODULE_NAMES}, set[str](), [module]
+    while pending:
+        table = pending.pop()
+        pending += table.get_children()
+        for symbol in table.get_symbols():
+            binds = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            outside = table is module or symbol.is_global()
+            if outside and (binds and (table is module or symbol.is_declared_global())):
+                defined.add(symbol.get_name())
+            elif outside and symbol.is_referenced():
+                wanted.add(symbol.get_name())
+    return wanted - defined
+
+
+MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -566,13 +592,17 @@ class Flows:
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
-            else:
-                self._put(node.target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
+            else:  # also of `for i, optimizer in enumerate(optimizers)`
+                for name in self.source.all(cst.Name, node.target):
+                    self._put(name, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:
             self._return(self.source.function_of(node), node.value)
         elif isinstance(node, cst.Call):
+            if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("append", "extend", "insert"):
+                given = (frozenset(self.holds(arg.value, Kind.OPTIMIZER)) for arg in node.args)
+                self._put(node.func.value, self._union(given))
             for function in self.callees(node):
                 scope = self.source.name_of(function)
                 for name, value in self.bound(node, function):

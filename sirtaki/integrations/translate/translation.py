@@ -26,6 +26,7 @@ from sirtaki.integrations.translate.source import (
     keyword,
     parameters,
     targets,
+    undefined_names,
     walk,
     with_more,
 )
@@ -143,20 +144,28 @@ READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "uns
 class Optimizers:
     """Edits what makes optimizers and what uses them."""
 
-    def __init__(self, training: Training, edits: Edits, *, hvd: str) -> None:
+    def __init__(self, training: Training, edits: Edits, *, hvd: str, ranks: str) -> None:
+        """Keep the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
+
+        Attributes:
+            uses_ranks: the translation calls a function of `sirtaki.torch.ranks`.
+        """
         self._training, self._flows, self._edits, self._hvd = training, training.flows, edits, hvd
+        self._ranks, self.uses_ranks = ranks, False
         self._source: Source = training.source
 
     def distribute(self, losses: dict[Over, int]) -> None:
         """All of them; `losses` are what backward passes begin from, with a line of each."""
-        options = ""
-        if not self._training.passes_are_counted():
+        options, counted = "", self._training.passes_are_counted()
+        if not counted:
             options += f", backward_passes_per_step={AT_STEP:_}"
             self._edits.note(
                 0, "gradients of several backward passes are added up, and reduced when `step()` is called"
             )
         if Over.SUM in losses:
             options += f", op={self._hvd}.Sum"
+            if not counted:
+                self._require_cleared()
             if Over.MEAN in losses:
                 self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
         for site in self._flows.made(Kind.OPTIMIZER):
@@ -165,14 +174,25 @@ class Optimizers:
 
     def _distribute(self, site: Site, options: str) -> None:
         source, call = self._source, site.call
-        models = list(dict.fromkeys(source.code(model) for model in self._models(call)))
+        given = list(self._models(call))
+        models = list(dict.fromkeys(source.code(model) for model in given))
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
+        if _binder(source, call) is not None:  # where no line can stand in front that has the same names
+            self.uses_ranks = True
+            self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
+            return
+        loops = {source.code(model): self._loops_around(model) for model in given}
+        if any(loop is None for loop in loops.values()):
+            self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
+            return
+        alone = len(models) == 1 and not loops[models[0]]
+        named = f", named_parameters={models[0]}.named_parameters()" if alone else ""
         statement = source.statement(call)
         target = _assigned(source, call)
-        broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
+        lines = {model: f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models}
+        broadcasts = [f"[{lines[model]} {loops[model]}]" if loops[model] else lines[model] for model in models]
         if target is None:
             self._edits.before(statement, *broadcasts)
             self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}})")
@@ -182,6 +202,30 @@ class Optimizers:
             name = source.code(target)
             line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"
             self._edits.after(statement, *broadcasts, line)
+
+    def _loops_around(self, model: cst.BaseExpression) -> str | None:
+        """Return the loops of the comprehension that gives a model its name; empty if none does, None for a lambda."""
+        binder = _binder(self._source, model)
+        if binder is None:
+            return ""
+        return self._source.code(binder.for_in) if isinstance(binder, cst.BaseComp) else None
+
+    def _require_cleared(self) -> None:
+        """Refuse sums that are added to reduced gradients: the next reduction would add up what is a sum already."""
+        clears = [call for call in self._source.all(cst.Call) if called_attribute(call) in ("zero_grad", "zero_")]
+        by_hand = any(
+            isinstance(node.target, cst.Attribute) and _is_gradient(node.target)
+            for node in self._source.all(cst.AssignTarget)
+        )
+        of_modules = by_hand or any(not self._cleared_by(call) for call in clears)
+        for call, optimizer in self._training.steps():
+            mine = set(self._flows.holds(optimizer, Kind.OPTIMIZER))
+            if not of_modules and not any(mine & self._cleared_by(clear) for clear in clears):
+                self._edits.refuse(call, "gradients of sums are added up over steps: clear them, or take means")
+
+    def _cleared_by(self, call: cst.Call) -> set[Site]:
+        func = call.func
+        return set(self._flows.holds(func.value, Kind.OPTIMIZER)) if isinstance(func, cst.Attribute) else set()
 
     def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
         """Whose parameters an optimizer gets."""
@@ -206,6 +250,9 @@ class Optimizers:
     def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """`model` of `model.head`, since a part cannot be made alike without the rest."""
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            made = self._flows.holds(node.value, Kind.INSTANCE)
+            if made and not any(self._source.derives(site.name, "Module") for site in made):
+                break  # an object that has models
             node = node.value
         return node
 
@@ -317,6 +364,23 @@ class Optimizers:
             elif _is_gradient(node):
                 found.append(node)
         return found
+
+
+def _binder(source: Source, node: cst.BaseExpression) -> cst.BaseComp | cst.Lambda | None:
+    """Return the comprehension or lambda between an expression and its statement that binds a name of it."""
+    names, statement = {name.value for name in source.all(cst.Name, node)}, source.statement(node)
+    for there in source.above(node):
+        if there is statement:
+            break
+        bound: Iterator[cst.CSTNode] = iter(())
+        if isinstance(there, cst.BaseComp):
+            bound = (name for part in walk(there.for_in) for t in targets(part) for name in walk(t))
+        elif isinstance(there, cst.Lambda):
+            bound = (param.name for param in walk(there.params) if isinstance(param, cst.Param))
+        if any(isinstance(name, cst.Name) and name.value in names for name in bound):
+            assert isinstance(there, cst.BaseComp | cst.Lambda)
+            return there
+    return None
 
 
 def _is_gradient(node: cst.CSTNode) -> bool:
@@ -440,7 +504,13 @@ FRAMEWORKS = {
     "tensorflow": "TensorFlow",
     "jax": "JAX",
     "ignite": "Ignite",
+    "fastai": "fastai",
+    "catalyst": "Catalyst",
 }
+INNER_LOOPS = {"higher", "learn2learn", "torchopt", "torchmeta"}
+"""Packages whose inner loops train a copy of a model on the data of one rank."""
+
+FUNCTIONAL = ("torch.func.", "functorch.", "torch.autograd.functional.")
 STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
 CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime.now", "time.process_time"}
 
@@ -451,6 +521,11 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
     for name, title in FRAMEWORKS.items():
         if source.imports(name):
             edits.refuse(1, f"{title} has its own ways of training on several processes")
+    for name in sorted(INNER_LOOPS):
+        if source.imports(name):
+            edits.refuse(
+                1, f"`{name}` trains in inner loops, in which each rank would see its own part of the data only"
+            )
     if source.imported.get("torch") != "torch":
         edits.refuse(1, "`import torch` is missing")
     if not training.backward_passes():
@@ -463,7 +538,53 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
             edits.refuse(call, f"`{name}` starts or divides work itself")
         elif name in ("torch.autograd.backward", "exec", "eval") or called_attribute(call) == "manual_backward":
             edits.refuse(call, f"cannot look into `{source.code(call)}`")
+        elif name.startswith(FUNCTIONAL):
+            edits.refuse(call, f"computes gradients apart from `backward()`: `{source.code(call)}`")
+    _look_for_unknown_steps(training, edits)
+    _look_for_updates_by_hand(source, edits)
     _look_for_clocks(training, edits)
+
+
+def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
+    """Refuse optimizers that are not seen to be made: nothing would reduce their gradients."""
+    source, known = training.source, {call for call, _ in training.steps()}
+    clears = {
+        source.code(call.func.value)
+        for call in source.all(cst.Call)
+        if called_attribute(call) == "zero_grad" and isinstance(call.func, cst.Attribute)
+    }
+    for call in source.all(cst.Call):
+        if called_attribute(call) != "step" or call in known or not isinstance(call.func, cst.Attribute):
+            continue
+        stepped = call.func.value
+        if training.flows.holds(stepped, Kind.SCALER) and call.args:
+            stepped = call.args[0].value
+        text = source.code(stepped)
+        if text in clears or re.search(r"optim(?!\w*sched)|(?<![a-z])opt(?![a-z])", text, re.IGNORECASE):
+            edits.refuse(call, f"cannot tell which optimizer of torch.optim `{text}` is")
+
+
+IN_PLACE = {
+    "add_", "sub_", "copy_", "addcmul_", "addcdiv_", "mul_", "lerp_", "_foreach_add_", "_foreach_sub_",
+    "_foreach_copy_",
+}  # fmt: skip
+
+
+def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
+    """Refuse `p -= lr * p.grad` and its like: each rank would use the gradient of its own part of the batch."""
+
+    def has_gradient(node: cst.CSTNode) -> bool:
+        return any(_is_gradient(there) for there in source.all(cst.Attribute, node))
+
+    for aug in source.all(cst.AugAssign):
+        if has_gradient(aug.value) and not has_gradient(aug.target):
+            changed = re.search(r"grad|norm|total|sum|loss|count", source.code(aug.target), re.IGNORECASE)
+            if changed is None:
+                edits.refuse(aug, f"changes a parameter by its gradient without an optimizer: `{source.code(aug)}`")
+    for call in source.all(cst.Call):
+        changes = called_attribute(call) in IN_PLACE and isinstance(call.func, cst.Attribute)
+        if changes and any(has_gradient(arg) for arg in call.args) and not has_gradient(call.func):
+            edits.refuse(call, f"changes a parameter by its gradient without an optimizer: `{source.code(call)}`")
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:
@@ -711,8 +832,10 @@ class FromDdp:
             self._variable(node, self._source.code(node.slice[0].slice))
         for site in self._flows.made(Kind.WRAPPER):
             undo_wrapper(self._source, self._flows, self._edits, site.call)
-        Optimizers(self._training, self._edits, hvd=self._hvd).distribute({})
-        self._imports()
+        ranks = free_name(self._source, "ranks")
+        optimizers = Optimizers(self._training, self._edits, hvd=self._hvd, ranks=ranks)
+        optimizers.distribute({})
+        self._imports(import_lines(self._source, hvd=self._hvd, ranks=ranks if optimizers.uses_ranks else ""))
 
     def _call(self, call: cst.Call) -> None:
         name = self._source.full_name(call.func)
@@ -783,7 +906,7 @@ class FromDdp:
             return
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
-    def _imports(self) -> None:
+    def _imports(self, lines: list[str]) -> None:
         """Ours in the place of torch.distributed's and the wrapper's."""
         gone, placed = {"torch.distributed", "torch.nn.parallel.DistributedDataParallel"}, False
         for statement in self._source.module.body:
@@ -798,11 +921,11 @@ class FromDdp:
             ):
                 continue
             if not placed:
-                self._edits.after(statement, *import_lines(self._source, hvd=self._hvd))
+                self._edits.after(statement, *lines)
                 placed = True
             self._edits.remove(statement)
         if not placed:
-            self._edits.after(self._first_import(), *import_lines(self._source, hvd=self._hvd))
+            self._edits.after(self._first_import(), *lines)
         if "no_sync" in self._source.text and "contextlib" not in self._source.imported:
             self._edits.before(self._first_import(), "import contextlib")
 
@@ -859,7 +982,7 @@ def distribute(source: Source, edits: Edits) -> None:
     if training.other_loops:
         edits.note(0, "loops that do not train see all of their data on every rank")
     values.follow()
-    Optimizers(training, edits, hvd=hvd).distribute(values.losses)
+    Optimizers(training, edits, hvd=hvd, ranks=ranks).distribute(values.losses)
     output = Output(source, flows, edits, hvd=hvd, ranks=ranks)
     output.keep()
     lines = [f"{hvd}.init()", *place(source, flows, edits, hvd=hvd), *output.begins_with, *_seeds(source, ranks)]
@@ -1004,5 +1127,27 @@ def translate(text: str) -> Translation:
     if edits.obstacles:
         raise TranslationError.of(edits.obstacles)
     after = edits.applied(source.module)
-    compile(after, "translated", "exec", dont_inherit=True)
+    _require_sound(text, after)
     return Translation(before=text, after=after, notes=tuple(sorted(edits.notes)))
+
+
+def _require_sound(before: str, after: str) -> None:
+    """Refuse a translation that Python does not compile, or that uses a name which nothing defines.
+
+    Raises:
+        TranslationError: naming the line of the script, or its first one where the translation has added the name.
+    """
+    try:
+        known = undefined_names(before)
+    except SyntaxError as err:
+        raise TranslationError.of([(err.lineno or 1, f"is no Python: {err.msg}")]) from err
+    try:
+        new = undefined_names(after) - known
+    except SyntaxError as err:
+        raise TranslationError.of([(1, f"its translation would be no Python, in `{err.text}`: {err.msg}")]) from err
+    if new:
+        lines = before.splitlines()
+        uses = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(new)))
+        line = next((number for number, text in enumerate(lines, 1) if uses.search(text)), 1)
+        names = ", ".join(f"`{name}`" for name in sorted(new))
+        raise TranslationError.of([(line, f"its translation would use {names} where the script does not define it")])
