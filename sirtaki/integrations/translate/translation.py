@@ -729,7 +729,10 @@ class HandCut:
     def _whole_sets(self) -> Iterator[cst.Name]:
         """All data in one batch: names of what a model or a loss gets that is not made in the loop, where it trains."""
         found = {self._source.symbol(name) for name in self._whole_arguments()}
+        made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
         for name in self._source.all(cst.Name):
+            if name in made:
+                continue
             parent = self._source.parent(name)
             label = isinstance(parent, cst.Arg) and parent.keyword is name
             part = isinstance(parent, cst.Attribute) and parent.attr is name
