@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -333,7 +334,8 @@ def collected(value: Value) -> Value:
 
 SAME_VALUE = {
     "item", "detach", "cpu", "cuda", "to", "clone", "float", "double", "half", "numpy", "tolist", "squeeze",
-    "contiguous", "data", "mean_", "requires_grad_", "int", "long", "bfloat16", "type",
+    "contiguous", "data", "mean_", "requires_grad_", "int", "long", "bfloat16", "type", "fill_", "zero_", "normal_",
+    "uniform_",
 }  # fmt: skip
 STRUCTURE = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "is_sparse", "grad_fn"}
 
@@ -370,6 +372,8 @@ FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", 
 PAIRS = {"max", "min", "topk", "sort"}
 VIEWS = {"view", "reshape", "expand", "view_as", "expand_as", "reshape_as", "type_as"}
 CREATES = {"zeros", "ones", "full", "rand", "randn", "empty", "randint", "normal"}
+NUMPY_CREATES = CREATES | {"uniform", "random", "standard_normal"}
+TENSOR_TYPE = re.compile(r"torch\.(cuda\.)?\w*Tensor")
 SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer",
              "TransformerDecoder", "TransformerDecoderLayer"}  # fmt: skip
 """Modules whose samples stand along the second axis unless they are told otherwise."""
@@ -844,6 +848,10 @@ class RankValues:
             return replace(values[0], number=True)
         if name == "sum" and self._source.is_builtin(full):
             return replace(values[0], items=()) if values[0].over in REDUCED else replace(SUM, sure=False)
+        if full.startswith("numpy.") and name in NUMPY_CREATES and _has_batch_size(values):
+            return Value(over=Over.ROWS, dims=2)
+        if self._is_tensor_type(call.func) and values:
+            return Value(over=Over.ROWS, dims=2) if _has_batch_size(values) else values[0]
         if full == "torch.autograd.Variable" and values:  # a tensor, since PyTorch 0.4
             return values[0]
         if full == "torch.autograd.grad":
@@ -869,6 +877,20 @@ class RankValues:
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
         return OWN
+
+    def _is_tensor_type(self, node: cst.BaseExpression) -> bool:
+        """Return whether that is `torch.FloatTensor`, or a name that the script gives to such types only."""
+        if not dotted(node).endswith("Tensor"):
+            return False
+        symbol = self._source.symbol(node)
+        given = [
+            assign.value
+            for assign in self._source.all(cst.Assign)
+            if symbol is not None and any(self._source.symbol(target) == symbol for target in targets(assign))
+        ]
+        either_way = [(value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,) for value in given]
+        types = [part for parts in either_way for part in parts] or [node]
+        return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
 
     def _of_slopes(self, call: cst.Call) -> Value:
         """Return what `torch.autograd.grad` computes: of inputs for each sample, or of parameters over the samples."""
@@ -1100,6 +1122,12 @@ class RankValues:
             else:
                 self._edits.note(call, f"`{text}` is shown as rank 0 has it")
         return ALL
+
+
+def _has_batch_size(values: Sequence[Value]) -> bool:
+    """Return whether an argument is the number of samples or a shape that begins with it."""
+    firsts = (value.items[0] if value.items else value for value in values)
+    return any(first.over in (Over.COUNT, Over.SHAPE) for first in firsts)
 
 
 def _element(value: Value) -> Value:

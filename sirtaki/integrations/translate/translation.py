@@ -576,15 +576,34 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
     def has_gradient(node: cst.CSTNode) -> bool:
         return any(_is_gradient(there) for there in source.all(cst.Attribute, node))
 
-    for aug in source.all(cst.AugAssign):
-        if has_gradient(aug.value) and not has_gradient(aug.target):
-            changed = re.search(r"grad|norm|total|sum|loss|count", source.code(aug.target), re.IGNORECASE)
-            if changed is None:
-                edits.refuse(aug, f"changes a parameter by its gradient without an optimizer: `{source.code(aug)}`")
+    named = {
+        source.symbol(target)
+        for assign in source.all(cst.Assign)
+        if has_gradient(assign.value)
+        for target in _names(assign)
+    }
+
+    def uses_gradient(node: cst.CSTNode) -> bool:
+        return has_gradient(node) or any(source.symbol(name) in named for name in source.all(cst.Name, node))
+
+    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]  # statement or call, what changes, by what
+    changes = [
+        (aug, aug.target, aug.value)
+        for aug in source.all(cst.AugAssign)
+        if has_gradient(aug.value) and not re.search(COUNTS, source.code(aug.target), re.IGNORECASE)
+    ]
+    for assign in source.all(cst.Assign):
+        changes += [(assign, each, assign.value) for each in targets(assign) if dotted(each).endswith(".data")]
     for call in source.all(cst.Call):
-        changes = called_attribute(call) in IN_PLACE and isinstance(call.func, cst.Attribute)
-        if changes and any(has_gradient(arg) for arg in call.args) and not has_gradient(call.func):
-            edits.refuse(call, f"changes a parameter by its gradient without an optimizer: `{source.code(call)}`")
+        if called_attribute(call) in IN_PLACE and isinstance(call.func, cst.Attribute):
+            changes += [(call, call.func.value, arg) for arg in call.args]
+    for node, what, value in changes:
+        if uses_gradient(value) and not uses_gradient(what) and not source.derives(source.class_of(node), "Optimizer"):
+            edits.refuse(node, f"changes a parameter by its gradient without an optimizer: `{source.code(node)}`")
+
+
+COUNTS = r"grad|norm|total|sum|loss|count"
+"""In names of what gradients are added up in, which is no parameter."""
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:

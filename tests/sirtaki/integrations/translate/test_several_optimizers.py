@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 HEAD = """\
 import functools
+import numpy as np
 import itertools
 import torch
 import torch.nn.functional as F
@@ -103,6 +104,21 @@ ALIKE = {
         "    step.step()",
         before="steps = [critic_step, maker_step]\n",
     ),
+    "an optimizer of all beside those of each": script(
+        f"{BY_MODULE}; both.zero_grad(); F.mse_loss(critic(maker(noise)), noise[:, :1]).backward(); both.step()",
+        ADAM,
+        before="both = torch.optim.SGD(itertools.chain(maker.parameters(), critic.parameters()), lr=0.05)\n",
+    ),
+    "losses of several terms and legacy tensors": script(
+        "batch_size = real.shape[0]; valid = Tensor(batch_size, 1).fill_(1.0); "
+        "fake = Tensor(np.zeros((batch_size, 1))); "
+        "critic_step.zero_grad(); real_loss = criterion(critic(Variable(real)), valid); "
+        "fake_loss = criterion(critic(made.detach()), fake); loss = (real_loss + fake_loss) / 2; loss.backward(); "
+        "critic_step.step(); maker_step.zero_grad(); loss = criterion(critic(made), valid); loss.backward(); "
+        "maker_step.step()",
+        before="from torch.autograd import Variable\ncriterion = nn.MSELoss()\ncuda = torch.cuda.is_available()\n"
+        "Tensor = torch.cuda.DoubleTensor if cuda else torch.DoubleTensor\n",
+    ),
     "a scheduler": script(
         f"{BY_MODULE}; plan.step()", before="plan = torch.optim.lr_scheduler.StepLR(maker_step, 2)\n"
     ),
@@ -160,6 +176,16 @@ REFUSED = {
     ),
     "an update in place by hand": (
         script(f"{BY_MODULE}; for p in critic.parameters():;     p.data.add_(p.grad, alpha=-0.1)"),
+        "changes a parameter by its gradient without an optimizer",
+    ),
+    "an update by hand of named gradients": (
+        script(
+            f"{BY_MODULE}; for p in critic.parameters():;     slope = p.grad.data;     p.data.add_(slope, alpha=-0.1)"
+        ),
+        "changes a parameter by its gradient without an optimizer",
+    ),
+    "an update that is assigned": (
+        script(f"{BY_MODULE}; for p in critic.parameters():;     p.data = p.data - 0.1 * p.grad"),
         "changes a parameter by its gradient without an optimizer",
     ),
     "an optimizer of another package": (
@@ -230,6 +256,11 @@ def test_gradients_are_reduced_in_backward_passes_only_if_all_optimizers_step_af
     assert reduced_in_step(script(f"{MAKERS}; critic_step.step(); if i % 2:;     maker_step.step()"))
     assert reduced_in_step(ALIKE["a function for both"])
     assert reduced_in_step(ALIKE["made in a function"])
+
+
+def test_losses_of_these_forms_are_seen_to_be_means_and_sums() -> None:
+    for name in ("losses of several terms and legacy tensors", "a gradient penalty", "actor and critic", "sums"):
+        assert not [note for line, note in translate(ALIKE[name]).notes if line], name
 
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
