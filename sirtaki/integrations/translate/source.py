@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import bisect
 import builtins
 import symtable
@@ -229,14 +230,15 @@ def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
 
 
 def undefined_names(text: str) -> set[str]:
-    """Return the names that code looks up outside of its functions, and that neither the module nor Python defines.
+    """Return the names that code uses, and that neither the module nor Python defines, or the module only later.
 
     Raises:
         SyntaxError: it is no Python.
     """
     compile(text, "script", "exec", dont_inherit=True)
     module = symtable.symtable(text, "script", "exec")
-    defined, wanted, pending = {*dir(builtins), *MODULE_NAMES}, set[str](), [module]
+    known = {*dir(builtins), *MODULE_NAMES}
+    defined, wanted, pending = set(known), set[str](), [module]
     while pending:
         table = pending.pop()
         pending += table.get_children()
@@ -247,8 +249,38 @@ def undefined_names(text: str) -> set[str]:
                 defined.add(symbol.get_name())
             elif outside and symbol.is_referenced():
                 wanted.add(symbol.get_name())
-    return wanted - defined
+    bound, early = set[str](), set[str]()
+    for statement in ast.parse(text).body:
+        loads, stores = _names_at_once(statement)
+        early |= loads - bound - stores
+        bound |= stores
+    return (wanted - defined) | (early - known)
 
+
+def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the names that a statement loads and binds when it is run, without bodies of functions."""
+    if isinstance(node, ast.Name):
+        return ({node.id}, set()) if isinstance(node.ctx, ast.Load) else (set(), {node.id})
+    loads, stores = set[str](), set[str]()
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        stores = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    elif isinstance(node, NAMED) and node.name:
+        stores = {node.name}
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        parts = [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+    elif isinstance(node, ast.Lambda):
+        parts = [*node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+    for part in parts:
+        more_loads, more_stores = _names_at_once(part)
+        loads, stores = loads | more_loads, stores | more_stores
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return loads - stores, set()
+    return loads, stores
+
+
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+"""Syntax that binds the name that it has."""
 
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
@@ -593,8 +625,8 @@ class Flows:
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
             else:  # also of `for i, optimizer in enumerate(optimizers)`
-                for name in self.source.all(cst.Name, node.target):
-                    self._put(name, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
+                for target in self.source.all(cst.Name, node.target):
+                    self._put(target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:

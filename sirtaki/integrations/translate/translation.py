@@ -39,22 +39,24 @@ def free_name(source: Source, wanted: str) -> str:
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
-def import_lines(source: Source, *, hvd: str, ranks: str = "") -> list[str]:
-    """The imports, under these names, and a setting by which parameters without gradients stay what they are."""
+def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: str = "") -> list[str]:
+    """Return imports for a place behind a statement, and a setting that leaves parameters without gradients alone."""
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [
-        *(["import os"] if source.imported.get("os") != "os" else []),
+        *(["import os"] if "os" not in _imported_until(source, place) else []),
         f"import sirtaki.torch as {hvd}",
         *([f"from sirtaki.torch import ranks{as_ranks}"] if ranks else []),
         'os.environ.setdefault("SIRTAKI_UNUSED", "none")',
     ]
 
 
-def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
-    """Puts imports behind the script's own, and lines where it begins to do something."""
-    last = _last_import(source)
+def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str]) -> None:
+    """Put imports behind the script's own, and lines where it begins to do something."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
-    if isinstance(guard, cst.If) and not _does_something(source, guard):
+    in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
+    last = _last_import(source, "" if in_guard else "\n".join(lines))
+    imports = import_lines(source, last, hvd=hvd, ranks=ranks)
+    if isinstance(guard, cst.If) and in_guard:
         edits.after(last, *imports)
         first = guard.body.body[0]
         assert isinstance(first, cst.BaseStatement)
@@ -63,8 +65,8 @@ def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str])
         edits.after(last, *imports, *lines)
 
 
-def _last_import(source: Source) -> cst.BaseStatement:
-    """The last of those at the top, which may stand in a `try`."""
+def _last_import(source: Source, lines: str) -> cst.BaseStatement:
+    """Return the last import before functions and classes, or a later one that `lines` need; it may be in a `try`."""
     found: cst.BaseStatement | None = None
     for statement in source.module.body:
         does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
@@ -74,7 +76,28 @@ def _last_import(source: Source) -> cst.BaseStatement:
             found = statement
     first = found or source.module.body[0]
     assert isinstance(first, cst.BaseStatement)
+    used = {name.value for name in walk(cst.parse_module(lines)) if isinstance(name, cst.Name)}
+    for statement in source.module.body[source.module.body.index(first) + 1 :]:
+        missing = used & source.imported.keys() - _imported_until(source, first)
+        if missing & _imported_by(statement) and isinstance(statement, cst.BaseStatement):
+            first = statement
     return first
+
+
+def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
+    body = list(source.module.body)
+    return set[str]().union(*map(_imported_by, body[: body.index(last) + 1] if last in body else body))
+
+
+def _imported_by(statement: cst.CSTNode) -> set[str]:
+    """Return the names that a statement at the top imports."""
+    if isinstance(statement, cst.FunctionDef | cst.ClassDef):
+        return set()
+    found = set[str]()
+    for node in walk(statement):
+        if isinstance(node, cst.Import | cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
+            found |= {bound_name(alias).partition(".")[0] for alias in node.names}
+    return found
 
 
 GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
@@ -857,7 +880,7 @@ class FromDdp:
         ranks = free_name(self._source, "ranks")
         optimizers = Optimizers(self._training, self._edits, hvd=self._hvd, ranks=ranks)
         optimizers.distribute({})
-        self._imports(import_lines(self._source, hvd=self._hvd, ranks=ranks if optimizers.uses_ranks else ""))
+        self._imports(ranks if optimizers.uses_ranks else "")
 
     def _call(self, call: cst.Call) -> None:
         name = self._source.full_name(call.func)
@@ -928,7 +951,7 @@ class FromDdp:
             return
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
-    def _imports(self, lines: list[str]) -> None:
+    def _imports(self, ranks: str) -> None:
         """Ours in the place of torch.distributed's and the wrapper's."""
         gone, placed = {"torch.distributed", "torch.nn.parallel.DistributedDataParallel"}, False
         for statement in self._source.module.body:
@@ -943,11 +966,12 @@ class FromDdp:
             ):
                 continue
             if not placed:
-                self._edits.after(statement, *lines)
+                self._edits.after(statement, *import_lines(self._source, statement, hvd=self._hvd, ranks=ranks))
                 placed = True
             self._edits.remove(statement)
         if not placed:
-            self._edits.after(self._first_import(), *lines)
+            first = self._first_import()
+            self._edits.after(first, *import_lines(self._source, first, hvd=self._hvd, ranks=ranks))
         if "no_sync" in self._source.text and "contextlib" not in self._source.imported:
             self._edits.before(self._first_import(), "import contextlib")
 
@@ -1008,7 +1032,7 @@ def distribute(source: Source, edits: Edits) -> None:
     output = Output(source, flows, edits, hvd=hvd, ranks=ranks)
     output.keep()
     lines = [f"{hvd}.init()", *place(source, flows, edits, hvd=hvd), *output.begins_with, *_seeds(source, ranks)]
-    begin(source, edits, imports=import_lines(source, hvd=hvd, ranks=ranks), lines=lines)
+    begin(source, edits, hvd=hvd, ranks=ranks, lines=lines)
     if "BatchNorm" in source.text:
         edits.note(0, f"batch norm sees a rank's part of a batch; `{hvd}.SyncBatchNorm` sees all of it")
 

@@ -238,9 +238,18 @@ def test_names_that_nothing_defines_are_found_in_every_scope() -> None:
         "def f(a, *b, c=outer, **d):\n    global made\n    made = a\n    return [e for e in b if e != missing], made\n"
         "class C(Base):\n    x = 1\n    def g(self):\n        return x\n"
         "print({k: v for k, v in os.environ.items()}, where, __name__, net)\n"
-        "pairs = [net for net in where]\n"
+        "pairs = [net for net in where]\nlate()\ndef late():\n    return later()\ndef later():\n    return os\n"
+        "try:\n    import torch\nexcept ImportError as err:\n    raise SystemExit(err)\n"
     )
-    assert undefined_names(text) == {"outer", "missing", "Base", "x", "net"}
+    assert undefined_names(text) == {"outer", "missing", "Base", "x", "net", "late"}
+
+
+def test_imports_that_a_translation_needs_stand_in_front_of_what_it_adds() -> None:
+    head, rest = script(BY_MODULE).split("import torch\n", 1)
+    wrapped = translate(f"{head}class Before:\n    pass\nimport torch\nimport os\n{rest}").after
+    assert undefined_names(wrapped) == set()
+    assert wrapped.index("import torch\n") < wrapped.index("torch.cuda.set_device") if "cuda" in wrapped else True
+    assert wrapped.index("import os\n") < wrapped.index("os.environ")
 
 
 def test_gradients_are_reduced_in_backward_passes_only_if_all_optimizers_step_after_each() -> None:
