@@ -94,9 +94,10 @@ class _TensorSlot:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Collective: the root's optimizer state and options, on every rank.
+    """Copy the root's optimizer state and options to every rank. Collective.
 
-    Afterwards every trainable parameter has a gradient, zeros where there was none, as in Horovod.
+    Afterwards each state entry has the root's values and dtype on all ranks, see `load_optimizer_state`. Every
+    trainable parameter has a gradient: zeros if it had none, as in Horovod.
 
     Args:
         optimizer: any optimizer whose `state_dict()` can be loaded again.
@@ -112,12 +113,59 @@ def broadcast_optimizer_state(
     state.pop("sirtaki_compression", None)  # of each rank its own
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
-        optimizer.load_state_dict(state)
+        load_optimizer_state(optimizer, state)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and param.grad is None:
                 zeros = torch.zeros_like(param)
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a `state_dict()` into an optimizer without changing the dtype of any state entry.
+
+    `load_state_dict` casts every floating-point tensor but `step` to the dtype of its parameter. NAdam and ASGD keep
+    float32 scalars for parameters of any dtype: a rank that loads rounds them, and a rank that does not load keeps
+    them, so the replicas differ from the next step on. It also replaces a string in the state by a generator's text.
+
+    Args:
+        optimizer: an optimizer with the same parameter groups.
+        state: from `state_dict()`. The optimizer takes over its tensors.
+    """
+    optimizer.load_state_dict(dict(state))
+    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        # PyTorch keeps scalars on the host, unless the optimizer is capturable or fused; load_state_dict moves them.
+        scalars_on_host = group.get("capturable") is False and not group.get("fused")
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            if index in state["state"] and param in optimizer.state:
+                restored = _without_cast(optimizer.state[param], state["state"][index], scalars_on_host)
+                optimizer.state[param] = restored
+
+
+def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: whatever an optimizer keeps
+    """Return `loaded` with the entries of `saved` where `load_state_dict` changed their dtype or device only.
+
+    Entries that a hook or a subclass of the optimizer has changed stay as loaded.
+    """
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        on_host = scalars_on_host and saved.ndim == 0 and saved.device.type == "cpu"
+        device = saved.device if on_host else loaded.device
+        same = loaded.dtype is saved.dtype and loaded.device == device
+        was_cast = not same and loaded.shape == saved.shape and _equal(loaded, saved.to(loaded.device, loaded.dtype))
+        return saved.to(device) if was_cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {
+            key: _without_cast(value, saved[key], scalars_on_host) if key in saved else value
+            for key, value in loaded.items()
+        }
+    if isinstance(loaded, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(loaded)(_without_cast(*pair, scalars_on_host) for pair in zip(loaded, saved, strict=True))
+    return saved if isinstance(saved, str | bytes) else loaded
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype are equal; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:

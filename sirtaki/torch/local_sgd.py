@@ -38,6 +38,7 @@ from sirtaki.engine.reducing.reducer import reducers_of
 from sirtaki.errors import CommError, ConfigError
 
 from .collectives import Sum, grouped_allreduce_async, poll, synchronize
+from .functions import load_optimizer_state
 from .lasting_optimizers import Distributed
 from .process_sets import ProcessSet, engine_of, global_process_set, require_opened
 
@@ -535,7 +536,7 @@ class DiLoCo(LocalSGD):
         with torch.no_grad():
             for origin, loaded in zip(self._origins, state["origins"], strict=True):
                 origin.copy_(loaded)
-        self.outer.load_state_dict(state["outer"])
+        load_optimizer_state(self.outer, state["outer"])
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

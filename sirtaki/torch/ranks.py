@@ -17,7 +17,8 @@ from sirtaki.errors import ConfigError, MismatchError
 
 from .basics import is_initialized, rank, size
 from .collectives import Average, Sum, allreduce
-from .functions import broadcast_object
+from .functions import broadcast_object, broadcast_parameters
+from .optimizer import DistributedOptimizer
 
 T = TypeVar("T")
 
@@ -278,6 +279,24 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
+def distributed(optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Return a `DistributedOptimizer` for models that are equal on all ranks from now on. Collective.
+
+    Rank 0's parameters and buffers are broadcast first. In an expression this takes the place of several lines:
+
+        optimizers = [ranks.distributed(torch.optim.SGD(net.parameters(), 0.1), net) for net in nets]
+
+    Args:
+        optimizer: optimizer of parameters of `models`.
+        models: models, the same ones in the same order on all ranks.
+        options: of `DistributedOptimizer`.
+    """
+    for model in models:
+        broadcast_parameters(model.state_dict(), root_rank=0)
+    named = models[0].named_parameters() if len(models) == 1 else None
+    return DistributedOptimizer(optimizer, named_parameters=named, **options)
+
+
 def _reduced(value: Any, op: int) -> Any:
     if size() == 1:
         return value
@@ -305,6 +324,7 @@ __all__ = [
     "DistributedSampler",
     "agreed",
     "average",
+    "distributed",
     "divided",
     "mean",
     "on_root",

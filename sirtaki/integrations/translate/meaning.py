@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,6 +15,7 @@ from .source import (
     Edits,
     Flows,
     Kind,
+    Site,
     Symbol,
     argument,
     called_attribute,
@@ -81,18 +83,20 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Whether each backward pass is followed by its step: if not, gradients are to be reduced in `step()`."""
-        return all(self._has_its_step(call) for call in self.backward_passes())
+        """Return whether all optimizers step after each backward pass; if not, gradients must be reduced in `step()`.
 
-    def _has_its_step(self, call: cst.Call) -> bool:
-        """Whether a step follows a backward pass in each case, in its block or one around, and no other pass before."""
-        steps, source = [step for step, _ in self.steps()], self.source
-        if any(step.args and source.code(step.args[0].value) in source.function_of(call).split(".") for step in steps):
-            return True  # the closure that a step calls
+        A backward pass may reach parameters of any optimizer: a generator's reaches the discriminator, an actor's the
+        critic. Gradients of an optimizer that does not step then are cleared or added to by the script.
+        """
+        return all(self._all_step_after(call) for call in self.backward_passes())
 
-        def has_step(node: cst.CSTNode) -> bool:
-            return any(source.contains(node, step) for step in steps)
-
+    def _all_step_after(self, call: cst.Call) -> bool:
+        """Return whether each optimizer steps after a backward pass in each case, and before the next pass."""
+        source = self.source
+        waiting = {site for site in self.flows.made(Kind.OPTIMIZER) if not self._is_made_later(site.call, call)}
+        for step, optimizer in self.steps():
+            if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
+                return waiting <= self._optimizers_of(step, optimizer, ())  # the closure that a step calls
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
             block = source.parent(here)
@@ -100,13 +104,54 @@ class Training:
             for sibling in siblings[siblings.index(here) + 1 :]:
                 if self.trains(sibling):
                     return False
-                if has_step(sibling):
-                    either_way = not isinstance(sibling, cst.If) or (
-                        has_step(sibling.body) and sibling.orelse is not None and has_step(sibling.orelse)
-                    )
-                    return either_way
+                waiting -= self._stepped(sibling)
+                if not waiting:
+                    return True
             here = source.parent(here)
         return False
+
+    def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
+        """Return the optimizers that step in any case in a part of the script."""
+        if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
+            return set()
+        if isinstance(node, cst.If):
+            return self._stepped(node.body, loops) & (
+                set() if node.orelse is None else self._stepped(node.orelse, loops)
+            )
+        if isinstance(node, cst.For):
+            return self._stepped(node.body, (*loops, node))
+        if isinstance(node, cst.BaseSuite | cst.Else | cst.With):
+            return set[Site]().union(*(self._stepped(child, loops) for child in node.children))
+        there = [each for each in self.steps() if self.source.contains(node, each[0])]
+        return set[Site]().union(*(self._optimizers_of(*each, loops) for each in there))
+
+    def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
+        """Return the optimizers that certainly step in a call: the only one of its name, or all that a loop yields."""
+        sites = set(self.flows.holds(optimizer, Kind.OPTIMIZER))
+        symbol = self.source.symbol(optimizer)
+        if any(self.source.symbol(name) == symbol for loop in loops for name in self.source.all(cst.Name, loop.target)):
+            return sites
+        return sites if len(sites) == 1 and not any(self._is_repeated(site.call, step, ()) for site in sites) else set()
+
+    def _is_repeated(self, made: cst.CSTNode, step: cst.Call, within: tuple[cst.FunctionDef, ...]) -> bool:
+        """Return whether there may be several objects of one call when a step is made."""
+        for there in self.source.above(made):
+            if self.source.contains(there, step):
+                return False
+            if isinstance(there, cst.For | cst.While | cst.BaseComp | cst.Lambda) or there in within:
+                return True
+            if isinstance(there, cst.FunctionDef):
+                calls = [call for call in self.source.all(cst.Call) if there in self.flows.callees(call)]
+                return len(calls) != 1 or self._is_repeated(calls[0], step, (*within, there))
+        return False
+
+    def _is_made_later(self, made: cst.Call, call: cst.Call) -> bool:
+        """Return whether an optimizer is made behind a backward pass, in the same function and in no loop of both."""
+        source = self.source
+        if source.function_of(made) != source.function_of(call) or source.line(made) <= source.line(call):
+            return False
+        loops = (there for there in source.above(call) if isinstance(there, cst.For | cst.While))
+        return not any(source.contains(loop, made) for loop in loops)
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """The names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`."""
@@ -289,7 +334,8 @@ def collected(value: Value) -> Value:
 
 SAME_VALUE = {
     "item", "detach", "cpu", "cuda", "to", "clone", "float", "double", "half", "numpy", "tolist", "squeeze",
-    "contiguous", "data", "mean_", "requires_grad_", "int", "long", "bfloat16", "type",
+    "contiguous", "data", "mean_", "requires_grad_", "int", "long", "bfloat16", "type", "fill_", "zero_", "normal_",
+    "uniform_",
 }  # fmt: skip
 STRUCTURE = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "is_sparse", "grad_fn"}
 
@@ -326,6 +372,8 @@ FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", 
 PAIRS = {"max", "min", "topk", "sort"}
 VIEWS = {"view", "reshape", "expand", "view_as", "expand_as", "reshape_as", "type_as"}
 CREATES = {"zeros", "ones", "full", "rand", "randn", "empty", "randint", "normal"}
+NUMPY_CREATES = CREATES | {"uniform", "random", "standard_normal"}
+TENSOR_TYPE = re.compile(r"torch\.(cuda\.)?\w*Tensor")
 SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer",
              "TransformerDecoder", "TransformerDecoderLayer"}  # fmt: skip
 """Modules whose samples stand along the second axis unless they are told otherwise."""
@@ -708,8 +756,11 @@ class RankValues:
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
-        element = node.for_in
-        self._put(element.target, BATCH if element in self._training.loops else _element(self._value(element.iter)))
+        element: cst.CompFor | None = node.for_in
+        while element is not None:
+            read = element in self._training.loops
+            self._put(element.target, BATCH if read else _element(self._value(element.iter)))
+            element = element.inner_for_in
         if isinstance(node, cst.DictComp):
             value = self._value(node.value)
             return replace(value, container=True) if value.over is Over.ROWS else self._any(value)
@@ -797,6 +848,14 @@ class RankValues:
             return replace(values[0], number=True)
         if name == "sum" and self._source.is_builtin(full):
             return replace(values[0], items=()) if values[0].over in REDUCED else replace(SUM, sure=False)
+        if full.startswith("numpy.") and name in NUMPY_CREATES and _has_batch_size(values):
+            return Value(over=Over.ROWS, dims=2)
+        if self._is_tensor_type(call.func) and values:
+            return Value(over=Over.ROWS, dims=2) if _has_batch_size(values) else values[0]
+        if full == "torch.autograd.Variable" and values:  # a tensor, since PyTorch 0.4
+            return values[0]
+        if full == "torch.autograd.grad":
+            return self._of_slopes(call)
         loss = self._of_loss(call, full, name)
         if loss is not None:
             return loss
@@ -818,6 +877,36 @@ class RankValues:
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
         return OWN
+
+    def _is_tensor_type(self, node: cst.BaseExpression) -> bool:
+        """Return whether that is `torch.FloatTensor`, or a name that the script gives to such types only."""
+        if not dotted(node).endswith("Tensor"):
+            return False
+        symbol = self._source.symbol(node)
+        given = [
+            assign.value
+            for assign in self._source.all(cst.Assign)
+            if symbol is not None and any(self._source.symbol(target) == symbol for target in targets(assign))
+        ]
+        either_way = [(value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,) for value in given]
+        types = [part for parts in either_way for part in parts] or [node]
+        return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
+
+    def _of_slopes(self, call: cst.Call) -> Value:
+        """Return what `torch.autograd.grad` computes: of inputs for each sample, or of parameters over the samples."""
+        outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
+        if outputs is None or inputs is None:
+            return OWN
+        value = self._value(outputs)
+        if not self._value(inputs).own:
+            self._edits.refuse(
+                call,
+                "gradients with respect to parameters are computed apart from `backward()`: each rank would go on with "
+                f"those of its own part of the batch: `{self._source.code(call)}`",
+            )
+            return OWN
+        apart = value.over is Over.SUM or (value.over in EACH and argument(call, "grad_outputs", 2) is not None)
+        return Value(items=(Value(over=Over.ROWS, dims=2, sure=value.sure),)) if apart else OWN
 
     def _is_model(self, call: cst.Call) -> bool:
         """Whether a call is one of a module, which is taken to compute each sample by itself."""
@@ -1033,6 +1122,12 @@ class RankValues:
             else:
                 self._edits.note(call, f"`{text}` is shown as rank 0 has it")
         return ALL
+
+
+def _has_batch_size(values: Sequence[Value]) -> bool:
+    """Return whether an argument is the number of samples or a shape that begins with it."""
+    firsts = (value.items[0] if value.items else value for value in values)
+    return any(first.over in (Over.COUNT, Over.SHAPE) for first in firsts)
 
 
 def _element(value: Value) -> Value:

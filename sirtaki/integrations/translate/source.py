@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import bisect
 import builtins
+import symtable
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -225,6 +227,62 @@ def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
     """Where each statement begins, simple ones and compound ones."""
     positions, found = wrapper.resolve(PositionProvider), (cst.BaseSmallStatement, cst.BaseCompoundStatement)
     return [int(positions[node].start.line) for node in walk(wrapper.module) if isinstance(node, found)]
+
+
+def undefined_names(text: str) -> set[str]:
+    """Return the names that code uses, and that neither the module nor Python defines, or the module only later.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    compile(text, "script", "exec", dont_inherit=True)
+    module = symtable.symtable(text, "script", "exec")
+    known = {*dir(builtins), *MODULE_NAMES}
+    defined, wanted, pending = set(known), set[str](), [module]
+    while pending:
+        table = pending.pop()
+        pending += table.get_children()
+        for symbol in table.get_symbols():
+            binds = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            outside = table is module or symbol.is_global()
+            if outside and (binds and (table is module or symbol.is_declared_global())):
+                defined.add(symbol.get_name())
+            elif outside and symbol.is_referenced():
+                wanted.add(symbol.get_name())
+    bound, early = set[str](), set[str]()
+    for statement in ast.parse(text).body:
+        loads, stores = _names_at_once(statement)
+        early |= loads - bound - stores
+        bound |= stores
+    return (wanted - defined) | (early - known)
+
+
+def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the names that a statement loads and binds when it is run, without bodies of functions."""
+    if isinstance(node, ast.Name):
+        return ({node.id}, set()) if isinstance(node.ctx, ast.Load) else (set(), {node.id})
+    loads, stores = set[str](), set[str]()
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        stores = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    elif isinstance(node, NAMED) and node.name:
+        stores = {node.name}
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        parts = [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+    elif isinstance(node, ast.Lambda):
+        parts = [*node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+    for part in parts:
+        more_loads, more_stores = _names_at_once(part)
+        loads, stores = loads | more_loads, stores | more_stores
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return loads - stores, set()
+    return loads, stores
+
+
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+"""Syntax that binds the name that it has."""
+
+MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -566,13 +624,17 @@ class Flows:
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
-            else:
-                self._put(node.target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
+            else:  # also of `for i, optimizer in enumerate(optimizers)`
+                for target in self.source.all(cst.Name, node.target):
+                    self._put(target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:
             self._return(self.source.function_of(node), node.value)
         elif isinstance(node, cst.Call):
+            if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("append", "extend", "insert"):
+                given = (frozenset(self.holds(arg.value, Kind.OPTIMIZER)) for arg in node.args)
+                self._put(node.func.value, self._union(given))
             for function in self.callees(node):
                 scope = self.source.name_of(function)
                 for name, value in self.bound(node, function):

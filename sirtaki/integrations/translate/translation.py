@@ -26,6 +26,7 @@ from sirtaki.integrations.translate.source import (
     keyword,
     parameters,
     targets,
+    undefined_names,
     walk,
     with_more,
 )
@@ -38,22 +39,24 @@ def free_name(source: Source, wanted: str) -> str:
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
-def import_lines(source: Source, *, hvd: str, ranks: str = "") -> list[str]:
-    """The imports, under these names, and a setting by which parameters without gradients stay what they are."""
+def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: str = "") -> list[str]:
+    """Return imports for a place behind a statement, and a setting that leaves parameters without gradients alone."""
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [
-        *(["import os"] if source.imported.get("os") != "os" else []),
+        *(["import os"] if "os" not in _imported_until(source, place) else []),
         f"import sirtaki.torch as {hvd}",
         *([f"from sirtaki.torch import ranks{as_ranks}"] if ranks else []),
         'os.environ.setdefault("SIRTAKI_UNUSED", "none")',
     ]
 
 
-def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
-    """Puts imports behind the script's own, and lines where it begins to do something."""
-    last = _last_import(source)
+def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str]) -> None:
+    """Put imports behind the script's own, and lines where it begins to do something."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
-    if isinstance(guard, cst.If) and not _does_something(source, guard):
+    in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
+    last = _last_import(source, "" if in_guard else "\n".join(lines))
+    imports = import_lines(source, last, hvd=hvd, ranks=ranks)
+    if isinstance(guard, cst.If) and in_guard:
         edits.after(last, *imports)
         first = guard.body.body[0]
         assert isinstance(first, cst.BaseStatement)
@@ -62,8 +65,8 @@ def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str])
         edits.after(last, *imports, *lines)
 
 
-def _last_import(source: Source) -> cst.BaseStatement:
-    """The last of those at the top, which may stand in a `try`."""
+def _last_import(source: Source, lines: str) -> cst.BaseStatement:
+    """Return the last import before functions and classes, or a later one that `lines` need; it may be in a `try`."""
     found: cst.BaseStatement | None = None
     for statement in source.module.body:
         does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
@@ -73,7 +76,28 @@ def _last_import(source: Source) -> cst.BaseStatement:
             found = statement
     first = found or source.module.body[0]
     assert isinstance(first, cst.BaseStatement)
+    used = {name.value for name in walk(cst.parse_module(lines)) if isinstance(name, cst.Name)}
+    for statement in source.module.body[source.module.body.index(first) + 1 :]:
+        missing = used & source.imported.keys() - _imported_until(source, first)
+        if missing & _imported_by(statement) and isinstance(statement, cst.BaseStatement):
+            first = statement
     return first
+
+
+def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
+    body = list(source.module.body)
+    return set[str]().union(*map(_imported_by, body[: body.index(last) + 1] if last in body else body))
+
+
+def _imported_by(statement: cst.CSTNode) -> set[str]:
+    """Return the names that a statement at the top imports."""
+    if isinstance(statement, cst.FunctionDef | cst.ClassDef):
+        return set()
+    found = set[str]()
+    for node in walk(statement):
+        if isinstance(node, cst.Import | cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
+            found |= {bound_name(alias).partition(".")[0] for alias in node.names}
+    return found
 
 
 GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
@@ -143,20 +167,28 @@ READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "uns
 class Optimizers:
     """Edits what makes optimizers and what uses them."""
 
-    def __init__(self, training: Training, edits: Edits, *, hvd: str) -> None:
+    def __init__(self, training: Training, edits: Edits, *, hvd: str, ranks: str) -> None:
+        """Keep the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
+
+        Attributes:
+            uses_ranks: the translation calls a function of `sirtaki.torch.ranks`.
+        """
         self._training, self._flows, self._edits, self._hvd = training, training.flows, edits, hvd
+        self._ranks, self.uses_ranks = ranks, False
         self._source: Source = training.source
 
     def distribute(self, losses: dict[Over, int]) -> None:
         """All of them; `losses` are what backward passes begin from, with a line of each."""
-        options = ""
-        if not self._training.passes_are_counted():
+        options, counted = "", self._training.passes_are_counted()
+        if not counted:
             options += f", backward_passes_per_step={AT_STEP:_}"
             self._edits.note(
                 0, "gradients of several backward passes are added up, and reduced when `step()` is called"
             )
         if Over.SUM in losses:
             options += f", op={self._hvd}.Sum"
+            if not counted:
+                self._require_cleared()
             if Over.MEAN in losses:
                 self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
         for site in self._flows.made(Kind.OPTIMIZER):
@@ -165,14 +197,25 @@ class Optimizers:
 
     def _distribute(self, site: Site, options: str) -> None:
         source, call = self._source, site.call
-        models = list(dict.fromkeys(source.code(model) for model in self._models(call)))
+        given = list(self._models(call))
+        models = list(dict.fromkeys(source.code(model) for model in given))
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
+        if _binder(source, call) is not None:  # where no line can stand in front that has the same names
+            self.uses_ranks = True
+            self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
+            return
+        loops = {source.code(model): self._loops_around(model) for model in given}
+        if any(loop is None for loop in loops.values()):
+            self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
+            return
+        alone = len(models) == 1 and not loops[models[0]]
+        named = f", named_parameters={models[0]}.named_parameters()" if alone else ""
         statement = source.statement(call)
         target = _assigned(source, call)
-        broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
+        lines = {model: f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models}
+        broadcasts = [f"[{lines[model]} {loops[model]}]" if loops[model] else lines[model] for model in models]
         if target is None:
             self._edits.before(statement, *broadcasts)
             self._edits.wrap(call, f"{self._hvd}.DistributedOptimizer({{it}})")
@@ -182,6 +225,30 @@ class Optimizers:
             name = source.code(target)
             line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"
             self._edits.after(statement, *broadcasts, line)
+
+    def _loops_around(self, model: cst.BaseExpression) -> str | None:
+        """Return the loops of the comprehension that gives a model its name; empty if none does, None for a lambda."""
+        binder = _binder(self._source, model)
+        if binder is None:
+            return ""
+        return self._source.code(binder.for_in) if isinstance(binder, cst.BaseComp) else None
+
+    def _require_cleared(self) -> None:
+        """Refuse sums that are added to reduced gradients: the next reduction would add up what is a sum already."""
+        clears = [call for call in self._source.all(cst.Call) if called_attribute(call) in ("zero_grad", "zero_")]
+        by_hand = any(
+            isinstance(node.target, cst.Attribute) and _is_gradient(node.target)
+            for node in self._source.all(cst.AssignTarget)
+        )
+        of_modules = by_hand or any(not self._cleared_by(call) for call in clears)
+        for call, optimizer in self._training.steps():
+            mine = set(self._flows.holds(optimizer, Kind.OPTIMIZER))
+            if not of_modules and not any(mine & self._cleared_by(clear) for clear in clears):
+                self._edits.refuse(call, "gradients of sums are added up over steps: clear them, or take means")
+
+    def _cleared_by(self, call: cst.Call) -> set[Site]:
+        func = call.func
+        return set(self._flows.holds(func.value, Kind.OPTIMIZER)) if isinstance(func, cst.Attribute) else set()
 
     def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
         """Whose parameters an optimizer gets."""
@@ -206,6 +273,9 @@ class Optimizers:
     def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """`model` of `model.head`, since a part cannot be made alike without the rest."""
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            made = self._flows.holds(node.value, Kind.INSTANCE)
+            if made and not any(self._source.derives(site.name, "Module") for site in made):
+                break  # an object that has models
             node = node.value
         return node
 
@@ -317,6 +387,23 @@ class Optimizers:
             elif _is_gradient(node):
                 found.append(node)
         return found
+
+
+def _binder(source: Source, node: cst.BaseExpression) -> cst.BaseComp | cst.Lambda | None:
+    """Return the comprehension or lambda between an expression and its statement that binds a name of it."""
+    names, statement = {name.value for name in source.all(cst.Name, node)}, source.statement(node)
+    for there in source.above(node):
+        if there is statement:
+            break
+        bound: Iterator[cst.CSTNode] = iter(())
+        if isinstance(there, cst.BaseComp):
+            bound = (name for part in walk(there.for_in) for t in targets(part) for name in walk(t))
+        elif isinstance(there, cst.Lambda):
+            bound = (param.name for param in walk(there.params) if isinstance(param, cst.Param))
+        if any(isinstance(name, cst.Name) and name.value in names for name in bound):
+            assert isinstance(there, cst.BaseComp | cst.Lambda)
+            return there
+    return None
 
 
 def _is_gradient(node: cst.CSTNode) -> bool:
@@ -440,7 +527,13 @@ FRAMEWORKS = {
     "tensorflow": "TensorFlow",
     "jax": "JAX",
     "ignite": "Ignite",
+    "fastai": "fastai",
+    "catalyst": "Catalyst",
 }
+INNER_LOOPS = {"higher", "learn2learn", "torchopt", "torchmeta"}
+"""Packages whose inner loops train a copy of a model on the data of one rank."""
+
+FUNCTIONAL = ("torch.func.", "functorch.", "torch.autograd.functional.")
 STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
 CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime.now", "time.process_time"}
 
@@ -451,6 +544,11 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
     for name, title in FRAMEWORKS.items():
         if source.imports(name):
             edits.refuse(1, f"{title} has its own ways of training on several processes")
+    for name in sorted(INNER_LOOPS):
+        if source.imports(name):
+            edits.refuse(
+                1, f"`{name}` trains in inner loops, in which each rank would see its own part of the data only"
+            )
     if source.imported.get("torch") != "torch":
         edits.refuse(1, "`import torch` is missing")
     if not training.backward_passes():
@@ -463,7 +561,72 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
             edits.refuse(call, f"`{name}` starts or divides work itself")
         elif name in ("torch.autograd.backward", "exec", "eval") or called_attribute(call) == "manual_backward":
             edits.refuse(call, f"cannot look into `{source.code(call)}`")
+        elif name.startswith(FUNCTIONAL):
+            edits.refuse(call, f"computes gradients apart from `backward()`: `{source.code(call)}`")
+    _look_for_unknown_steps(training, edits)
+    _look_for_updates_by_hand(source, edits)
     _look_for_clocks(training, edits)
+
+
+def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
+    """Refuse optimizers that are not seen to be made: nothing would reduce their gradients."""
+    source, known = training.source, {call for call, _ in training.steps()}
+    clears = {
+        source.code(call.func.value)
+        for call in source.all(cst.Call)
+        if called_attribute(call) == "zero_grad" and isinstance(call.func, cst.Attribute)
+    }
+    for call in source.all(cst.Call):
+        if called_attribute(call) != "step" or call in known or not isinstance(call.func, cst.Attribute):
+            continue
+        stepped = call.func.value
+        if training.flows.holds(stepped, Kind.SCALER) and call.args:
+            stepped = call.args[0].value
+        text = source.code(stepped)
+        if text in clears or re.search(r"optim(?!\w*sched)|(?<![a-z])opt(?![a-z])", text, re.IGNORECASE):
+            edits.refuse(call, f"cannot tell which optimizer of torch.optim `{text}` is")
+
+
+IN_PLACE = {
+    "add_", "sub_", "copy_", "addcmul_", "addcdiv_", "mul_", "lerp_", "_foreach_add_", "_foreach_sub_",
+    "_foreach_copy_",
+}  # fmt: skip
+
+
+def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
+    """Refuse `p -= lr * p.grad` and its like: each rank would use the gradient of its own part of the batch."""
+
+    def has_gradient(node: cst.CSTNode) -> bool:
+        return any(_is_gradient(there) for there in source.all(cst.Attribute, node))
+
+    named = {
+        source.symbol(target)
+        for assign in source.all(cst.Assign)
+        if has_gradient(assign.value)
+        for target in _names(assign)
+    }
+
+    def uses_gradient(node: cst.CSTNode) -> bool:
+        return has_gradient(node) or any(source.symbol(name) in named for name in source.all(cst.Name, node))
+
+    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]  # statement or call, what changes, by what
+    changes = [
+        (aug, aug.target, aug.value)
+        for aug in source.all(cst.AugAssign)
+        if has_gradient(aug.value) and not re.search(COUNTS, source.code(aug.target), re.IGNORECASE)
+    ]
+    for assign in source.all(cst.Assign):
+        changes += [(assign, each, assign.value) for each in targets(assign) if dotted(each).endswith(".data")]
+    for call in source.all(cst.Call):
+        if called_attribute(call) in IN_PLACE and isinstance(call.func, cst.Attribute):
+            changes += [(call, call.func.value, arg) for arg in call.args]
+    for node, what, value in changes:
+        if uses_gradient(value) and not uses_gradient(what) and not source.derives(source.class_of(node), "Optimizer"):
+            edits.refuse(node, f"changes a parameter by its gradient without an optimizer: `{source.code(node)}`")
+
+
+COUNTS = r"grad|norm|total|sum|loss|count"
+"""In names of what gradients are added up in, which is no parameter."""
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:
@@ -608,7 +771,10 @@ class HandCut:
     def _whole_sets(self) -> Iterator[cst.Name]:
         """All data in one batch: names of what a model or a loss gets that is not made in the loop, where it trains."""
         found = {self._source.symbol(name) for name in self._whole_arguments()}
+        made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
         for name in self._source.all(cst.Name):
+            if name in made:
+                continue
             parent = self._source.parent(name)
             label = isinstance(parent, cst.Arg) and parent.keyword is name
             part = isinstance(parent, cst.Attribute) and parent.attr is name
@@ -711,8 +877,10 @@ class FromDdp:
             self._variable(node, self._source.code(node.slice[0].slice))
         for site in self._flows.made(Kind.WRAPPER):
             undo_wrapper(self._source, self._flows, self._edits, site.call)
-        Optimizers(self._training, self._edits, hvd=self._hvd).distribute({})
-        self._imports()
+        ranks = free_name(self._source, "ranks")
+        optimizers = Optimizers(self._training, self._edits, hvd=self._hvd, ranks=ranks)
+        optimizers.distribute({})
+        self._imports(ranks if optimizers.uses_ranks else "")
 
     def _call(self, call: cst.Call) -> None:
         name = self._source.full_name(call.func)
@@ -783,7 +951,7 @@ class FromDdp:
             return
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
-    def _imports(self) -> None:
+    def _imports(self, ranks: str) -> None:
         """Ours in the place of torch.distributed's and the wrapper's."""
         gone, placed = {"torch.distributed", "torch.nn.parallel.DistributedDataParallel"}, False
         for statement in self._source.module.body:
@@ -798,11 +966,12 @@ class FromDdp:
             ):
                 continue
             if not placed:
-                self._edits.after(statement, *import_lines(self._source, hvd=self._hvd))
+                self._edits.after(statement, *import_lines(self._source, statement, hvd=self._hvd, ranks=ranks))
                 placed = True
             self._edits.remove(statement)
         if not placed:
-            self._edits.after(self._first_import(), *import_lines(self._source, hvd=self._hvd))
+            first = self._first_import()
+            self._edits.after(first, *import_lines(self._source, first, hvd=self._hvd, ranks=ranks))
         if "no_sync" in self._source.text and "contextlib" not in self._source.imported:
             self._edits.before(self._first_import(), "import contextlib")
 
@@ -859,11 +1028,11 @@ def distribute(source: Source, edits: Edits) -> None:
     if training.other_loops:
         edits.note(0, "loops that do not train see all of their data on every rank")
     values.follow()
-    Optimizers(training, edits, hvd=hvd).distribute(values.losses)
+    Optimizers(training, edits, hvd=hvd, ranks=ranks).distribute(values.losses)
     output = Output(source, flows, edits, hvd=hvd, ranks=ranks)
     output.keep()
     lines = [f"{hvd}.init()", *place(source, flows, edits, hvd=hvd), *output.begins_with, *_seeds(source, ranks)]
-    begin(source, edits, imports=import_lines(source, hvd=hvd, ranks=ranks), lines=lines)
+    begin(source, edits, hvd=hvd, ranks=ranks, lines=lines)
     if "BatchNorm" in source.text:
         edits.note(0, f"batch norm sees a rank's part of a batch; `{hvd}.SyncBatchNorm` sees all of it")
 
@@ -1004,5 +1173,27 @@ def translate(text: str) -> Translation:
     if edits.obstacles:
         raise TranslationError.of(edits.obstacles)
     after = edits.applied(source.module)
-    compile(after, "translated", "exec", dont_inherit=True)
+    _require_sound(text, after)
     return Translation(before=text, after=after, notes=tuple(sorted(edits.notes)))
+
+
+def _require_sound(before: str, after: str) -> None:
+    """Refuse a translation that Python does not compile, or that uses a name which nothing defines.
+
+    Raises:
+        TranslationError: naming the line of the script, or its first one where the translation has added the name.
+    """
+    try:
+        known = undefined_names(before)
+    except SyntaxError as err:
+        raise TranslationError.of([(err.lineno or 1, f"is no Python: {err.msg}")]) from err
+    try:
+        new = undefined_names(after) - known
+    except SyntaxError as err:
+        raise TranslationError.of([(1, f"its translation would be no Python, in `{err.text}`: {err.msg}")]) from err
+    if new:
+        lines = before.splitlines()
+        uses = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(new)))
+        line = next((number for number, text in enumerate(lines, 1) if uses.search(text)), 1)
+        names = ", ".join(f"`{name}`" for name in sorted(new))
+        raise TranslationError.of([(line, f"its translation would use {names} where the script does not define it")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,18 +12,47 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sirtaki.engine import job
+from sirtaki.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far an epoch had come: the first `length` of `processed`, which grows at its end only."""
+    """Progress of an epoch at one moment, for commits.
+
+    Attributes:
+        epoch: number of the epoch.
+        processed: indices in the order in which they were recorded; the sampler appends to this list.
+        length: number of entries of `processed` that belong to the mark.
+        told: number of these that the other ranks knew.
+    """
 
     epoch: int
     processed: list[int]
     length: int
+    told: int
 
     def __deepcopy__(self, memo: object) -> Mark:
         return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the sampler had then."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed[: self.length])}
+
+
+Indices = tuple[int, list[int]]
+"""The number of an epoch, and indices of it."""
+
+
+class News(NamedTuple):
+    """What one rank has processed and not told the other ranks.
+
+    Attributes:
+        committed: indices in its newest commit.
+        later: indices recorded since.
+    """
+
+    committed: Indices
+    later: Indices
 
 
 class _Deal(NamedTuple):
@@ -33,22 +63,33 @@ class _Deal(NamedTuple):
 
 
 class ElasticSampler(Sampler[int]):
-    """Indices of a data set, dealt out to the ranks in turn; `record_batch` after each batch is what it remembers."""
+    """Sampler that deals the indices of a data set to all ranks, and after a reset those that are left of the epoch.
+
+    Call `record_batch` after each batch, and `set_epoch` before each epoch. Batches are counted in the order of the
+    newest iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a loop that is
+    still running goes on in that order. If no iteration of this epoch has begun since ranks came or went, batches are
+    counted in the order that the next iteration will have.
+    """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Deals out the first epoch.
+        """Deal out the first epoch.
 
         Args:
-            dataset: what is sampled; only its length matters.
+            dataset: data to sample; only its length matters.
             shuffle: deal in another order in each epoch, the same on all ranks.
-            seed: of that order.
+            seed: seed of that order.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.rank, self.num_replicas = 0, 0
         self._dealt: _Deal | None = None
+        self._iterated: list[int] | None = None  # order of the newest iteration
         self._begin(0, [])
         self.reset()
 
     def _begin(self, epoch: int, processed: Iterable[int]) -> None:
+        if epoch != self.epoch:
+            self._iterated = None
         self.epoch = epoch
         self._in_order = list(processed)
         self.processed_indices = set(self._in_order)
@@ -56,34 +97,41 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """How many indices of this epoch have been processed, as far as this rank knows."""
+        """Number of indices of this epoch that have been processed, as far as this rank knows."""
         return len(self.processed_indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: nothing of it has been processed."""
+        """Begin an epoch, of which nothing has been processed."""
         self._begin(epoch, [])
-        self.reset()
+        self.restart()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank has processed the batch of that number."""
+        """Record that this rank has processed batch `batch_idx` of its newest iteration."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """These indices have been processed."""
+        """Record that these indices have been processed."""
         self._deal()  # as they were before
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The indices of this rank's batch of that number."""
+        """Return the indices of this rank's batch `batch_idx`."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
-        """Deals out what is not processed, as evenly as possible: some indices come twice to make ends meet."""
+        """Deal out what is not processed, as evenly as possible; some indices are dealt twice to make ranks equal."""
         control = job.current().control
+        if (control.rank, control.size) != (self.rank, self.num_replicas):
+            self._iterated = None
         self.rank, self.num_replicas = control.rank, control.size
-        self._dealt = None  # until somebody asks: there are several resets in a row where ranks come and go
+        self._dealt = None  # computed on demand, because a change of ranks resets several times
+
+    def restart(self) -> None:
+        """Reset, and count batches in the new order although no iteration has begun: training is called again."""
+        self.reset()
+        self._iterated = None
 
     def _deal(self) -> _Deal:
         if self._dealt is None:
@@ -99,61 +147,108 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def indices(self) -> list[int]:
-        """This rank's, in the order in which they are dealt out."""
-        return self._deal().own
+        """This rank's indices, in the order in which batches are counted."""
+        return self._deal().own if self._iterated is None else self._iterated
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Those of all ranks that were not processed when they were dealt out."""
+        """Indices of all ranks that were not processed at the last reset."""
         return self._deal().remaining
 
     @property
     def num_samples(self) -> int:
-        """How many this rank has."""
-        return len(self.indices)
+        """Number of indices of the next iteration on this rank."""
+        return len(self._deal().own)
 
     @property
     def total_size(self) -> int:
-        """How many all ranks have together, those that come twice included."""
+        """Number of indices of the next iteration on all ranks, including those that are dealt twice."""
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been processed of which epoch."""
+        """Return the epoch and what has been processed of it."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from there."""
-        self._begin(state_dict["epoch"], sorted(state_dict["processed_indices"]))
+        """Continue from a state of this class, or of Horovod's sampler, which counts what is processed.
+
+        Raises:
+            ConfigError: the state has neither form, or belongs to a larger data set.
+        """
+        if "epoch" not in state_dict or not {"processed_indices", "processed_num"} & state_dict.keys():
+            raise ConfigError(
+                f"a sampler's state must have `epoch` and `processed_indices` (or Horovod's `processed_num`), this "
+                f"one has {sorted(map(str, state_dict))}"
+            )
+        epoch, n_samples = int(state_dict["epoch"]), len(self.dataset)
+        if "processed_indices" in state_dict:
+            processed = sorted(state_dict["processed_indices"])
+        else:
+            order = list(range(n_samples))
+            if self.shuffle:
+                random.Random(self.seed + epoch).shuffle(order)  # as Horovod orders an epoch
+            processed = order[: state_dict["processed_num"]]
+        if processed and not 0 <= min(processed) <= max(processed) < n_samples:
+            raise ConfigError(f"the state has index {max(processed)}, the data set {n_samples} samples")
+        self._begin(epoch, processed)
         self.reset()
 
     # ── for commits ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def mark(self) -> Mark:
-        """Where it is; takes the same time however much has been processed."""
-        return Mark(self.epoch, self._in_order, len(self._in_order))
+        """Return the progress; takes the same time however much has been processed."""
+        return Mark(self.epoch, self._in_order, len(self._in_order), self._told)
 
     def rewind(self, mark: Mark) -> None:
-        """Goes back to there."""
-        told = self._told if mark.processed is self._in_order else mark.length
+        """Go back to a mark."""
         self._begin(mark.epoch, mark.processed[: mark.length])
-        self._told = min(told, mark.length)
+        self._told = mark.told
         self.reset()
 
-    def news(self) -> tuple[int, list[int]]:
-        """The epoch, and what this rank has processed of it since the other ranks were last told."""
-        return self.epoch, self._in_order[self._told :]
+    def news(self, mark: Mark) -> News:
+        """Return what the other ranks do not know; `mark` is this rank's newest commit."""
+        known = mark.length if mark.processed is self._in_order else 0
+        return News(
+            committed=(mark.epoch, mark.processed[mark.told : mark.length]),
+            later=(self.epoch, self._in_order[max(self._told, known) :]),
+        )
 
-    def hear(self, news: Iterable[tuple[int, list[int]]]) -> None:
-        """What all ranks have processed, this one among them, since they were last told."""
-        for epoch, indices in news:
-            if epoch == self.epoch:
-                self.record_indices(indices)
-        self._told = len(self._in_order)
+    def hear(self, mark: Mark, news: Iterable[News]) -> Mark:
+        """Record what all ranks have processed.
+
+        Args:
+            mark: this rank's newest commit.
+            news: `news()` of all ranks.
+
+        Returns:
+            The commit, which holds what all ranks have committed and nothing that was recorded since.
+        """
+        told = list(news)
+        all_told = [pair for each in told for pair in each]
+        committed = _of_epoch(mark.epoch, (each.committed for each in told))
+        is_newest = mark.processed is self._in_order and mark.length == len(self._in_order)
+        nothing_later = is_newest and not any(each.later[1] for each in told)
+        self.record_indices(_of_epoch(self.epoch, all_told))
+        before, self._told = self._in_order, len(self._in_order)
+        if nothing_later:
+            return self.mark()
+        if not committed:
+            return mark
+        known = list(dict.fromkeys([*mark.processed[: mark.length], *committed]))
+        if mark.processed is before:
+            self._in_order = list(dict.fromkeys([*known, *before]))
+            return Mark(mark.epoch, self._in_order, len(known), len(known))
+        return Mark(mark.epoch, known, len(known), len(known))
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices."""
-        return iter(self.indices)
+        """Iterate over this rank's indices, and count batches in this order from now on."""
+        self._iterated = self._deal().own
+        return iter(self._iterated)
 
     def __len__(self) -> int:
-        """How many this rank has."""
-        return len(self.indices)
+        """Return the number of indices of the next iteration on this rank."""
+        return self.num_samples
+
+
+def _of_epoch(epoch: int, told: Iterable[Indices]) -> list[int]:
+    return [index for of_epoch, indices in told if of_epoch == epoch for index in indices]

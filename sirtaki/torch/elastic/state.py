@@ -28,11 +28,12 @@ from ..functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
     broadcast_state,
+    load_optimizer_state,
 )
 from ..local_sgd import LocalSGD
 from . import checkpoints
 from .checkpoints import Checkpoint, CheckpointFolder, Checkpoints, Tree
-from .sampler import ElasticSampler, Mark
+from .sampler import ElasticSampler, Mark, News
 
 logger = logging.getLogger(__name__)
 
@@ -455,8 +456,9 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def _checkpoint(self) -> dict[str, Any]:
-        samplers = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
-        return {**super()._checkpoint(), "states": self._commits.newest.tree["states"], "samplers": samplers}
+        tree = self._commits.newest.tree
+        samplers = {name: mark.state_dict() for name, mark in tree["marks"].items()}
+        return {**super()._checkpoint(), "states": tree["states"], "samplers": samplers}
 
     def _load(self, tree: Mapping[str, Any]) -> None:
         states = {**tree["states"], **tree["samplers"]}
@@ -464,7 +466,7 @@ class TorchState(ObjectState):
             raise ValueError(f"it has {sorted(states)}, the state has {sorted(self._stateful)}")
         super()._load(tree)
         for name, value in self._stateful.items():
-            value.load_state_dict(states[name])
+            _load_state(value, states[name])
 
     @property
     def _samplers(self) -> dict[str, ElasticSampler]:
@@ -483,15 +485,15 @@ class TorchState(ObjectState):
         for name, state in commit.tree["states"].items():
             # Parameters are written in place; an optimizer keeps the tensors that it is given.
             value = self._stateful[name]
-            value.load_state_dict(state if isinstance(value, torch.nn.Module) else copied(state))
+            _load_state(value, state if isinstance(value, torch.nn.Module) else copied(state))
         for name, mark in commit.tree["marks"].items():
             self._stateful[name].rewind(mark)
         super()._put_back(commit)
 
     def reset(self) -> None:
-        """Deals out anew what the samplers have left."""
+        """Deal out anew what the samplers have left."""
         for sampler in self._samplers.values():
-            sampler.reset()
+            sampler.restart()
 
     def sync(self) -> None:
         """Collective: take over rank 0's state; what the ranks' samplers have processed is put together."""
@@ -509,14 +511,25 @@ class TorchState(ObjectState):
                 broadcast_optimizer_state(value, SYNC_ROOT)
         super().sync()
 
-    def _news(self) -> dict[str, tuple[int, list[int]]]:
-        return {name: sampler.news() for name, sampler in self._samplers.items()}
+    def _news(self) -> dict[str, News]:
+        marks = self._commits.newest.tree["marks"]
+        return {name: sampler.news(marks[name]) for name, sampler in self._samplers.items() if name in marks}
 
     def _complete(self, news: Sequence[Any]) -> None:
+        marks = self._commits.newest.tree["marks"]
         for name, sampler in self._samplers.items():
-            sampler.hear([each[name] for each in news if each is not None and name in each])
-        self._commits.newest.tree["marks"] = self._marks()
+            if name in marks:
+                told = [each[name] for each in news if each is not None and name in each]
+                marks[name] = sampler.hear(marks[name], told)
         super()._complete(news)
+
+
+def _load_state(value: Any, state: Any) -> None:  # Any: one of _STATEFUL, and its state_dict()
+    """Load a `state_dict()` into a model, an optimizer, a sampler or a `LocalSGD`."""
+    if isinstance(value, torch.optim.Optimizer):
+        load_optimizer_state(value, state)
+    else:
+        value.load_state_dict(state)
 
 
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler, LocalSGD)

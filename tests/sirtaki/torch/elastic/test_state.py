@@ -146,12 +146,13 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
     first, second, third = samplers_of(be, 3)
     for sampler in (first, second, third):
         sampler.record_batch(0, 2)
-    said = [sampler.news() for sampler in (first, second, third)]
-    done = {index for _, indices in said for index in indices}
+    marks = [sampler.mark() for sampler in (first, second, third)]
+    said = [sampler.news(mark) for sampler, mark in zip((first, second, third), marks, strict=True)]
+    done = {index for news in said for index in news.committed[1]}
     assert len(done) == 6
     for rank, sampler in enumerate((first, second)):  # the third is lost
-        sampler.hear(said)
-        assert sampler.news() == (0, [])
+        mark = sampler.hear(marks[rank], said)
+        assert sampler.news(mark) == ((0, []), (0, []))
         be(rank, 2)
         sampler.reset()
     assert set(first) | set(second) == set(range(23)) - done
@@ -161,14 +162,14 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
 def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
-    sampler.hear([sampler.news()])
+    sampler.hear(sampler.mark(), [sampler.news(sampler.mark())])
     sampler.record_indices([3])
     mark = sampler.mark()
     sampler.record_indices([4, 5])
     assert copy.deepcopy(mark) is mark
     sampler.rewind(mark)
     assert sampler.processed_indices == {1, 2, 3}
-    assert sampler.news() == (0, [3])
+    assert sampler.news(mark).committed == (0, [3])
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
     sampler.rewind(mark)
