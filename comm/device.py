@@ -11,13 +11,14 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from sirtaki.machine import finalize, free_in_forked_children
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -136,7 +137,7 @@ class CudaDevice(Device):
         self._index = index
         self._side = self.make_stream()
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        self._stashing = threading.Lock()
+        self._stashing = free_in_forked_children(threading.Lock())
         self._latest_stream = 0
         self._noticed: set[int] = set()
 
@@ -174,7 +175,7 @@ class CudaDevice(Device):
         if int(status) != 0:
             logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", status)
             return
-        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+        finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Holds the tensors behind an event of the current stream, and lets go those whose event is over."""

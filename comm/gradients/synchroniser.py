@@ -37,6 +37,7 @@ import torch
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.errors import CommError, PlanError
+from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..compress import CompressedUnits
@@ -190,7 +191,7 @@ class Synchroniser:
         )
         # Autograd computes the gradients of several devices in a thread for each.
         self._several_devices = len({param.device for param in params}) > 1
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = free_in_forked_children(threading.Lock())
         self.iteration = 0
         self.problem = ""
         self.pace = Pace.USUAL

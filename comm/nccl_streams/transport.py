@@ -41,6 +41,7 @@ from sirtaki.comm.transports.contract import (
 )
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
+from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 # ── units over several NCCL communicators at once, each on a CUDA stream of its own ───────────────────────────────────
 #
@@ -258,7 +259,7 @@ class CommunicatorPool:
         self.keep_only(())
 
 
-ISSUING = threading.Lock()
+ISSUING = free_in_forked_children(threading.Lock())
 """One thread at a time gives work to NCCL, whichever communicators it uses."""
 
 
@@ -626,7 +627,7 @@ class NcclOpener:
             # Torch leaves errors to us, and NCCL reads the rest when a communicator is made, which is by its first use.
             with torch.cuda.device(self._device.torch_device), environment({ERROR_HANDLING: NO_HANDLING} | told(key)):
                 prefix = PrefixStore(f"{control.next_prefix()}/{name}", store)
-                group = dist.ProcessGroupNCCL(prefix, rank, size, options)
+                group = keep_in_forked_children(dist.ProcessGroupNCCL(prefix, rank, size, options))
                 first = torch.zeros(1, device=self._device.torch_device)
                 group.allreduce([first]).wait()  # makes the connections
                 self._device.synchronise()
