@@ -13,13 +13,14 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from sirtaki.machine import finalize, free_in_forked_children
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -181,7 +182,7 @@ class CudaDevice(Device):
         self._side = self.make_stream()
         self._outer: Any = None  # the stream from which `beside` was entered
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        self._stashing = threading.Lock()
+        self._stashing = free_in_forked_children(threading.Lock())
         self._latest_stream: int | None = None  # a raw handle; 0 is the default stream
         self._noticed: set[int] = set()
         self._thread = threading.local()
@@ -243,7 +244,7 @@ class CudaDevice(Device):
                 library.cudaGetLastError()  # else PyTorch's next kernel launch would raise this error
             logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", status)
             return
-        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+        finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate from PyTorch's page-locked memory; from pageable memory, with a warning, if CUDA refuses.

@@ -6,6 +6,7 @@ that an iteration asks.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -119,6 +120,9 @@ def stop() -> None:
     """Nobody is told any more."""
     global current
     current = None
+
+
+os.register_at_fork(after_in_child=stop)
 
 
 def end() -> None:

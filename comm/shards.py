@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
 from sirtaki.comm.units import HEARD_S, LATE_S
 from sirtaki.errors import CommError, MismatchError, StallError
+from sirtaki.machine import finalize
 
 MOST_TAGS = 1 << 30
 
@@ -599,7 +599,7 @@ class _Wholes:
             time.sleep(0)
         taken = self._memory[place][:size_bytes]  # an array of its own, which the tensor's memory keeps alive
         self._held[place] = self.number
-        weakref.finalize(taken, self._release, place).atexit = False
+        finalize(taken, self._release, place)
         return torch.from_numpy(taken)
 
     def _release(self, place: int) -> None:

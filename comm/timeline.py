@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sirtaki.machine import free_in_forked_children
+
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05
@@ -65,7 +67,7 @@ class Timeline:
         self._tracks: dict[str, int] = {}
         self._overlapping = writer.rank << 32  # numbers that no other rank uses
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._writing = threading.Lock()
+        self._writing = free_in_forked_children(threading.Lock())
         try:
             self._append([self._metadata("process_name", {"name": f"rank {writer.rank} {writer.host}".strip()})])
         except OSError:
@@ -192,6 +194,14 @@ def stop() -> None:
     timeline, current = current, None
     if timeline is not None:
         timeline.close()
+
+
+def _leave_in_child() -> None:
+    global current
+    current = None
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def path_on_host(path: Path, host_number: int) -> Path:

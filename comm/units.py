@@ -30,6 +30,7 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S, caused, fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
+from sirtaki.machine import free_in_forked_children
 
 from .plan import Route
 from .router import Router
@@ -160,8 +161,8 @@ class UnitPipeline:
         self._position = 0  # in the first of those
         self._issued = 0
         self._in_flight: deque[_Unit] = deque()
-        self._issuing = threading.Lock()
-        self._turn = threading.Lock()  # of whoever waits for units
+        self._issuing = free_in_forked_children(threading.Lock())
+        self._turn = free_in_forked_children(threading.Lock())  # of whoever waits for units
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:

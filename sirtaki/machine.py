@@ -1,27 +1,31 @@
 """What this process may use of its machine, after affinity masks and cgroup limits, and of what kind the machine is.
 
 `os.cpu_count()` tells of the host, while a container's share is what ranks divide. The module also says where other
-machines reach this one, whose name often resolves to loopback or not at all, and closes in forked children what they
-must not keep.
+machines reach this one, whose name often resolves to loopback or not at all, and keeps forked children from acting as
+the rank that they were forked from.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import datetime
 import fcntl
+import itertools
 import math
 import os
 import signal
 import socket
 import struct
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Interface
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from sirtaki.errors import ConfigError
 
@@ -100,25 +104,125 @@ def is_alive(pid: int) -> bool:
         return psutil.LINUX and not Path("/proc/self").exists()  # where it is not mounted nothing can be known
 
 
+# ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# A child that a script forks (a data loader's worker, a checkpoint writer) inherits the rank's objects but none of its
+# threads, and is no rank. So nothing of the rank may act in it: exit handlers and finalizers belong to the process that
+# made them, locks are free though their holder does not exist there, and shared memory is a private copy. Processes
+# that execute a new program inherit nothing of this.
+
 T = TypeVar("T")
 
-_left_to_children: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+_in_children: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
+_keys = itertools.count()
 
 
-def in_forked_children(owner: T, act: Callable[[T], None]) -> None:
-    """Calls `act(owner)` in each process that the script forks while `owner` lives, as data loaders do.
+def in_forked_children(owner: T, act: Callable[[T], object]) -> None:
+    """Call `act(owner)` in each process that the script forks while `owner` lives.
 
-    It closes what such a child must not keep open or answer to. Processes that execute a new program are not concerned.
+    Args:
+        owner: is not kept alive.
+        act: must not wait for anything; it must not refer to `owner`.
     """
-    _left_to_children[owner] = act
+    key = next(_keys)
+    _in_children[key] = weakref.ref(owner, lambda _: _in_children.pop(key, None)), act
 
 
 def _act_in_child() -> None:
-    for owner, act in list(_left_to_children.items()):
-        act(owner)
+    while _exit_handlers:
+        atexit.unregister(_exit_handlers.pop())
+    if _in_children and (c10d := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
+        for group, (_, store) in list(c10d._world.pg_map.items()):  # the script's own
+            _never_destroy(group)
+            _never_destroy(store)
+    for reference, act in list(_in_children.values()):
+        if (owner := reference()) is not None:
+            act(owner)
 
 
 os.register_at_fork(after_in_child=_act_in_child)
+
+
+def at_exit(act: Callable[[], object]) -> None:
+    """Call `act` when this process ends, as `atexit` does; forked children do not call it."""
+    atexit.register(act)
+    _exit_handlers.append(act)
+
+
+def forget_at_exit(act: Callable[[], object]) -> None:
+    """Undo `at_exit`. Harmless if `act` is not registered."""
+    atexit.unregister(act)
+    with contextlib.suppress(ValueError):
+        _exit_handlers.remove(act)
+
+
+_exit_handlers: list[Callable[[], object]] = []
+
+
+def finalize(owner: object, act: Callable[..., object], *arguments: Any) -> None:
+    """Call `act(*arguments)` when `owner` is collected in this process; not in forked children, and not at the exit.
+
+    Args:
+        owner: is not kept alive, unless `act` or the arguments do so.
+        act: may be called in any thread, in the middle of anything.
+        arguments: of `act`.
+    """
+    own = os.getpid()
+
+    def act_here() -> None:
+        if os.getpid() == own:
+            act(*arguments)
+
+    weakref.finalize(owner, act_here).atexit = False
+
+
+Lock = TypeVar("Lock")
+
+
+def free_in_forked_children(lock: Lock) -> Lock:
+    """Return `lock` (a lock, or a condition with its own lock), which is free in forked children whoever held it."""
+    in_forked_children(lock, lambda lock: lock._at_fork_reinit())  # type: ignore[attr-defined]  # of each kind of lock
+    return lock
+
+
+def keep_in_forked_children(owner: T) -> T:
+    """Return `owner` (a C++ object that has threads), which forked children never destroy.
+
+    Its destructor would wait there for threads that the child does not have, or crash.
+    """
+    in_forked_children(owner, _never_destroy)
+    return owner
+
+
+def _never_destroy(owner: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+_PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 1 | 2, 2 | 16
+
+
+def private_in_forked_children(owner: object, address: int, length: int, descriptor: int) -> None:
+    """Make a shared mapping of a file private in forked children, so that what they write there reaches no rank.
+
+    The child's mapping is copied on write. Nothing is copied by the fork itself.
+
+    Args:
+        owner: lives as long as the mapping.
+        address: of the mapping.
+        length: of the mapping, in bytes.
+        descriptor: of the file; a duplicate stays open as long as `owner` lives.
+    """
+    kept = os.dup(descriptor)
+    finalize(owner, os.close, kept)
+    libc = ctypes.CDLL(None, use_errno=True)  # before the fork, after which no lock may be taken
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def map_privately(_: object) -> None:
+        if libc.mmap(address, length, _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, kept, 0) != address:
+            os._exit(1)  # rather than write into the gradients of the job
+
+    in_forked_children(owner, map_privately)
 
 
 def signal_name(number: int) -> str:
@@ -235,12 +339,14 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
             if not (port and multi_tenant):
                 raise
     if listener is None:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
+        return keep_in_forked_children(
+            TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
+        )
 
     def serve(**options: bool) -> TCPStore:
         handle = os.dup(listener.fileno())  # the store's own from then on
         try:
-            return TCPStore(
+            store = TCPStore(
                 host,
                 listener.getsockname()[1],
                 is_master=True,
@@ -253,6 +359,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
         except NotImplementedError:
             os.close(handle)
             raise
+        return keep_in_forked_children(store)
 
     with listener:
         try:

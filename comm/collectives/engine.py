@@ -52,6 +52,7 @@ from sirtaki.comm.device import outside_inference
 from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, ConfigError, MismatchError
+from sirtaki.machine import free_in_forked_children
 
 
 class EagerWork(ThreadWork):
@@ -161,7 +162,7 @@ class Pending:
     def __init__(self, where: str) -> None:
         self.where = where
         self.moved_s = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
         self._owed: dict[str, deque[str]] = {}  # failed operations that this rank has yet to submit: why they failed
@@ -561,7 +562,7 @@ class EagerEngine:
         self._number = comm.rank if members is None else members[comm.rank]
         self.known: dict[Hashable, Signature] = {}
         self.awaited: tuple[str, float] | None = None
-        self._turn = threading.Lock()  # of whoever runs rounds
+        self._turn = free_in_forked_children(threading.Lock())  # of whoever runs rounds
         self._pause_s = 0.0
         self._thread = threading.Thread(target=self._run, name="sirtaki-eager", daemon=True)
         self._thread.start()

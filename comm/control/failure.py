@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sirtaki.errors import CommError
+from sirtaki.machine import in_forked_children
 
 T = TypeVar("T")
 
@@ -34,6 +35,9 @@ BLAME_S = 2.0
 """How long a rank whose connection broke waits to hear which rank has left."""
 
 
+FORKED = "this process was forked from a rank of the job and is none itself: only the rank may communicate"
+
+
 class FailureBoard:
     """Holds the first failure of this rank's job; threads write and read it without locks.
 
@@ -48,6 +52,11 @@ class FailureBoard:
         self._duty: Callable[[], None] | None = None
         self._due_s = 0.0
         self.suspicious = self.crowded = False
+        in_forked_children(self, FailureBoard._leave_in_child)
+
+    def _leave_in_child(self) -> None:
+        """In a forked child: each operation and each wait raises, since the child has none of the rank's threads."""
+        self._error, self._listeners, self._duty = CommError(FORKED), [], None
 
     def report(self, error: CommError) -> None:
         """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""

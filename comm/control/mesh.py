@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import CommError, MismatchError, PeerFaultError, PeerLostError
-from sirtaki.machine import in_forked_children
+from sirtaki.machine import free_in_forked_children, in_forked_children
 
 from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
@@ -248,7 +248,7 @@ class Connection:
         self._socket, self.rank = sock, rank
         self.heard_s = time.monotonic()
         self.said_bye = self.ended = False
-        self._sending = threading.Lock()
+        self._sending = free_in_forked_children(threading.Lock())
         self._queue: deque[tuple[list[memoryview], Sending]] = deque()
         self._inbound = bytearray(_INBOUND_BYTES)
         self._inbound_view = memoryview(self._inbound)
@@ -431,7 +431,7 @@ class Links:
         self._mailboxes: dict[int, Mailbox] = {}
         self._freed: set[int] = {MESH}
         self._backlogged: set[Connection] = set()
-        self.reading = threading.Lock()
+        self.reading = free_in_forked_children(threading.Lock())
         self._readable, self._hung_up = select.epoll(), select.epoll()
         self._by_descriptor: dict[int, Connection] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -6,7 +6,6 @@ and carries a few words between them; a mesh does the rest.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 
 from sirtaki.errors import CommError, PeerLostError, TransportError
+from sirtaki.machine import at_exit, forget_at_exit
 
 from .communicator import Array, Backend, Communicator, Op, Test
 from .failure import FailureBoard
@@ -56,7 +56,7 @@ def load_mpi() -> Any:
             "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
         )
     if ours:
-        atexit.register(_finalize_mpi, MPI, os.getpid())
+        at_exit(_finalize_mpi)
     return MPI
 
 
@@ -70,10 +70,12 @@ def _leave_out_fabric_component() -> None:
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 
-def _finalize_mpi(mpi: Any, pid: int) -> None:
-    """At the end of process `pid`; not in those it has forked, nor after an exception, which others must hear of."""
+def _finalize_mpi() -> None:
+    """Finalize MPI at the end of this process, but not after an exception, of which others must hear."""
+    from mpi4py import MPI as mpi
+
     raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
-    if os.getpid() == pid and not raised and not mpi.Is_finalized():
+    if not raised and not mpi.Is_finalized():
         mpi.Finalize()
 
 
@@ -87,7 +89,7 @@ def skip_finalize() -> bool:
         return True
     import mpi4py
 
-    atexit.unregister(_finalize_mpi)
+    forget_at_exit(_finalize_mpi)
     return mpi4py.rc.finalize is False
 
 

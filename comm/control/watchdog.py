@@ -22,6 +22,7 @@ from typing import Any
 
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.errors import CommError, PeerLostError, StallError
+from sirtaki.machine import free_in_forked_children
 
 from .communicator import Communicator
 
@@ -52,7 +53,7 @@ class Courier:
         """Keeps `comm`, a duplicate that nobody else uses; its owner frees it."""
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._received: defaultdict[Tag, list[tuple[int, Any]]] = defaultdict(list)
 
     def send(self, rank: int, tag: Tag, message: Any = None) -> None:

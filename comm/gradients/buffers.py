@@ -18,6 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from sirtaki.errors import ConfigError
+from sirtaki.machine import free_in_forked_children
 
 from ..compress import Feedback, Scheme
 from ..device import Device, Event, copy_
@@ -448,7 +449,7 @@ class Copies:
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._copying = threading.Lock()
+        self._copying = free_in_forked_children(threading.Lock())
         self.cut: dict[int, int] = {}
         self.count = self.copied = 0
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.errors import CommError
+from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..control.communicator import Backend, Communicator, Op, Test
@@ -57,7 +58,7 @@ class ReadinessNegotiation:
     def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
         """Keeps `comm` for its thread, which starts with the first backward pass."""
         self._comm, self._failures = comm, failures
-        self._wake = threading.Condition()
+        self._wake = free_in_forked_children(threading.Condition())
         self._thread: threading.Thread | None = None
         self._bits: Bits = np.zeros(0, dtype=np.bool_)
         self._sizes_bytes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)

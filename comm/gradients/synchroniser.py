@@ -37,6 +37,7 @@ import torch
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.errors import CommError, PlanError
+from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..compress import CompressedUnits
@@ -188,7 +189,7 @@ class Synchroniser:
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = free_in_forked_children(threading.Lock())
         self.iteration = 0
         self.problem = ""
         self._all_used = False  # this rank has a gradient of every parameter in this iteration

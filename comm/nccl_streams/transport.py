@@ -34,6 +34,7 @@ from sirtaki.comm.plan import NcclWay, TransportKind
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamCost, StreamSpec, Transport, Work, scale_
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
+from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 # ── units over several NCCL communicators at once, each on a CUDA stream of its own ───────────────────────────────────
 #
@@ -244,7 +245,7 @@ class CommunicatorPool:
         self.keep_only(())
 
 
-ISSUING = threading.Lock()
+ISSUING = free_in_forked_children(threading.Lock())
 """One thread at a time gives work to NCCL, whichever communicators it uses."""
 
 
@@ -594,8 +595,9 @@ class _Opening:
             torch.cuda.device(self._device.torch_device),
             environment({ERROR_HANDLING: NO_HANDLING} | told(self._key)),
         ):
-            made = dist.ProcessGroupNCCL(PrefixStore(self.prefix, self.store), self._rank, self._size, options)
-            self.group = NcclGroup(made)
+            prefix = PrefixStore(self.prefix, self.store)
+            made = dist.ProcessGroupNCCL(prefix, self._rank, self._size, options)
+            self.group = NcclGroup(keep_in_forked_children(made))
             self.group.all_reduce(torch.zeros(1, device=self._device.torch_device), ReduceOp.SUM)
             self._device.synchronise()
 

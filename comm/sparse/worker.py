@@ -21,6 +21,7 @@ from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.comm.transports.contract import HALF_DTYPES, FlatBuffer, Parcels, ThreadWork, Work
 from sirtaki.comm.transports.shared_memory import share_memory
 from sirtaki.errors import CommError, ConfigError, TransportError
+from sirtaki.machine import free_in_forked_children
 
 # ── what carries rows ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -520,7 +521,7 @@ class SparseWorker:
     def __init__(self, lanes: SparseLanes, failures: FailureBoard, *, prefix: str = "") -> None:
         """Starts the thread. `prefix`: of operations' names in recordings."""
         self.lanes, self._failures, self._prefix = lanes, failures, prefix
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._order: list[str] = []
         self._next = 0
         self._early: dict[str, SparseWork] = {}

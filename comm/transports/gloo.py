@@ -30,6 +30,7 @@ from sirtaki.comm import recorder
 from sirtaki.comm.control.failure import FailureBoard, unless_failed
 from sirtaki.comm.device import Event
 from sirtaki.errors import CommError
+from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 from ..plan import TransportKind
 from .contract import (
@@ -176,7 +177,7 @@ def _abort(group: ProcessGroupGloo) -> None:
         group.abort()
 
 
-_opening = threading.Lock()
+_opening = free_in_forked_children(threading.Lock())
 _left_to_the_process: list[list[ProcessGroupGloo]] = []  # whoever drops the last reference to a group waits for it
 _SO_ATTACH_FILTER, _RETURN = 26, 0x06  # of asm/socket.h and linux/bpf_common.h
 
@@ -235,7 +236,7 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     )
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
-    group = ProcessGroupGloo(store, rank, size, options)
+    group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else ranks connect when they first have to
         _admit_nobody(listeners)
     return group
@@ -292,7 +293,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         group = open_together(
             what,
             lambda: unless_failed(
-                lambda: ProcessGroupGloo(store, self._rank, self._size, options), failures=self._failures, undo=_abort
+                lambda: keep_in_forked_children(ProcessGroupGloo(store, self._rank, self._size, options)),
+                failures=self._failures,
+                undo=_abort,
             ),
             agree=self._agree,
             close=_abort,

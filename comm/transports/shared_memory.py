@@ -29,7 +29,7 @@ import torch
 from sirtaki.comm.control.failure import caused
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, PeerLostError, TransportError
-from sirtaki.machine import is_alive
+from sirtaki.machine import is_alive, private_in_forked_children
 
 from ..plan import TransportKind
 from .contract import (
@@ -120,8 +120,10 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 
 
 def _mapped(descriptor: int, length: int) -> torch.Tensor:
-    """The memory behind `descriptor`, of which, unlike with `mmap.mmap`, no duplicate is kept open."""
-    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8)
+    """Map the file behind `descriptor`: shared with the other ranks, but private in children that this one forks."""
+    memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
+    private_in_forked_children(memory, memory.ctypes.data, length, descriptor)
+    return torch.from_numpy(memory)  # which keeps the array
 
 
 class Doorbell:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import logging
@@ -36,7 +35,15 @@ from sirtaki.engine.settings import ProfileRequest, variables_set
 from sirtaki.engine.tuning.plans import fitted_links, probe_routes
 from sirtaki.engine.tuning.warmup import TunedSynchroniser
 from sirtaki.errors import ConfigError, RecordingError
-from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
+from sirtaki.machine import (
+    allowed_processors,
+    at_exit,
+    cpu_quota,
+    free_in_forked_children,
+    handle_signal,
+    in_forked_children,
+    processor_time_beside_s,
+)
 from sirtaki.measures import LinkModel
 
 from .operators import Interval, Moments, Seen, Step, StepOperators, StepWatch, borrowed, memory_of_step, operators_of
@@ -300,12 +307,16 @@ class JobRecorder:
         self._seen: Seen | None = None
         self._job: JobRecord | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        self._ending = threading.RLock()  # a signal may come while it is held
+        self._ending = free_in_forked_children(threading.RLock())  # a signal may come while it is held
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
+        in_forked_children(self, JobRecorder._leave_in_child)
+
+    def _leave_in_child(self) -> None:
+        self.stage, self._terminable = Stage.ENDED, False
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -433,7 +444,7 @@ class JobRecorder:
         """From now on SIGTERM waits until what there is has been written; a handler of the script's stays alone."""
         here = threading.current_thread() is threading.main_thread()  # no other may set handlers
         if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_terminate)
+            handle_signal(signal.SIGTERM, self._on_terminate)
             self._terminable = True
 
     def _on_terminate(self, *_: Any) -> None:  # Any: as `signal` has it
@@ -503,7 +514,7 @@ def begin_as_set() -> None:
     if asked is None or _from_environment is not None:
         return
     _from_environment = JobRecorder(asked)
-    atexit.register(_from_environment.end)
+    at_exit(_from_environment.end)
 
 
 @contextmanager

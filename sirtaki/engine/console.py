@@ -7,7 +7,6 @@ no terminal there are lines every few seconds instead.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shutil
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from sirtaki.engine.settings import Settings
+from sirtaki.machine import at_exit
 
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 """Between two lines of progress, and between two states of the bar."""
@@ -91,7 +91,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         self.draws = is_terminal(self.stream)
         self._shown = False
         self._watched: list[TextIO] = []
-        atexit.register(self.clear)
+        at_exit(self.clear)
 
     @property
     def has_bar(self) -> bool:

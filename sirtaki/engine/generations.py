@@ -32,6 +32,7 @@ from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.launchers import AGENT, started_by_mpi
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
+from sirtaki.machine import free_in_forked_children
 
 from .membership import (
     Change,
@@ -124,7 +125,7 @@ class AgentClient:
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
-        self._news = threading.Condition()  # for all below
+        self._news = free_in_forked_children(threading.Condition())  # for all below
         self._heard = Heard()
         self._answer: Formed | Dismissal | None = None
         self._report: Callable[[str], object] = _nobody

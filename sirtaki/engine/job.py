@@ -22,7 +22,7 @@ from sirtaki import watch
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.engine import EagerEngine, RankSets
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.failure import FORKED, poll_until
 from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.watchdog import Courier, Watchdog
@@ -31,6 +31,7 @@ from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
+from sirtaki.machine import at_exit, in_forked_children
 from sirtaki.registry.safe_store import load_ahead
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
@@ -400,9 +401,11 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         LaunchError: where ranks come and go: there is no generation for this rank.
         CommError: there is no usable MPI library, or ranks do not come.
     """
-    global _job, _ending, _pid
+    global _job, _ending, _has_hooks
     if _job is not None:
         return
+    if _is_child:
+        raise ConfigError(FORKED)
     limit_s = None if beside is None else timeout_s_of(beside)
     settings = Settings.from_environ() if limit_s is None else Settings.from_environ(stall_shutdown_s=limit_s)
     raise_descriptor_limit()
@@ -429,8 +432,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
     _ending = _job
-    if _pid is None:
-        _pid = os.getpid()
+    if not _has_hooks:
+        _has_hooks = True
         _install_hooks()
     _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
 
@@ -469,6 +472,8 @@ def leave(*, together: bool, reason: str = "") -> None:
     if _job is None:
         return
     job, _job, _ending = _job, None, None
+    if _is_child:
+        return
     if together:
         job.wait_for_leave()
     else:
@@ -480,6 +485,9 @@ def shutdown() -> None:
     """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
     global _job, _ending
     if _job is None:
+        return
+    if _is_child:
+        _job = None
         return
     with contextlib.suppress(SirtakiError):  # whoever needs what did not come hears of it
         _job.participants.settle()
@@ -509,7 +517,9 @@ _AGAIN_S = 60.0  # how long to wait for the others at a time, where there is no 
 
 _exit_code: int | None = None
 _raised = False
-_pid: int | None = None
+_has_hooks = False
+_is_child = False
+"""This process was forked from a rank. It may ask for the rank's number and the like, and nothing else."""
 
 
 def describe() -> str:
@@ -539,8 +549,7 @@ def _install_hooks() -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _ending, _raised
-        job = _ending if os.getpid() == _pid else None
-        _raised = True
+        job, _raised = _ending, True
         where = _interrupted(job) if job is not None and job.size > 1 else []
         if where and _started_by_sirtakirun():  # which says itself who raised what
             error.add_note(f"This rank {'; '.join(where)}.")
@@ -580,18 +589,41 @@ def _install_hooks() -> None:
         previous_exit(status)
 
     sys.excepthook, sys.exit = on_exception, on_exit
-    atexit.register(_at_exit)
+    at_exit(_at_exit)
+    in_forked_children(on_exit, _become_child)
+    os.register_at_fork(before=_finish_updates)
+
+
+def _become_child(_: object) -> None:
+    """In a forked child: a process of the script's, which ends without a word to the job."""
+    global _ending, _is_child
+    _is_child = _is_child or _job is not None or generations.of_process is not None
+    _ending = None
+    if not _is_child:  # it may become a rank
+        at_exit(_at_exit)
+    if not skip_finalize():
+        atexit.register(_leave_before_mpi)
+
+
+def _finish_updates() -> None:
+    """Before a fork: complete the updates that are put off, because the child has nothing that could."""
+    if _job is not None and not _is_child and threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(SirtakiError):  # the script's next step raises it
+            _job.participants.settle()
+
+
+def _leave_before_mpi() -> None:
+    """End a forked child before MPI, which the script has loaded, is finalized there."""
+    atexit.unregister(_leave_before_mpi)
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(int(_raised) if _exit_code is None else _exit_code)
 
 
 def _at_exit() -> None:
     """A rank whose script has ended: waits for the others, and does not hide a failure from mpiexec."""
     global _ending
     job, _ending = _ending, None
-    if os.getpid() != _pid:  # a process that the script forked; MPI is not its own
-        if not skip_finalize():
-            _flush()
-            os._exit(_exit_code or 0)
-        return
     code = _exit_code or 0
     if code == 0 and not _raised and (elastic := generations.of_process) is not None:
         elastic.finished()
@@ -644,7 +676,8 @@ def _started_by_sirtakirun() -> bool:
 
 def _outlives_others() -> bool:
     """Whether others may go on without this process, which then must end in a way that they hear of."""
-    return generations.of_process is not None and generations.of_process.leave is not os._exit
+    elastic = generations.of_process
+    return not _is_child and elastic is not None and elastic.leave is not os._exit
 
 
 def _leave(exit_code: int) -> NoReturn:

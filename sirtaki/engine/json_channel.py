@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from sirtaki.machine import in_forked_children
+
 LONGEST_BYTES = 8 * 2**20
 """A generation of some ten thousand ranks has room."""
 
@@ -44,6 +46,7 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
+        in_forked_children(self, lambda channel: channel._sock.close())  # else the other end would not see it end
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
         """Has a selector report this channel with `data`: when something comes, and when there is room for the rest.

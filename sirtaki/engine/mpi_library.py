@@ -93,7 +93,7 @@ def find_mpi_library(python: str) -> MpiLibrary:
     """
     try:
         probe = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+            [python, "-P", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as err:
         raise LaunchError(f"{python} could not be run: {err}") from err

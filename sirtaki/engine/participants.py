@@ -22,6 +22,7 @@ from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.errors import CommError
+from sirtaki.machine import free_in_forked_children
 
 Key = tuple[int, int]
 """A participant: the number of its process set, and its own there; the same on all ranks of the set."""
@@ -225,7 +226,7 @@ class Joining:
     def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, watchdog: Watchdog) -> None:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._round = 0  # of all ranks joining
         self._joined: dict[int, int] = {}  # rank → the round in which it has joined
         self._taking_part: list[_TakingPart] = []  # in the order in which it has begun
@@ -494,7 +495,7 @@ class BlockedRanks:
 
     def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, joining: Joining) -> None:
         self._participants, self._rank_sets, self._courier, self._joining = participants, rank_sets, courier, joining
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._told: _Blocked | None = None
         self._others: dict[int, _Blocked | None] = {}
         self._tell_anyway_s = TELL_ANYWAY_S

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(arguments)
         if options.check_build:
-            return subprocess.call([sys.executable, "-m", "sirtaki.cli", "doctor"])
+            return subprocess.call([sys.executable, "-P", "-m", "sirtaki.cli", "doctor"])
         if options.config_file:
             from_file = arguments_from_file(Path(options.config_file), option_names())
             options = parse([*from_file, *arguments])

@@ -245,7 +245,7 @@ def shared_networks(found: Iterable[Finding]) -> tuple[str, ...]:
 
 def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Mapping[str, str]) -> Finding:
     path = [f"PYTHONPATH={environ['PYTHONPATH']}"] if environ.get("PYTHONPATH") else []
-    there = shlex.join(["env", *path, python, "-m", "sirtaki.run.host_check"])
+    there = shlex.join(["env", *path, python, "-P", "-m", "sirtaki.run.host_check"])
     try:
         asked = subprocess.run(
             ["ssh", *ssh, host, f"exec {there}"],

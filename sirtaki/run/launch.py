@@ -116,6 +116,12 @@ def complete_environ(
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
 
 
+RUN_RANK = "import sys; sys.flags.safe_path or sys.path.pop(0); from sirtaki.run.rank import main; main()"
+"""Runs a rank by the installed package, whatever the current folder holds: `-m` would search that folder first.
+
+`-P` would do the same, but the script, and what it starts, would inherit the flag.
+"""
+
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _COLON = re.compile(r"\\*:")  # a word `:` begins the next program for any mpiexec
 _OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
@@ -137,7 +143,7 @@ class RankCommand:
 
 
 def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool) -> RankCommand:
-    """`python -u train.py --lr 1` → `python -u -m sirtaki.run.rank -- train.py --lr 1`.
+    """`python -u train.py --lr 1` → `python -u -c RUN_RANK -- train.py --lr 1`.
 
     Args:
         command: the user's words.
@@ -158,14 +164,14 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     flags = ("--as-horovod",) if as_horovod else ()
     split = _script_position(command)
     if split is None:
-        words = (sys.executable, "-m", "sirtaki.run.rank", *flags, "--exec", "--", *map(_escape, command))
+        words = (sys.executable, "-c", RUN_RANK, *flags, "--exec", "--", *map(_escape, command))
         return RankCommand(python=sys.executable, words=words)
     script = command[split:]
     if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` is `-m train`
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
-    words = (program, *command[1:split], "-m", "sirtaki.run.rank", *flags, "--", *map(_escape, script))
+    words = (program, *command[1:split], "-c", RUN_RANK, *flags, "--", *map(_escape, script))
     return RankCommand(python=program, words=words, script="" if script[0].startswith("-") else script[0])
 
 

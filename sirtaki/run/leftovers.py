@@ -114,7 +114,7 @@ class Janitor:
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
+                [sys.executable, "-P", "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

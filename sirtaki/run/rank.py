@@ -1,4 +1,4 @@
-"""Runs a user's script as one rank: `python -m sirtaki.run.rank [--as-horovod] script.py …`.
+"""Runs a user's script as one rank: `python -c RUN_RANK [--as-horovod] script.py …`, as the launcher has it.
 
 A plain `mpiexec python script.py` hangs when one rank raises: its interpreter waits in MPI_Finalize for the others,
 which wait for it. Here a rank that fails says so to the launcher and leaves without MPI_Finalize.
@@ -39,7 +39,9 @@ _FROZEN_RUNPY = "<frozen runpy>"  # in tracebacks, where the interpreter has it 
 
 def main() -> None:
     """Runs what the command line names; the exit code is the script's."""
-    parser = argparse.ArgumentParser(prog="sirtaki.run.rank", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="sirtaki.run.rank", description="Runs a script as one rank.", allow_abbrev=False
+    )
     parser.add_argument("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki")
     parser.add_argument("--exec", action="store_true", help="the command is a program, not Python")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py …, -m module … or -c code …")
@@ -108,24 +110,32 @@ def _import_shim() -> None:
 
 
 def run_python(command: Sequence[str]) -> None:
-    """Runs `script.py args`, `-m module args` or `-c code args` as the interpreter itself would."""
+    """Run `script.py args`, `-m module args` or `-c code args` as the interpreter itself would.
+
+    `sys.path` begins with the installed packages, and gets the folder that the interpreter would put first.
+    """
     match command:
         case ["-m", module, *_]:
             sys.argv = list(command[1:])
+            _search_first(os.getcwd())
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", code, *_]:
             sys.argv = ["-c", *command[2:]]
-            sys.path[0] = ""
+            _search_first("")
             _execute(code, "<string>", main_file=None)
         case [script, *_] if Path(script).is_dir() or zipfile.is_zipfile(script):
             sys.argv = list(command)
-            del sys.path[0]
             runpy.run_path(script, run_name="__main__")
         case [script, *_]:
             sys.argv = list(command)
-            sys.path[0] = str(Path(script).resolve().parent)
+            _search_first(str(Path(script).resolve().parent))
             path = os.path.abspath(script)
             _execute(Path(script).read_bytes(), path, main_file=path)
+
+
+def _search_first(folder: str) -> None:
+    if not sys.flags.safe_path:  # which the user has asked for
+        sys.path.insert(0, folder)
 
 
 def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
@@ -193,7 +203,3 @@ def _tell(event: Event, exit_code: int = 0, reason: str = "") -> None:
     with contextlib.suppress(Exception):  # whatever the script has put there
         sys.stderr.flush()
     os.write(2, message.encode().encode())  # one write, so no other thread's text comes between
-
-
-if __name__ == "__main__":
-    main()

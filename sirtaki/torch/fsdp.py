@@ -22,7 +22,6 @@ have a communicator of their own.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
@@ -84,6 +83,7 @@ from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
+from sirtaki.machine import at_exit, finalize, forget_at_exit
 from sirtaki.measures import in_ms
 from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
@@ -250,9 +250,9 @@ class Attached:
                 largest = max(gathered for gathered, _ in map(_bytes_of, groups))
                 self.near = lanes.within_node(shard_bytes=-(-largest // self.node_ranks))
         # Models are garbage-collected at different times on different ranks, in the middle of anything.
-        weakref.finalize(model, self._connections.leave).atexit = False
-        weakref.finalize(model, _before_updates(self).remove).atexit = False
-        atexit.register(self._connections.close)
+        finalize(model, self._connections.leave)
+        finalize(model, _before_updates(self).remove)
+        at_exit(self._connections.close)
         if not self._connections.controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
@@ -1127,7 +1127,7 @@ class _Connections:
 
     def leave(self) -> None:
         """The model is gone: closes them when it is gone on the other ranks, too, and does not wait for that."""
-        atexit.unregister(self.close)
+        forget_at_exit(self.close)
         if self.controls:  # else this process is ending, and has closed them
             threading.Thread(target=self.close, name="sirtaki-leave").start()
 

@@ -32,6 +32,7 @@ from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
 from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
+from sirtaki.machine import finalize
 
 from .compression import Choice, Compression, Compressor, reduction_options
 from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
@@ -410,7 +411,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             ConfigError: this optimizer cannot have it, and the script has asked for it by an argument.
         """
         self._refuses, self._hooks, self._told = refuses, ExitStack(), set()
-        weakref.finalize(self, self._hooks.close)
+        finalize(self, self._hooks.close)
         if why := refusal(self, self._kind):
             self._refuse(why)
 

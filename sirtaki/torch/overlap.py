@@ -28,6 +28,7 @@ from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
 from sirtaki.errors import StaleReadError
+from sirtaki.machine import free_in_forked_children
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
@@ -576,7 +577,7 @@ class PutOffUpdates:
         """
         self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
         self._closed = closed
-        self._lock = threading.RLock()
+        self._lock = free_in_forked_children(threading.RLock())
         self.uncovered = frozenset[int]()
         self._hooked: list[Named] = []
         self._params: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sirtaki.machine import in_forked_children
+from sirtaki.machine import free_in_forked_children, in_forked_children
 
 from .watchers import Totals
 
@@ -52,7 +52,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # of connections that nobody has accepted yet; beyond that a client waits for a second
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._under_way: dict[Any, None] = {}  # sockets, the oldest first
         super().__init__(address, handler)
         in_forked_children(self, _Server.close_in_child)

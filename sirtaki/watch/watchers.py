@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -15,11 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import ConfigError, in_a_line
-from sirtaki.machine import in_forked_children
+from sirtaki.machine import at_exit, forget_at_exit, in_forked_children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ _generation: GenerationBegun | None = None
 def add(watcher: Watcher) -> None:
     """Tells the watcher of everything in this process from now on until the job ends; also before `hvd.init()`."""
     if not watching:
-        atexit.register(end, for_good=True)  # for scripts that do not call `shutdown()`; a second time finds nobody
+        at_exit(partial(end, for_good=True))  # for scripts that do not call `shutdown()`; a second call is harmless
     watching.append(watcher)
     if (begun := _generation) is not None:
         tell_all(lambda watcher: watcher.generation(begun), [watcher])
@@ -346,7 +346,7 @@ class Presence:
         in_forked_children(self, lambda presence: presence._socket.close())  # they would keep it open, and never answer
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        at_exit(self.close)
 
     def _serve(self) -> None:
         while True:
@@ -365,7 +365,7 @@ class Presence:
 
     def close(self) -> None:
         """Removes the socket; does nothing in a child that was forked."""
-        atexit.unregister(self.close)
+        forget_at_exit(self.close)
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):

@@ -1,7 +1,14 @@
+import mmap
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sirtaki import machine
@@ -98,3 +105,119 @@ def test_addresses_are_a_host_and_a_port() -> None:
     for text in ("", "9500", "host", "host:", ":9500", "host:x", "host:0", "host:70000", "host:٣"):
         with pytest.raises(ConfigError, match="expected HOST:PORT"):
             machine.parse_address(text)
+
+
+# ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def exit_code_of_child(act):
+    """0 if `act` returned in a forked child, 1 if it raised; 9 if it took too long."""
+    if (child := os.fork()) == 0:
+        signal.alarm(5)
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_exit_handlers_belong_to_the_process_that_has_registered_them():
+    program = (
+        "import os, sys\n"
+        "from sirtaki import machine\n"
+        "machine.at_exit(lambda: os.write(1, b'ours '))\n"
+        "forgotten = lambda: os.write(1, b'forgotten ')\n"
+        "machine.at_exit(forgotten), machine.forget_at_exit(forgotten)\n"
+        "import atexit; atexit.register(lambda: os.write(1, b'users '))\n"
+        "if child := os.fork():\n"
+        "    os.waitpid(child, 0)\n"
+        "sys.exit(0)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["users", "users", "ours"]
+
+
+def test_a_finaliser_runs_in_the_process_that_has_made_it_only():
+    class Owner:
+        pass
+
+    owners, ran = [Owner(), Owner()], []
+    for owner in owners:
+        machine.finalize(owner, ran.append, 1)
+    del owner
+
+    def collect():
+        owners.clear()
+        assert ran == []
+
+    assert exit_code_of_child(collect) == 0
+    owners.clear()
+    assert ran == [1, 1]
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
+def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child(make):
+    lock, held, over = machine.free_in_forked_children(make()), threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            over.wait(30.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30.0)
+
+    def take():
+        with lock:
+            pass
+
+    try:
+        assert exit_code_of_child(take) == 0
+        assert not lock.acquire(blocking=False)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_shared_memory_is_a_private_copy_in_a_forked_child():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        memory = np.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), dtype=np.uint8)
+        machine.private_in_forked_children(memory, memory.ctypes.data, mmap.PAGESIZE, file.fileno())
+    memory[:] = 3
+
+    def write():
+        assert (memory == 3).all()
+        memory[:] = 4
+        assert (memory == 4).all()
+
+    assert exit_code_of_child(write) == 0
+    assert (memory == 3).all()
+
+
+OURS = {"machine.py", "rank.py"}
+"""Files that deal with exit handlers themselves."""
+
+LAUNCHERS = {"agent.py", "supervisor.py", "output.py", "executor.py"}
+"""Of processes that run no script of a user's, whose children execute a program at once."""
+
+FOR_ONE_OPERATION = {"self._under_way", "self._following", "lock, done"}
+"""Locks of operations under way, for which a forked child does not wait: the failure board says so first."""
+
+
+def test_what_a_fork_copies_is_made_through_functions_that_heed_forks():
+    root = Path(machine.__file__).parent
+    direct = re.compile(r"(?<!`)\b(atexit\.register|weakref\.finalize|= threading\.(R?Lock|Condition)\()")
+    found = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in root.rglob("*.py")
+        if path.name not in OURS | LAUNCHERS
+        for line in path.read_text().splitlines()
+        if direct.search(line)
+        and not any(line.strip().startswith(name) for name in FOR_ONE_OPERATION)
+        and "Condition(self._lock)" not in line
+        and "_leave_before_mpi" not in line
+    ]
+    assert not found

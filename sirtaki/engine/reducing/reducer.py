@@ -54,6 +54,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
+from sirtaki.machine import free_in_forked_children, in_forked_children
 
 from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
@@ -285,7 +286,7 @@ class GradientReducer:
         assert members.control is not None
         assert members.engine is not None
         self.closed, self._job, self._open, self._hooks = "", job, ExitStack(), ExitStack()
-        self._looking, self._looked = threading.RLock(), 0
+        self._looking, self._looked = free_in_forked_children(threading.RLock()), 0
         self._control, self._engine = members.control, members.engine
         self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
@@ -320,6 +321,7 @@ class GradientReducer:
         self._open.callback(job.watchdog.forget, wait, progress)
         self._open.callback(job.joining.forget, self.key)
         job.participants.add(self)
+        in_forked_children(self, GradientReducer._leave_in_child)
 
     # ── its parameters ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -432,7 +434,7 @@ class GradientReducer:
 
     def _begin_pass(self, param: torch.Tensor) -> None:
         """The first gradient of a backward pass has come, of `param`."""
-        if not self.begin_backward():
+        if self.closed or not self.begin_backward():
             return
         if id(param) in self._number_of:  # hooks may have been made anew meanwhile, with other parameters
             at_once: Container[int] = EVERY
@@ -866,6 +868,11 @@ class GradientReducer:
             self._open.close()
             self._unhook()
             self._passes_left, self._waiting = [], []
+
+    def _leave_in_child(self) -> None:
+        """In a forked child: backward passes compute local gradients, and a step of the optimizer raises."""
+        self.closed = "in this process, which was forked from a rank of the job and is none itself"
+        self._come.clear()
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.

@@ -437,7 +437,7 @@ class Succession:
         )
         inheritance = Inheritance(job=config.job, environ=config.environ, endpoint=endpoint)
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "sirtaki.run.elastic.driver"],
+            [sys.executable, "-P", "-m", "sirtaki.run.elastic.driver"],
             stdin=subprocess.PIPE,
             start_new_session=True,
             pass_fds=descriptors,

@@ -242,7 +242,7 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
     Raises:
         ConfigError: the user's command has no place for the agent's.
     """
-    agent = [sys.executable, "-m", "sirtaki.run.elastic.agent"]
+    agent = [sys.executable, "-P", "-m", "sirtaki.run.elastic.agent"]
     if is_child(job, host):
         return agent
     if path := environ.get("PYTHONPATH"):

@@ -10,6 +10,7 @@ with the interpreter locked, which hangs if one of Gloo's threads wants the inte
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import sys
 import threading
@@ -46,6 +47,7 @@ from sirtaki.engine.lanes import control_of, open_lanes, open_shards
 from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError
+from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children
 from sirtaki.torch_backend import NAME
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
@@ -109,7 +111,7 @@ class GroupLanes:
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
         self._backlog: deque[TensorReduction] = deque()  # of what came before they were open
-        self._lock = threading.Lock()
+        self._lock = free_in_forked_children(threading.Lock())
         self._business = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -118,6 +120,10 @@ class GroupLanes:
         self._gathers: queue.SimpleQueue[TensorGather | None] = queue.SimpleQueue()
         self._gatherer: threading.Thread | None = None
         ranks.failures.listen(self._tell_of_fault)
+        in_forked_children(self, GroupLanes._leave_in_child)
+
+    def _leave_in_child(self) -> None:
+        self._error, self._closing = self._ranks.failures.error, True
 
     @property
     def fault(self) -> CommError | None:
@@ -448,10 +454,11 @@ class LastingWork(FillingWork):
         self._work: FillingWork | None = work
         self._error: Exception | None = None
         self._is_asked = self._is_kept = False
+        self._process = os.getpid()
 
     def __del__(self) -> None:
         """Python has let go of it. C++ may have it, if nobody has waited or asked for the future."""
-        if self._is_asked or self._work is None or sys.is_finalizing():
+        if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
         self._under_way.add(self)  # which undoes that it goes
@@ -853,7 +860,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
         _ended.clear()
         if not RELEASES_INTERPRETER:
-            weakref.finalize(self, _ended.append, self._inner).atexit = False
+            finalize(self, _ended.append, self._inner)
         types = dist.ProcessGroup.BackendType
         if hasattr(self, "_set_default_backend"):  # torch >= 2.6
             self._set_default_backend(types.GLOO)
@@ -862,7 +869,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._on_cuda = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
+            self._on_cuda = keep_in_forked_children(
+                dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
+            )
             self._register_backend(CUDA, types.NCCL, self._on_cuda)
         else:
             self._register_backend(CUDA, types.GLOO, self._inner)
@@ -874,7 +883,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
             self._lanes = GroupLanes(ranks, settings=settings, timeout_s=self._timeout_s)
             # Not at the interpreter's end: a rank that ends without leave is lost to the others.
-            weakref.finalize(self, self._lanes.close).atexit = False
+            finalize(self, self._lanes.close)
 
     def getBackendName(self) -> str:
         """PyTorch's C++ asks for it under this name."""

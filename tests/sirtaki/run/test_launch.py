@@ -228,6 +228,27 @@ def test_a_script_sees_what_the_interpreter_would_show_it(launch, tmp_path):
     assert eval(job.stdout) == [str(folder / "script é.py"), relative, "a b", ":", "", "*", "$HOME", str(folder)]
 
 
+@pytest.mark.parametrize("options", [(), ("--min-np", 2)])
+def test_only_the_script_sees_modules_of_its_folder(environ, tmp_path, options):
+    (tmp_path / "sirtaki").mkdir()  # as in the folder above a checkout
+    for name in ("argparse", "msgspec", "selectors", "psutil"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the folder of the script was searched')")
+    (tmp_path / "beside.py").write_text("found = 'beside'")
+    (tmp_path / "script.py").write_text("import beside, sys; print(beside.found, sys.flags.safe_path, sys.path[0])")
+    job = subprocess.run(
+        [sys.executable, "-P", "-m", "sirtaki.run", "-np", "2", *map(str, options), "python", "script.py"],
+        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert re.sub(r"\[\S+\] ", "", job.stdout) == 2 * f"beside False {tmp_path}\n"
+
+
+def test_a_search_path_without_the_scripts_folder_stays_without(launch, tmp_path):
+    (tmp_path / "script.py").write_text(f"import sys; print({str(tmp_path)!r} in sys.path, '' in sys.path)")
+    for command in (("-P", "script.py"), ("-P", "-c", "import sys; print(sys.path[0] == '', '' in sys.path)")):
+        assert launch("-np", 1, "python", *command).stdout == "False False\n"
+
+
 @pytest.mark.lengthy
 def test_a_progress_bar_is_shown_while_it_moves(environ, tmp_path):
     (tmp_path / "script.py").write_text(

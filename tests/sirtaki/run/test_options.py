@@ -17,7 +17,7 @@ from sirtaki.engine.settings import VARIABLES, WITHOUT_EFFECT, Settings
 from sirtaki.errors import ConfigError
 from sirtaki.run.as_horovod import SHIM, HorovodFinder, install
 from sirtaki.run.hosts import Host
-from sirtaki.run.launch import Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
+from sirtaki.run.launch import RUN_RANK, Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.run.options import RANK_SETTINGS, arguments_from_file, build_parser, option_names, parse
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +189,7 @@ def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, name, content, mes
 # ── rank command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-RUNNER = ("-m", "sirtaki.run.rank")
+RUNNER = ("-c", RUN_RANK)
 
 
 @pytest.fixture
