@@ -79,8 +79,8 @@ from sirtaki.engine.console import (
 )
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
-from sirtaki.engine.ranks import open_beside
-from sirtaki.engine.settings import REGISTRY_OFF, Settings
+from sirtaki.engine.ranks import open_beside, settings_beside
+from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
@@ -1102,7 +1102,10 @@ class _Connections:
         control.require_equal(str((packing, self._carries)), "how shards are packed, and what carries them")
         self.controls[ranks] = control
         if self._carries:
-            lanes = self.lanes[ranks] = open_shards(control, settings=settings, timeout_s=settings.transport_timeout_s)
+            limits = settings_beside(process_group)
+            lanes = self.lanes[ranks] = open_shards(
+                control, settings=settings, timeout=lambda: limits.missing_ranks_limit_s or NEVER_S
+            )
             gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
             lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if spread_again else scattered)
             how, streams = "shared memory", untuned_streams(lanes, settings)

@@ -21,7 +21,7 @@ from sirtaki.errors import CommError, PeerLostError, StallError
 def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     """One that nobody has started: there is one rank only."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.001)
-    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown_s=None)
+    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown=lambda: None)
 
 
 def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:
@@ -85,7 +85,7 @@ class Pack:
         self.progress = [""] * 3
         self.boards = [FailureBoard() for _ in range(3)]
         self.dogs = [
-            Watchdog(courier, board, warning_s=warning_s, shutdown_s=shutdown_s)
+            Watchdog(courier, board, warning_s=warning_s, shutdown=lambda: shutdown_s)
             for courier, board in zip(self.couriers, self.boards, strict=True)
         ]
         self.watched = [(self._wait(rank), self._progress(rank)) for rank in range(3)]
