@@ -288,7 +288,7 @@ class Settings:
 
     @property
     def transport_timeout_s(self) -> float:
-        """How long transports wait: longer than the watchdog, which can say who is missing, and whose limit may grow."""
+        """How long transports wait: longer than the watchdog, which can say who is missing, whose limit may grow."""
         limit_s = None if callable(self.stall_shutdown_s) else self.missing_ranks_limit_s
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
 
