@@ -213,6 +213,8 @@ class Settings:
             "check" = and every read is verified.
         attach: DDP models over the backend "sirtaki" are attached after their first step; off = the backend carries
             DDP's own buckets.
+        flight_entries: entries that PyTorch's flight recorder keeps. If set, it has one for each large tensor over the
+            backend "sirtaki", too.
         fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
@@ -263,6 +265,7 @@ class Settings:
     )
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
     attach: bool = _set_by(True, SIRTAKI_ATTACH=_FLAG)
+    flight_entries: int = _set_by(0, TORCH_NCCL_TRACE_BUFFER_SIZE=_FROM_ZERO, TORCH_FR_BUFFER_SIZE=_FROM_ZERO)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
     check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
     timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT)

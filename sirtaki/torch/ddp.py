@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from sirtaki.errors import ConfigError, NotInitializedError
 
 from .basics import record_if_wanted
 from .compression import Choice, Compression, reduction_options
+from .ddp_logging import AttachedLogger, PassLog
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,9 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
         gradients.count_arrivals()
     model.find_unused_parameters = False  # those are found when the pass ends
     model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
+    model.logger = AttachedLogger(model.logger, gradients.log)  # type: ignore[assignment]
     if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
-        model._post_forward = _Watched(model._post_forward, gradients)
+        model._post_forward = _Watched(model._post_forward, gradients)  # type: ignore[method-assign]
     else:
         model.register_forward_hook(Outputs(gradients))
 
@@ -174,6 +177,11 @@ class DdpGradients(GradientReducer):
     _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
 
+    @cached_property
+    def log(self) -> PassLog:
+        """What DDP logs of the model's steps."""
+        return PassLog()
+
     @property
     def too_often(self) -> str:
         """What is wrong where a gradient comes twice in one backward pass."""
@@ -193,6 +201,7 @@ class DdpGradients(GradientReducer):
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._control.failures.raise_if_failed()
+        self.log.now.outputs_ns = time.time_ns()
         self._due = True
         self._unseen += 1
         if self._arrivals is not None:
@@ -248,10 +257,12 @@ class DdpGradients(GradientReducer):
 
     def _begin(self) -> None:
         if not self._begun:
+            self.log.now.backward_ns = time.time_ns()
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
         """The pass that was due is over, and with it the iteration."""
+        self.log.now.computed_ns = time.time_ns()
         counts = []
         if self._arrivals is not None:
             counts, self._arrivals = self._arrivals.end(), None
@@ -260,6 +271,7 @@ class DdpGradients(GradientReducer):
         self._forget()
         super().end_backward()
         self.finish()
+        self.log.end()
         if counts:
             self.set_passes([max(1, count) for count in counts])
         if self._active_ranks is not None:

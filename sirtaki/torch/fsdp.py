@@ -158,7 +158,7 @@ def attach(
     found = list(_sharded(modules))
     replicas = [each.group for each in found if is_replicated(each.group)]
     sharded = [each for each in found if each.group not in replicas]
-    if replicas and (packing[0] if not sharded else carries is False):
+    if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError("replicated parameters are not gathered, and Sirtaki carries their gradients")
     devices = {str(each.group.device) for each in sharded if each.group.device.type != "cpu"}
     if devices and (carries or any(packing)):

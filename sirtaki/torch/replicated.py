@@ -158,6 +158,7 @@ class Replica:
 
     def _computed(self) -> torch.Tensor | None:
         param = self.param
+        gradient: torch.Tensor
         param.accumulate_unsharded_grad_if_needed()
         if param.unsharded_accumulated_grad is not None:
             gradient = param.unsharded_accumulated_grad_data

@@ -31,7 +31,8 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 def replicated(model: nn.Module, *, attach: bool = True, **options: Any) -> nn.Module:
     """Collective: blocks of their own, and the rest by the root."""
     for block in list(model.children())[:2]:
-        replicate(block, **options)
+        if not isinstance(block, nn.ModuleList):
+            replicate(block, **options)
     replicate(model, **options)
     if attach:
         fsdp.attach(model)
@@ -93,8 +94,9 @@ def pytorch_reduces_nothing_of_an_attached_model() -> None:
     for attach in (False, True):
         model = replicated(dense_model(), attach=attach)
         for step in range(2):
+            lost = dense_loss(model, dist.get_rank(), step)
             with CommDebugMode() as seen:
-                dense_loss(model, dist.get_rank(), step).backward()
+                lost.backward()
             assert (seen.get_total_counts() == 0) == attach
 
 

@@ -48,7 +48,7 @@ from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.torch_backend import NAME
 
-from .shown import shown
+from .shown import FlightEntries, shown
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
 #
@@ -883,6 +883,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         # `torch.distributed` changes the timeout of the inner groups.
         self._timeout: Timeout = timeout_of(self) or timeout.total_seconds
         self._lanes: GroupLanes | None = None
+        self._keeps_entries = settings.flight_entries > 0
         _tell_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
         if size > 1:
             ranks = open_at_store(
@@ -903,6 +904,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         plain._set_group_name(self.group_name)
         plain._set_group_desc(self.group_desc)
         return plain
+
+    @cached_property
+    def _entries(self) -> FlightEntries:
+        return FlightEntries(self)
 
     def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # Any: as `_inner`
         """Open and register the inner group for CUDA tensors: NCCL's, or Gloo's if there is no NCCL. Collective."""
@@ -1071,6 +1076,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 timeout_s=timeout_s if timeout_s > 0 else self._timeout(),
                 then=end,
             )
+            if self._keeps_entries:
+                self._entries.add("all_reduce" if target is flat else "reduce_scatter", flat.numel(), flat.dtype)
             self._lanes.submit(reduction, awaited=not getattr(opts, "asyncOp", True))
             return lasting(LaneWork(self._lanes, reduction, outputs))
         scratch = flat if target is flat else flat.clone()
@@ -1160,6 +1167,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for output, copy in copies:
                 output.copy_(copy)
 
+        if self._keeps_entries:
+            self._entries.add("all_gather", tensor.numel(), torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
         gather = TensorGather(rows, tensor.detach().contiguous().view(-1), copy_back)
         self._lanes.gather(gather)
         return lasting(LaneWork(self._lanes, gather, outputs))

@@ -16,6 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -156,3 +157,27 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of te
     elif isinstance(found, list | tuple):
         for each in found:
             yield from _tensors(each)
+
+
+class FlightEntries:
+    """Entries of large tensors in PyTorch's flight recorder, beside those of Gloo's own collectives.
+
+    Only backends in PyTorch's C++ write entries. A Gloo group of this rank alone therefore reduces a tensor of the same
+    size and type, which takes no time, as one rank has nothing to add, and touches no memory. An entry says that this
+    rank has called the collective, so that the ranks that have not can be told; not that the collective has ended.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Write entries of this group, with its name."""
+        self._name, self._ranks = group.group_name, group.size()
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
+        """Write an entry of a collective that begins: `collective` is part of its group's description."""
+        if (alone := self._groups.get(collective)) is None:
+            alone = self._groups[collective] = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks it
+            gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+            alone._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            alone._set_group_name(self._name)
+            alone._set_group_desc(f"{collective} by sirtaki between {self._ranks} ranks")
+        alone._get_backend(torch.device("cpu")).allreduce([torch.empty(numel, dtype=dtype)], dist.AllreduceOptions())
