@@ -39,7 +39,7 @@ import torch
 
 from sirtaki.comm.compress import FEWEST, Codec, packed_bytes
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
+from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Router
@@ -57,17 +57,17 @@ GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
 END_S = 1.0
 """How long threads may take to end, whose connections are closed, before they are left to themselves."""
 
-LATER_S = 10.0
-"""So much later than whoever waits the transport gives up, which knows less of what it waits for."""
+NEVER_S = 7 * 24 * 3600.0
+"""Timeout of the transport. `ShardWork.wait` gives up before: its timeout may change, and it can say more."""
 
 
 class ShardWork:
     """A gather or scatter under way."""
 
     def __init__(
-        self, work: Work, control: ControlPlane, what: str, timeout_s: float, problems: Sequence[CommError]
+        self, work: Work, control: ControlPlane, what: str, timeout: Timeout, problems: Sequence[CommError]
     ) -> None:
-        self._work, self._control, self._what, self._timeout_s = work, control, what, timeout_s
+        self._work, self._control, self._what, self._timeout = work, control, what, timeout
         self._problems = problems
 
     def is_done(self) -> bool:
@@ -80,15 +80,15 @@ class ShardWork:
         Raises:
             CommError: it failed, or another rank has not come within the time.
         """
-        failures, deadline_s = self._control.failures, time.monotonic() + self._timeout_s
+        failures, begin_s = self._control.failures, time.monotonic()
         try:
             while not self._work.wait(WAIT_SLICE_S):
                 if failures.error is not None and self._work.wait(LATE_S):
                     break
                 failures.check()
-                if time.monotonic() > deadline_s:
+                if time.monotonic() - begin_s > (timeout_s := self._timeout()):
                     raise StallError(
-                        f"{self._what} did not end within {self._timeout_s:g} s: another rank has not come, stands "
+                        f"{self._what} did not end within {timeout_s:g} s: another rank has not come, stands "
                         "still, or has submitted something else"
                     )
             for problem in self._problems:
@@ -144,8 +144,8 @@ class ShardLanes(ABC):
     kind: TransportKind
     most_streams = 1
 
-    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
-        self.control, self._router, self._timeout_s = control, router, timeout_s
+    def __init__(self, control: ControlPlane, router: Router, *, timeout: Timeout) -> None:
+        self.control, self._router, self._timeout = control, router, timeout
         self.peers = control.size - 1
         self.losses: tuple[Loss, Loss] | None = None
 
@@ -222,7 +222,7 @@ class ShardLanes(ABC):
         self._router.release()
 
     def _under_way(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
-        return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout_s, problems)
+        return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout, problems)
 
 
 class JointGather:
@@ -335,26 +335,26 @@ def _joint_label(label: int | None, another: int) -> int:
     return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
 
-def open_shard_lanes(control: ControlPlane, *, timeout_s: float, kind: TransportKind | None = None) -> ShardLanes:
+def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: TransportKind | None = None) -> ShardLanes:
     """Collective: lanes through shared memory if all ranks are on one node, over sockets between nodes, or over both.
 
     Args:
         control: the ranks, two or more; nothing else may use it.
-        timeout_s: how long to wait for other ranks.
+        timeout: how long to wait for other ranks.
         kind: what the user wants, None = what is best; what cannot carry shards counts as sockets.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
         CommError: the job has failed.
     """
-    router = Router(control, timeout_s=timeout_s + LATER_S)
+    router = Router(control, timeout_s=NEVER_S)
     shared = router.transports.get((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
-        return _InSharedMemory(control, router, shared, timeout_s=timeout_s)
+        return _InSharedMemory(control, router, shared, timeout=timeout)
     trees = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports  # nodes' memory can be shared
     if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
-        return _OverNodes(control, router, timeout_s=timeout_s)
-    return _OverSockets(control, router, timeout_s=timeout_s)
+        return _OverNodes(control, router, timeout=timeout)
+    return _OverSockets(control, router, timeout=timeout)
 
 
 LEAST_PIECE_BYTES = 16 << 10
@@ -376,8 +376,8 @@ class _OverSockets(ShardLanes):
 
     kind = TransportKind.GLOO
 
-    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
-        super().__init__(control, router, timeout_s=timeout_s)
+    def __init__(self, control: ControlPlane, router: Router, *, timeout: Timeout) -> None:
+        super().__init__(control, router, timeout=timeout)
         self._route = (TransportKind.GLOO, Algorithm.FLAT)
         sockets = router.transports[self._route]
         assert isinstance(sockets, GlooTransport)
@@ -628,9 +628,9 @@ class _InSharedMemory(ShardLanes):
     kind = TransportKind.SHARED_MEMORY
 
     def __init__(
-        self, control: ControlPlane, router: Router, shared: SharedMemoryTransport, *, timeout_s: float
+        self, control: ControlPlane, router: Router, shared: SharedMemoryTransport, *, timeout: Timeout
     ) -> None:
-        super().__init__(control, router, timeout_s=timeout_s)
+        super().__init__(control, router, timeout=timeout)
         self._shared = shared
         shared.open_streams([GATHERS, SCATTERS])
         self._gathered, self._scattered = _Slots(router), _Slots(router)
@@ -745,8 +745,8 @@ class _OverNodes(ShardLanes):
 
     kind = TransportKind.GLOO
 
-    def __init__(self, control: ControlPlane, router: Router, *, timeout_s: float) -> None:
-        super().__init__(control, router, timeout_s=timeout_s)
+    def __init__(self, control: ControlPlane, router: Router, *, timeout: Timeout) -> None:
+        super().__init__(control, router, timeout=timeout)
 
         self._within = [self._level(control.node, TransportKind.SHARED_MEMORY) for _ in range(2)]
         self._across = [self._level(control.cross, TransportKind.GLOO) for _ in range(2)]
@@ -759,7 +759,7 @@ class _OverNodes(ShardLanes):
         self._within[1].reserve(shard_bytes=0, whole_bytes=whole_bytes // self.control.cross_size)
 
     def _level(self, ranks: Communicator, kind: TransportKind) -> ShardLanes:
-        return open_shard_lanes(self.control.of_subset(ranks), timeout_s=self._timeout_s, kind=kind)
+        return open_shard_lanes(self.control.of_subset(ranks), timeout=self._timeout, kind=kind)
 
     def within_node(self, *, shard_bytes: int) -> ShardLanes:
         lanes = self._level(self.control.node, TransportKind.SHARED_MEMORY)

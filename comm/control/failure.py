@@ -27,6 +27,9 @@ LONGEST_SLEEP_S = 1e-3
 DUTY_PERIOD_S = 2e-3
 """How often a rank that waits looks whether another one wants something of it."""
 
+Timeout = Callable[[], float]
+"""Seconds to wait for other ranks. Read at each wait, because PyTorch changes a group's timeout while the job runs."""
+
 WAIT_SLICE_S = 0.02
 """How often a wait for other ranks looks whether the job has failed, or another rank wants something of this one."""
 

@@ -112,20 +112,22 @@ class Watchdog:
         failures: where a stall that has lasted too long, or a lost rank, is reported.
     """
 
-    def __init__(self, courier: Courier, failures: FailureBoard, *, warning_s: float, shutdown_s: float | None) -> None:
+    def __init__(
+        self, courier: Courier, failures: FailureBoard, *, warning_s: float, shutdown: Callable[[], float | None]
+    ) -> None:
         """Starts the thread if there are other ranks.
 
         Args:
             courier: carries the questions and answers.
             failures: where losses are reported.
             warning_s: a wait longer than this is a warning.
-            shutdown_s: a wait longer than this is an error on all ranks; None = never.
+            shutdown: returns the seconds after which a wait is an error on all ranks, or None for never. Called in
+                each look at a wait, because the limit may change.
         """
         self._courier, self.failures = courier, failures
-        self._warning_s, self._shutdown_s = warning_s, shutdown_s
+        self._warning_s, self._shutdown = warning_s, shutdown
         self._waits: list[Callable[[], Wait | None]] = []
         self._progress: list[Callable[[], str]] = []
-        self._leave_grace_s = LEAVE_GRACE_S if shutdown_s is None else min(LEAVE_GRACE_S, shutdown_s / 2)
         self._left: dict[int, float] = {}
         self._answers: dict[int, str] = {}
         self._warned: set[tuple[str, float]] = set()
@@ -219,8 +221,10 @@ class Watchdog:
             return
         now = time.monotonic()
         for wait in self._current_waits():
-            waited_s = now - wait.since_s
-            grace_s = 0.0 if self.failures.suspicious else self._leave_grace_s
+            waited_s, shutdown_s = now - wait.since_s, self._shutdown()
+            grace_s = LEAVE_GRACE_S if shutdown_s is None else min(LEAVE_GRACE_S, shutdown_s / 2)
+            if self.failures.suspicious:
+                grace_s = 0.0
             gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) >= grace_s]
             if gone:
                 self.fail(
@@ -229,7 +233,7 @@ class Watchdog:
                         "all ranks must run the same number of steps (or call join())"
                     )
                 )
-            elif self._shutdown_s is not None and waited_s > self._shutdown_s:
+            elif shutdown_s is not None and waited_s > shutdown_s:
                 self.fail(StallError(self._report(wait, waited_s)))
             elif waited_s > self._warning_s and (wait.what, wait.since_s) not in self._warned:
                 self._warned.add((wait.what, wait.since_s))

@@ -41,7 +41,7 @@ from .generations import Generations, of_this_process
 from .lanes import open_lanes
 from .membership import Dismissed
 from .participants import BlockedRanks, Joining, Participants
-from .ranks import open_beside, open_ranks, timeout_s_of
+from .ranks import open_beside, open_ranks, settings_beside
 from .tuning.plans import part_bytes_of
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class Job:
             self.courier,
             self.control.failures,
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
-            shutdown_s=settings.missing_ranks_limit_s,
+            shutdown=lambda: settings.missing_ranks_limit_s,
         )
         self.rank_sets = RankSets(
             self.control,
@@ -406,8 +406,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         return
     if _is_child:
         raise ConfigError(FORKED)
-    limit_s = None if beside is None else timeout_s_of(beside)
-    settings = Settings.from_environ() if limit_s is None else Settings.from_environ(stall_shutdown_s=limit_s)
+    settings = Settings.from_environ() if beside is None else settings_beside(beside)
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:

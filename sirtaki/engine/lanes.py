@@ -7,6 +7,7 @@ import logging
 import torch
 
 from sirtaki.comm.control.communicator import Communicator
+from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Router
@@ -71,19 +72,19 @@ def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
     return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
-def open_shards(control: ControlPlane, *, settings: Settings, timeout_s: float) -> ShardLanes:
+def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) -> ShardLanes:
     """Collective, from one thread of each rank: lanes of gathers and scatters, untuned.
 
     Args:
         control: two ranks or more; nothing else may use it until the lanes are closed.
         settings: of this process.
-        timeout_s: how long gathers and scatters wait for other ranks.
+        timeout: how long gathers and scatters wait for other ranks.
 
     Raises:
         TransportError: on all ranks, connections could not be opened.
         CommError: the job has failed.
     """
-    lanes = open_shard_lanes(control, timeout_s=timeout_s, kind=settings.transport)
+    lanes = open_shard_lanes(control, timeout=timeout, kind=settings.transport)
     lanes.use(untuned_streams(lanes, settings))
     return lanes
 

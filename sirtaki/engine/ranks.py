@@ -6,12 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sirtaki.comm.control.communicator import Backend, Communicator
+from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
@@ -61,10 +63,24 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
     return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
 
 
-def timeout_s_of(group: ProcessGroup) -> float | None:
-    """How long a process group of PyTorch's waits for a rank, the longest if it differs by device; None = not known."""
-    options: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
-    return max((each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")), default=None)
+def timeout_of(group: ProcessGroup) -> Timeout | None:
+    """Return the timeout of a process group, the longest if it differs by device. None if PyTorch does not tell it.
+
+    Each call of the timeout returns what `torch.distributed` has last set, also after the group has been destroyed.
+    """
+    found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
+    options = [each for each in found if hasattr(each, "_timeout")]
+    return partial(_longest_s, options) if options else None
+
+
+def _longest_s(options: Sequence[Any]) -> float:  # Any: options of a backend
+    return max(float(each._timeout.total_seconds()) for each in options)
+
+
+def settings_beside(group: ProcessGroup) -> Settings:
+    """Return this process's settings. Unless they limit the wait for missing ranks, the group's timeout does."""
+    timeout = timeout_of(group)
+    return Settings.from_environ() if timeout is None else Settings.from_environ(stall_shutdown_s=timeout)
 
 
 def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:

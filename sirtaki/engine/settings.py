@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from sirtaki.comm.control.communicator import Backend
+from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.plan import COMPRESSORS, Algorithm, TransportKind, compressor_name
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine.launchers import AGENT, BAR
@@ -203,7 +204,7 @@ class Settings:
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error. Unless set, a job whose ranks are those of a
-            process group of PyTorch's, as `attach()` makes it, takes the group's timeout.
+            process group of PyTorch's, as `attach()` makes it, takes the group's present timeout, as a function.
         trial_log: file for one machine-readable line a trial.
         metrics: port, or address and port, at which local rank 0 answers Prometheus; the next rank's is one higher.
         registry: where results are remembered: a database URL, a file, or "off"; unless set, in the user's cache.
@@ -212,6 +213,8 @@ class Settings:
             "check" = and every read is verified.
         attach: DDP models over the backend "sirtaki" are attached after their first step; off = the backend carries
             DDP's own buckets.
+        flight_entries: entries that PyTorch's flight recorder keeps. If set, it has one for each large tensor over the
+            backend "sirtaki", too.
         fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
@@ -251,7 +254,7 @@ class Settings:
     checkpoint_s: float = _set_by(60.0, SIRTAKI_CHECKPOINT_S=_SECONDS)
     stall_check: bool = _set_by(True, HOROVOD_STALL_CHECK_DISABLE=_NOT_FLAG)
     stall_warning_s: float = _set_by(60.0, HOROVOD_STALL_CHECK_TIME_SECONDS=_SECONDS)
-    stall_shutdown_s: float | None = _set_by(600.0, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=_LIMIT)
+    stall_shutdown_s: float | Timeout | None = _set_by(600.0, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=_LIMIT)
     trial_log: str | None = _set_by(None, HOROVOD_AUTOTUNE_LOG=_TEXT, SIRTAKI_TRIAL_LOG=_TEXT)
     metrics: tuple[str, int] | None = _set_by(
         None, SIRTAKI_METRICS_PORT=(_port, "a port of 127.0.0.1, or ADDRESS:PORT")
@@ -262,6 +265,7 @@ class Settings:
     )
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
     attach: bool = _set_by(True, SIRTAKI_ATTACH=_FLAG)
+    flight_entries: int = _set_by(0, TORCH_NCCL_TRACE_BUFFER_SIZE=_FROM_ZERO, TORCH_FR_BUFFER_SIZE=_FROM_ZERO)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
     check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
     timeline: str | None = _set_by(None, HOROVOD_TIMELINE=_TEXT)
@@ -282,12 +286,13 @@ class Settings:
     @property
     def missing_ranks_limit_s(self) -> float | None:
         """Seconds after which missing ranks are an error; None = never."""
-        return self.stall_shutdown_s if self.stall_check else None
+        limit = self.stall_shutdown_s if self.stall_check else None
+        return limit() if callable(limit) else limit
 
     @property
     def transport_timeout_s(self) -> float:
-        """How long transports wait: longer than the watchdog, which can say who is missing."""
-        limit_s = self.missing_ranks_limit_s
+        """How long transports wait: longer than the watchdog, which can say who is missing, whose limit may grow."""
+        limit_s = None if callable(self.stall_shutdown_s) else self.missing_ranks_limit_s
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
 
     @classmethod

@@ -17,15 +17,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate import _ReplicateState
+from torch.distributed._composable.replicate import replicate as composable
 from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.autotune.trial import Arm
@@ -38,13 +43,12 @@ from sirtaki.errors import ConfigError, NotInitializedError
 
 from .basics import record_if_wanted
 from .compression import Choice, Compression, reduction_options
+from .ddp_logging import AttachedLogger, PassLog
 
 logger = logging.getLogger(__name__)
 
 
-def attach(
-    model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none
-) -> None:
+def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none) -> None:
     """Collective, before the first backward pass: from now on Sirtaki averages the gradients of `model`.
 
     Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more, if it has
@@ -52,7 +56,8 @@ def attach(
     parameters, buffers.
 
     Args:
-        model: whose process group has all ranks; on one device.
+        model: DistributedDataParallel, or a module that `torch.distributed._composable.replicate` makes one; its
+            process group has all ranks; on one device.
         arms: search techniques to tune with, instead of the usual ones.
         compression: how gradients travel, as `DistributedOptimizer` takes it.
 
@@ -62,10 +67,34 @@ def attach(
             or another option of DDP's that reduces its gradients in another way, as its mixed precision.
         MismatchError: on all ranks, if their models differ.
     """
+    model = _behind_composable(model)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"attach() takes a DistributedDataParallel model, not a {type(model).__name__}")
     _require_reducer_alone(model)
-    group = model.process_group
+    if (current := job_over(model.process_group)) is None:
+        return
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+    reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
+    options = ReducerOptions(reduction=reduction, unused_as_none=True, arms=arms)
+    gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+    if model.static_graph:
+        gradients.count_arrivals()
+    model.find_unused_parameters = False  # those are found when the pass ends
+    model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
+    model.logger = AttachedLogger(model.logger, gradients.log)  # type: ignore[assignment]
+    if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
+        model._post_forward = _Watched(model._post_forward, gradients)  # type: ignore[method-assign]
+    else:
+        model.register_forward_hook(Outputs(gradients))
+
+
+def job_over(group: dist.ProcessGroup) -> job.Job | None:
+    """Return the job of the ranks of a process group, which has begun then. None if there is one rank only. Collective.
+
+    Raises:
+        ConfigError: the group has not all ranks in it, or Sirtaki has been initialised with other ones.
+    """
     if dist.get_world_size(group) != dist.get_world_size():
         raise ConfigError("attach() takes a model whose process group has all ranks in it")
     if not job.is_initialized():
@@ -84,17 +113,31 @@ def attach(
         )
     if current.size == 1:
         logger.info("%s", without_others(current.settings))
-        return
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
-    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-    reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
-    options = ReducerOptions(reduction=reduction, unused_as_none=True, arms=arms)
-    gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
-    if model.static_graph:
-        gradients.count_arrivals()
-    model.find_unused_parameters = False  # those are found when the pass ends
-    model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
-    model.register_forward_hook(Outputs(gradients))
+        return None
+    return current
+
+
+def _behind_composable(model: nn.Module) -> nn.Module:
+    """Return the DDP model that works behind a module of `replicate()`. Other modules are returned as they are."""
+    state = composable.state(model) if "replicate" in (_get_registry(model) or {}) else None
+    if not isinstance(state, _ReplicateState):
+        return model
+    if not state.has_initialized:  # else the first forward pass would make it
+        state.lazy_init()
+    return state._ddp
+
+
+class _Watched:
+    """DDP's method that is called with what the model returns; afterwards the backward pass from there is noticed."""
+
+    def __init__(self, method: Callable[[Any], Any], gradients: DdpGradients) -> None:  # Any: outputs of a model
+        self._method, self._gradients = method, gradients
+
+    def __call__(self, output: Any) -> Any:  # Any: as above
+        output = self._method(output)
+        if not torch.compiler.is_compiling():
+            self._gradients.watch(output)
+        return output
 
 
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
@@ -134,6 +177,11 @@ class DdpGradients(GradientReducer):
     _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
 
+    @cached_property
+    def log(self) -> PassLog:
+        """What DDP logs of the model's steps."""
+        return PassLog()
+
     @property
     def too_often(self) -> str:
         """What is wrong where a gradient comes twice in one backward pass."""
@@ -153,6 +201,7 @@ class DdpGradients(GradientReducer):
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._control.failures.raise_if_failed()
+        self.log.now.outputs_ns = time.time_ns()
         self._due = True
         self._unseen += 1
         if self._arrivals is not None:
@@ -208,10 +257,12 @@ class DdpGradients(GradientReducer):
 
     def _begin(self) -> None:
         if not self._begun:
+            self.log.now.backward_ns = time.time_ns()
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
         """The pass that was due is over, and with it the iteration."""
+        self.log.now.computed_ns = time.time_ns()
         counts = []
         if self._arrivals is not None:
             counts, self._arrivals = self._arrivals.end(), None
@@ -220,6 +271,7 @@ class DdpGradients(GradientReducer):
         self._forget()
         super().end_backward()
         self.finish()
+        self.log.end()
         if counts:
             self.set_passes([max(1, count) for count in counts])
         if self._active_ranks is not None:

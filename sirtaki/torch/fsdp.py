@@ -78,8 +78,8 @@ from sirtaki.engine.console import (
 )
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
-from sirtaki.engine.ranks import open_beside
-from sirtaki.engine.settings import REGISTRY_OFF, Settings
+from sirtaki.engine.ranks import open_beside, settings_beside
+from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import CommError, ConfigError, TransportError
@@ -89,7 +89,9 @@ from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
 
+from . import replicated
 from .compression import Choice, NoneCompressor, reduction_options
+from .replicated import is_replicated
 
 if TYPE_CHECKING:
     from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
@@ -124,7 +126,8 @@ def attach(
     of FSDP stays as it is: its meshes, policies, hooks, checkpoints. Groups of one rank are left alone.
 
     Args:
-        model: `fully_shard` has been called on it, and on its blocks before.
+        model: `fully_shard` has been called on it, and on its blocks before; or `replicate`, whose gradients are
+            reduced as those of a DDP model (`sirtaki.torch.ddp`).
         gathers: how shards are packed that are gathered: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a codec of
             the user's own. Modules compute with what was unpacked; the optimizer and checkpoints have exact shards.
             Ranks that share memory hand over what they have.
@@ -152,7 +155,11 @@ def attach(
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ConfigError("attach() takes a model that fully_shard() has been called on, and this one is not sharded")
-    sharded = list(_sharded(modules))
+    found = list(_sharded(modules))
+    replicas = [each.group for each in found if is_replicated(each.group)]
+    sharded = [each for each in found if each.group not in replicas]
+    if replicas and (carries is False or (packing[0] and not sharded)):
+        raise ConfigError("replicated parameters are not gathered, and Sirtaki carries their gradients")
     devices = {str(each.group.device) for each in sharded if each.group.device.type != "cpu"}
     if devices and (carries or any(packing)):
         raise ConfigError(f"Sirtaki carries and packs parameters on the CPU, and these are on {', '.join(devices)}")
@@ -161,6 +168,13 @@ def attach(
     settings = Settings.from_environ()
     if not is_initialized():  # else `hvd.init()` has
         start_logging(settings, dist.get_rank())
+    if replicas:
+        gradients = replicated.attach(model, replicas, scatters)
+        for group in replicas:
+            setattr(group, _MARK, gradients or True)
+        modules = [module for module in modules if not {*map(id, _groups_of(module))} & {*map(id, replicas)}]
+    if not sharded:
+        return
     Attached(model, modules, sharded, settings, packing, carries=not devices if carries is None else carries)
 
 
@@ -1102,7 +1116,10 @@ class _Connections:
         control.require_equal(str((packing, self._carries)), "how shards are packed, and what carries them")
         self.controls[ranks] = control
         if self._carries:
-            lanes = self.lanes[ranks] = open_shards(control, settings=settings, timeout_s=settings.transport_timeout_s)
+            limits = settings_beside(process_group)
+            lanes = self.lanes[ranks] = open_shards(
+                control, settings=settings, timeout=lambda: limits.missing_ranks_limit_s or NEVER_S
+            )
             gathered, scattered = (max(sizes) for sizes in zip(*map(_bytes_of, groups), strict=True))
             lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if spread_again else scattered)
             how, streams = "shared memory", untuned_streams(lanes, settings)
@@ -1428,7 +1445,7 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
     """
     seen: set[int] = set()
     for module in modules:
-        groups = module._get_fsdp_state()._fsdp_param_groups
+        groups = _groups_of(module)
         if len(groups) > 1:
             raise ConfigError("attach() takes modules whose parameters are all on one mesh; this one has several")
         for group in groups:
@@ -1438,6 +1455,11 @@ def _sharded(modules: Sequence[Any]) -> Iterator[_Sharded]:
             if hasattr(group, _MARK):
                 raise ConfigError("this model has been attached already")
             yield _Sharded(module, group)
+
+
+def _groups_of(module: Any) -> Sequence[_Group]:  # Any: an FSDPModule
+    groups: Sequence[_Group] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
 
 
 def _is_gathered_again(group: _Group) -> bool:

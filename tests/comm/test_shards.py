@@ -32,7 +32,7 @@ def with_lanes(
     """`act` with the lanes and the rank of each rank; with `local_size` of nodes of so many ranks, over both levels."""
 
     def run(control: ControlPlane) -> None:
-        lanes = open_shard_lanes(control, timeout_s=timeout_s, kind=None if local_size else kind)
+        lanes = open_shard_lanes(control, timeout=lambda: timeout_s, kind=None if local_size else kind)
         assert lanes.kind is kind
         assert lanes.peers == (size // local_size if local_size else size) - 1
         act(lanes, control.rank)

@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import threading
+import time
 import warnings
 from datetime import timedelta
 
@@ -18,6 +19,9 @@ import torch.distributed._functional_collectives as functional
 from conformance.training import main
 from fakes.meshes import at_once
 from rank_jobs import cases
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 import sirtaki.torch.distributed  # noqa: F401
 from sirtaki.torch.distributed.process_group import KEEPS_WORKS, LANE_DTYPES, LARGE_BYTES, SirtakiProcessGroup
@@ -324,6 +328,67 @@ def waiting_may_be_limited() -> None:
         dist.barrier()
         dist.all_reduce(tensor := torch.ones(70_000), group=group)
     assert tensor[0] == len(ranks())
+
+
+def timeouts_that_torch_changes_hold_from_the_next_wait_on() -> None:
+    if len(ranks()) == 1:
+        return
+
+    def late(group: dist.ProcessGroup, numel: int, *, limit_s: float, late_s: float) -> str:
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+        if me() > 0:
+            time.sleep(late_s)
+        try:
+            dist.all_reduce(torch.ones(numel), group=group)
+        except RuntimeError as err:
+            return type(err).__name__
+        return "done"
+
+    for opened in (True, False):
+        group = dist.new_group()
+        if opened:
+            dist.all_reduce(torch.ones(70_000), group=group)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
+            assert late(group, 70_000, limit_s=60.0, late_s=1.0) == "done"
+        found = late(group, 70_000, limit_s=0.5, late_s=1.5)
+        assert found == "StallError" if me() == 0 else found != "done", found
+        dist.barrier()
+
+
+def dispatch_modes_and_the_profiler_see_collectives() -> None:
+    """On rank 0 alone, which does what the others do all the same."""
+    seen, profiled = CommDebugMode(), profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with contextlib.ExitStack() as watched:
+        if me() == 0:
+            watched.enter_context(profiled)
+            watched.enter_context(seen)
+        for numel in (3, 70_000):
+            dist.all_reduce(total := torch.full((numel,), 1.0 + me()))
+            all_gather_single(whole := torch.empty(len(ranks()) * numel), torch.full((numel,), 1.0 * me()))
+            reduce_scatter_single(part := torch.empty(numel), torch.ones(len(ranks()) * numel), async_op=True).wait()
+            dist.broadcast(told := torch.full((numel,), 1.0 + me()), 0)
+            functional.all_reduce(torch.ones(numel), "sum", dist.group.WORLD)
+            assert total.eq(sum(1.0 + rank for rank in ranks())).all()
+            assert whole.view(len(ranks()), -1).eq(torch.tensor(list(map(float, ranks()))).view(-1, 1)).all()
+            assert part.eq(len(ranks())).all()
+            assert told.eq(1.0).all()
+    if me() > 0:
+        return
+    c10d = torch.ops.c10d
+    counts = seen.get_comm_counts()
+    for op in (c10d.allreduce_, c10d._allgather_base_, c10d._reduce_scatter_base_, c10d.broadcast_):
+        assert counts[op] == 2, counts
+    events = [(event.name, event.input_shapes) for event in profiled.events() or []]
+    assert ("sirtaki:allreduce", [[70_000]]) in events
+    assert [name for name, _ in events].count("c10d::allreduce_") == 4
+    assert [name for name, _ in events].count("sirtaki:allreduce") == 4
+
+
+def fake_tensors_are_sent_to_nobody() -> None:
+    with FakeTensorMode():
+        dist.all_reduce(tensor := torch.empty(70_000))
+    assert tensor.shape == (70_000,)
 
 
 def _listeners() -> dict[int, tuple[str, int]]:

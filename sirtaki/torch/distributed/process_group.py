@@ -17,12 +17,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh, poll_until
+from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh, poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import outside_inference
 from sirtaki.comm.shards import ShardLanes, ShardWork
@@ -44,11 +44,13 @@ from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine import job
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
-from sirtaki.engine.ranks import open_at_store, open_ranks
-from sirtaki.engine.settings import Settings
-from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError
+from sirtaki.engine.ranks import open_at_store, open_ranks, timeout_of
+from sirtaki.engine.settings import NEVER_S, Settings
+from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children
 from sirtaki.torch_backend import NAME
+
+from .shown import FlightEntries, shown
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
 #
@@ -99,15 +101,15 @@ class TensorGather(TensorOperation):
 class GroupLanes:
     """The lanes of one process group; every rank submits the same tensors in the same order."""
 
-    def __init__(self, ranks: Communicator, *, settings: Settings, timeout_s: float) -> None:
+    def __init__(self, ranks: Communicator, *, settings: Settings, timeout: Timeout) -> None:
         """Opens nothing.
 
         Args:
             ranks: of the group; ends with the lanes.
             settings: of this process.
-            timeout_s: how long streams wait for the others.
+            timeout: how long this rank waits for the others.
         """
-        self._ranks, self._settings, self._timeout_s = ranks, settings, timeout_s
+        self._ranks, self._settings, self._timeout = ranks, settings, timeout
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
         self._backlog: deque[TensorReduction] = deque()  # of what came before they were open
@@ -195,7 +197,8 @@ class GroupLanes:
 
     def _run(self) -> None:
         try:
-            pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=self._timeout_s)
+            with self._limited_opening():
+                pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
         except Exception as err:  # whatever it is, those who wait must hear of it
             self._fail(err if isinstance(err, CommError) else CommError(f"no streams for this process group: {err}"))
             return
@@ -213,10 +216,10 @@ class GroupLanes:
     def _run_gathers(self) -> None:
         under_way: deque[TensorGather] = deque()
         try:
-            lanes = self._shards = open_shards(
-                control_of(self._gathering, self._settings), settings=self._settings, timeout_s=self._timeout_s
-            )
-            lanes.reserve(shard_bytes=PIECE_BYTES)
+            with self._limited_opening():
+                control = control_of(self._gathering, self._settings)
+                lanes = self._shards = open_shards(control, settings=self._settings, timeout=self._timeout)
+                lanes.reserve(shard_bytes=PIECE_BYTES)
             while True:
                 if under_way and (len(under_way) == AT_ONCE or self._gathers.empty()):
                     under_way[0].complete()
@@ -232,6 +235,24 @@ class GroupLanes:
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
+
+    @contextmanager
+    def _limited_opening(self) -> Iterator[None]:
+        """Fail the group if its lanes are not open within its timeout, because another rank has not come."""
+        begin_s, opened = time.monotonic(), threading.Event()
+
+        def watch() -> None:
+            while not opened.wait(FAULT_LOOK_S):
+                if time.monotonic() - begin_s > (limit_s := self._timeout()):
+                    late = f"the first large tensor of this process group was not sent within {limit_s:g} s"
+                    self._ranks.failures.report(StallError(f"{late}: another rank has not come, or stands still"))
+                    return
+
+        threading.Thread(target=watch, name="sirtaki-group-opening", daemon=True).start()
+        try:
+            yield
+        finally:
+            opened.set()
 
     def _report(self, ended: Future[None]) -> None:
         """What an operation has failed with has failed for the whole group; how it ends when that is closed is none."""
@@ -671,13 +692,14 @@ Tensors = list[torch.Tensor]
 _ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between versions of torch
 
 
-def _left_to_inner(name: str) -> Callable[..., Work]:
+def _left_to_inner(name: str) -> Callable[..., Work | None]:
     """A method that calls the inner group's of this name, whose first argument has tensors."""
 
-    def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as that method
+    def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as there
         return self._ask(name, tensors, *args, **options)
 
-    return method
+    method.__name__ = name
+    return shown(method)
 
 
 def _first(tensors: Any) -> torch.Tensor | None:
@@ -856,7 +878,6 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(rank, size)
         settings = Settings.from_environ()
-        self._timeout_s = timeout.total_seconds()
         self._inner: Any = open_group(PrefixStore("gloo/", store), rank, size, timeout)
         _ended.clear()
         if not RELEASES_INTERPRETER:
@@ -865,25 +886,49 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if hasattr(self, "_set_default_backend"):  # torch >= 2.6
             self._set_default_backend(types.GLOO)
         self._register_backend(CPU, types.GLOO, self._inner)
-        self._on_cuda: Any = self._inner  # Any: NCCL's, which a torch without CUDA lacks
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._on_cuda = keep_in_forked_children(
-                dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
-            )
-            self._register_backend(CUDA, types.NCCL, self._on_cuda)
-        else:
-            self._register_backend(CUDA, types.GLOO, self._inner)
+        self._on_cuda = self._open_cuda(PrefixStore("nccl/", store), rank, size, timeout)
+        # `torch.distributed` changes the timeout of the inner groups.
+        self._timeout: Timeout = timeout_of(self) or timeout.total_seconds
         self._lanes: GroupLanes | None = None
+        self._keeps_entries = settings.flight_entries > 0
         _tell_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
         if size > 1:
             ranks = open_at_store(
-                settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=self._timeout_s
+                settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=timeout.total_seconds()
             )
-            self._lanes = GroupLanes(ranks, settings=settings, timeout_s=self._timeout_s)
+            self._lanes = GroupLanes(ranks, settings=settings, timeout=self._timeout)
             # Not at the interpreter's end: a rank that ends without leave is lost to the others.
             finalize(self, self._lanes.close)
+
+    @cached_property
+    def plain(self) -> dist.ProcessGroup:
+        """A group of PyTorch's own over the same inner groups; only its operators are used."""
+        plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # the stub lacks this one
+        types = dist.ProcessGroup.BackendType
+        plain._register_backend(CPU, types.GLOO, self._inner)
+        if self._on_cuda is not self._inner:
+            plain._register_backend(CUDA, types.NCCL, self._on_cuda)
+        plain._set_group_name(self.group_name)
+        plain._set_group_desc(self.group_desc)
+        return plain
+
+    @cached_property
+    def _entries(self) -> FlightEntries:
+        return FlightEntries(self)
+
+    def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # Any: as `_inner`
+        """Open and register the inner group for CUDA tensors: NCCL's, or Gloo's if there is no NCCL. Collective."""
+        types = dist.ProcessGroup.BackendType
+        if not torch.cuda.is_available():
+            return self._inner
+        if not dist.is_nccl_available():
+            self._register_backend(CUDA, types.GLOO, self._inner)
+            return self._inner
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = keep_in_forked_children(dist.ProcessGroupNCCL(store, rank, size, options))
+        self._register_backend(CUDA, types.NCCL, nccl)
+        return nccl
 
     def getBackendName(self) -> str:
         """PyTorch's C++ asks for it under this name."""
@@ -891,8 +936,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @shown
     @outside_inference
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
+    def allreduce(
+        self, tensors: Any, opts: Any = None
+    ) -> Work | None:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
         if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
             _see_reduction()
@@ -900,14 +948,15 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts = dist.AllreduceOptions() if opts is None else opts
         if isinstance(opts, dist.AllreduceOptions):
             if len(tensors) != 1 or not _is_ours(tensors):
-                return self._ask("allreduce", tensors, opts)
+                return self._ask_contiguous("allreduce", tensors, opts)
             return self._all_reduce(tensors, opts.reduceOp, opts)
         options = dist.AllreduceOptions()
         options.reduceOp = opts
         return self.allreduce(tensors, options)
 
+    @shown
     @outside_inference
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # Any: as above
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.all_reduce_coalesced`."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if not tensors or not _is_ours(tensors) or len({tensor.dtype for tensor in tensors}) > 1:
@@ -931,8 +980,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── reduce-scatter ───────────────────────────────────────────────────────────────────────────────────────────
 
+    @shown
     @outside_inference
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # Any: as above
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         outputs, inputs = _as_real(outputs, opts), [_as_real(each, opts) for each in inputs]
@@ -946,8 +996,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
 
+    @shown
     @outside_inference
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         """Collective: see `torch.distributed.reduce_scatter_tensor`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         output, tensor = _as_real([output, tensor], opts)
@@ -960,12 +1011,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return self._scatter(tensor.reshape(-1), output, self.rank() * output.numel(), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    @shown
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Collective: several at once."""
         works = [
             self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return lasting(FollowedWork(works, lambda: None, outputs))
+        return self._joined(works, outputs)
 
     # Their names before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
@@ -980,6 +1032,12 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         then = None if output.is_contiguous() else copy_back
         return self._reduce(flat, target, start, ReduceRecipe.of(opts.reduceOp, self.size()), opts, [output], then)
+
+    @staticmethod
+    def _joined(works: Sequence[Work | None], outputs: Tensors) -> Work | None:
+        """Return one work for all of them; None if all were synchronous."""
+        left = [work for work in works if work is not None]
+        return lasting(FollowedWork(left, lambda: None, outputs)) if left else None
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -1022,9 +1080,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 target,
                 start=start,
                 op=op,
-                timeout_s=timeout_s if timeout_s > 0 else self._timeout_s,
+                timeout_s=timeout_s if timeout_s > 0 else self._timeout(),
                 then=end,
             )
+            if self._keeps_entries:
+                self._entries.add("all_reduce" if target is flat else "reduce_scatter", flat.numel(), flat.dtype)
             self._lanes.submit(reduction, awaited=not getattr(opts, "asyncOp", True))
             return lasting(LaneWork(self._lanes, reduction, outputs))
         scratch = flat if target is flat else flat.clone()
@@ -1050,8 +1110,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── all-gather ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @shown
     @outside_inference
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:  # Any: as above
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.all_gather`."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or len(inputs) != 1 or len(outputs) != 1 or not self._gathers(outputs[0], inputs[0]):
@@ -1063,8 +1124,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rows = [instead.get(id(tensor), tensor).view(-1) for tensor in plain]
         return self._gather(rows, inputs[0], list(zip(apart, copies, strict=True)), outputs)
 
+    @shown
     @outside_inference
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         """Collective: see `torch.distributed.all_gather_into_tensor`."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or not self._gathers([output], tensor):
@@ -1078,10 +1140,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             list(plain.chunk(self.size())),  # Gloo tells parts
         )
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    @shown
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Collective: several at once."""
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        return lasting(FollowedWork(works, lambda: None, outputs))
+        return self._joined(works, outputs)
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single
@@ -1111,40 +1174,53 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for output, copy in copies:
                 output.copy_(copy)
 
+        if self._keeps_entries:
+            self._entries.add("all_gather", tensor.numel(), torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
         gather = TensorGather(rows, tensor.detach().contiguous().view(-1), copy_back)
         self._lanes.gather(gather)
         return lasting(LaneWork(self._lanes, gather, outputs))
 
     # ── what inner groups do ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _ask(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
-        """Calls that method of the inner group for the device of these tensors, or lists of them."""
+    def _ask(
+        self, name: str, tensors: Any, *args: Any, **options: Any
+    ) -> Work | None:  # Any: as the inner group has it
+        """Call that method of the inner group for the device of these tensors, or lists of tensors.
+
+        Returns:
+            The work. None for a synchronous collective of NCCL from torch 2.8 on: the current stream waits for it.
+        """
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
         with torch.inference_mode() if inferred else nullcontext():  # its threads take that over
-            work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
+            work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
         # A wait for those that ends early breaks the connection; PyTorch 2.4's never tells that it has ended.
         alone = name in ("send", "recv") or (name == "_reduce_scatter_base" and not KEEPS_WORKS)
-        return work if alone or (on_cuda and self._on_cuda is not self._inner) else self._watched(work)
+        if work is None or alone or (on_cuda and self._on_cuda is not self._inner):
+            return work
+        return self._watched(work)
 
     def _watched(self, work: Work) -> Work:
         """A collective of Gloo's that ends when the group fails."""
         return lasting(GlooWork(self._lanes, work)) if self._lanes is not None else work
 
-    def barrier(self, opts: Any = None) -> Work:
+    @shown
+    def barrier(self, opts: Any = None) -> Work | None:
         """Collective: see `torch.distributed.barrier`."""
         opts = dist.BarrierOptions() if opts is None else opts
         on_cuda = opts.device is not None and opts.device.type == "cuda"
         work: Work = (self._on_cuda if on_cuda else self._inner).barrier(opts)
         return work if on_cuda and self._on_cuda is not self._inner else self._watched(work)
 
-    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
+    @shown
+    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as the inner group has it
         """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
+    @shown
     @outside_inference
-    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work:  # Any: as above
+    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
         opts = dist.ReduceOptions() if opts is None else opts
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -1164,20 +1240,27 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return lasting(FollowedWork([self._watched(self._inner.reduce([total], asked))], end, outputs))
 
-    def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+    @shown
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any) -> Work:  # Any: as above
+    @shown
+    def gather(
+        self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any
+    ) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.gather`; contiguous or not: PyTorch 2.4's Gloo sends what lies between."""
         return self._ask("gather", outputs, [tensor.contiguous() for tensor in inputs], *args, **options)
 
-    def all_to_all_single(self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Work:  # Any: as above
+    @shown
+    def all_to_all_single(
+        self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any
+    ) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.all_to_all_single`; contiguous or not, as for `broadcast`."""
         return self._ask_contiguous("alltoall_base", output, tensor.detach().contiguous(), *args, **options)
 
-    def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+    def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
         """As `_ask`, with contiguous copies of tensors that are not, from which they are filled at the end."""
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
@@ -1189,8 +1272,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for tensor, copy in zip(plain, copies, strict=True):
                 tensor.copy_(copy)
 
-        asked = copies[0] if isinstance(tensors, torch.Tensor) else copies
-        return lasting(FollowedWork([self._ask(name, asked, *args, **options)], copy_back, outputs))
+        work = self._ask(name, copies[0] if isinstance(tensors, torch.Tensor) else copies, *args, **options)
+        if work is None:  # the current stream waits for NCCL
+            copy_back()
+            return None
+        return lasting(FollowedWork([work], copy_back, outputs))
 
     send = _left_to_inner("send")
     recv = _left_to_inner("recv")
@@ -1200,12 +1286,24 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def shutdown(self) -> None:
-        """PyTorch calls it from `destroy_process_group`."""
-        if self._lanes is not None:
-            self._lanes.close()
+        """End the lanes, then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
+        try:
+            if self._lanes is not None:
+                self._lanes.close()
+        finally:
+            self._end_on_cuda("shutdown")
 
     def abort(self) -> None:
-        """PyTorch calls it where the group has failed."""
-        self.shutdown()
-        if hasattr(self._inner, "abort"):  # torch >= 2.7
-            self._inner.abort()
+        """End all communication of this rank, NCCL's first. PyTorch calls it where the group has failed."""
+        try:
+            self._end_on_cuda("abort")
+        finally:
+            if self._lanes is not None:
+                self._lanes.close()
+            if hasattr(self._inner, "abort"):  # torch >= 2.7
+                self._inner.abort()
+
+    def _end_on_cuda(self, method: str) -> None:
+        if self._on_cuda is not self._inner:
+            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # its name before torch 2.6
+            getattr(self._on_cuda, name)()

@@ -21,7 +21,7 @@ from sirtaki.errors import CommError, PeerLostError, StallError
 def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     """One that nobody has started: there is one rank only."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.001)
-    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown_s=None)
+    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown=lambda: None)
 
 
 def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:
@@ -79,13 +79,13 @@ class Pack:
     """The watchdogs of three ranks; what each waits for, and how far it is, can be set."""
 
     def __init__(self, *, warning_s: float = 60.0, shutdown_s: float | None = None) -> None:
-        self._links = connected(3)
+        self._links, self.shutdown_s = connected(3), shutdown_s
         self.couriers = [Courier(MeshCommunicator(links)) for links in self._links]
         self.waits: list[Wait | CommError | None] = [None] * 3
         self.progress = [""] * 3
         self.boards = [FailureBoard() for _ in range(3)]
         self.dogs = [
-            Watchdog(courier, board, warning_s=warning_s, shutdown_s=shutdown_s)
+            Watchdog(courier, board, warning_s=warning_s, shutdown=lambda: self.shutdown_s)
             for courier, board in zip(self.couriers, self.boards, strict=True)
         ]
         self.watched = [(self._wait(rank), self._progress(rank)) for rank in range(3)]
@@ -165,6 +165,15 @@ def test_a_wait_beyond_the_limit_ends_the_job_on_all_ranks(packs: Packs) -> None
     until(lambda: all(board.error is not None for board in pack.boards))
     assert {type(board.error) for board in pack.boards} == {StallError}
     assert all(f"rank 1 has waited 6 s for {WHAT}" in str(board.error) for board in pack.boards)
+
+
+def test_the_limit_may_change_while_a_rank_waits(packs: Packs) -> None:
+    pack = packs(shutdown_s=60.0)
+    pack.waits[0] = since(10.0)
+    time.sleep(0.1)
+    assert pack.boards[0].error is None
+    pack.shutdown_s = 5.0
+    until(lambda: isinstance(pack.boards[0].error, StallError))
 
 
 @pytest.mark.lengthy

@@ -3,17 +3,20 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 from fakes.meshes import close
 from torch.distributed import HashStore
 
 from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mesh_rendezvous import Introduction
-from sirtaki.engine.ranks import choose_backend, open_at_store, open_ranks
-from sirtaki.engine.settings import Settings
+from sirtaki.engine.ranks import choose_backend, open_at_store, open_ranks, settings_beside
+from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import ConfigError
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -71,6 +74,20 @@ def test_a_list_of_ranks_must_name_those_that_are_there(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="names rank 7, but there are 4"):
         open_ranks(settings, [1, 7])
     assert open_ranks(settings, [1]).size == 1
+
+
+def test_the_limit_for_missing_ranks_is_the_groups_timeout_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
+    gloo = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=7))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    settings = settings_beside(group)
+    assert settings.missing_ranks_limit_s == 7.0
+    gloo._set_default_timeout(timedelta(seconds=90))  # type: ignore[attr-defined]
+    assert settings.missing_ranks_limit_s == 90.0
+    assert settings.transport_timeout_s == NEVER_S, "transports do not give up before the limit, which may grow"
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "30")
+    assert settings_beside(group).missing_ranks_limit_s == 30.0
+    assert settings_beside(group).transport_timeout_s > 30.0
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -1,0 +1,95 @@
+"""DDP's own logging data (`_get_ddp_logging_data()`) of a model whose gradients Sirtaki reduces.
+
+DDP's reducer, which measures them otherwise, is at rest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+AVERAGED = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+"""Times of which DDP tells the mean, too: `avg_forward_compute_time`."""
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """When the parts of a training step began and ended, as of `time.time_ns()`.
+
+    Attributes:
+        forward_ns: begin of the forward pass.
+        outputs_ns: end of the forward pass.
+        backward_ns: begin of the backward pass, and with it of communication.
+        computed_ns: end of the backward computation.
+    """
+
+    forward_ns: int = 0
+    outputs_ns: int = 0
+    backward_ns: int = 0
+    computed_ns: int = 0
+
+
+class PassLog:
+    """What DDP logs of one model: the last step, and means over steps. All times are in nanoseconds.
+
+    Attributes:
+        now: the present step.
+    """
+
+    def __init__(self) -> None:
+        self.now = PassTimes()
+        self._steps, self._last = 0, dict[str, int]()
+        self._sums = dict.fromkeys(AVERAGED, 0)
+
+    def end(self) -> None:
+        """Log the present step, whose gradients are reduced."""
+        now, end_ns = self.now, time.time_ns()
+        self._steps += 1
+        self._last = {
+            "forward_compute_time_start": now.forward_ns,
+            "forward_compute_time": now.outputs_ns - now.forward_ns,
+            "backward_compute_time_start": now.backward_ns,
+            "backward_compute_time_end": now.computed_ns,
+            "backward_compute_time": now.computed_ns - now.backward_ns,
+            "backward_comm_time_start": now.backward_ns,
+            "backward_comm_time_end": end_ns,
+            "backward_comm_time": end_ns - now.backward_ns,
+            "backward_compute_comm_overlap_time": now.computed_ns - now.backward_ns,
+        }
+        for name in AVERAGED:
+            self._sums[name] += self._last[name]
+
+    def numbers(self) -> dict[str, int]:
+        """Return the fields of DDP's logging data that depend on training."""
+        if not self._steps:
+            return {}
+        means = {f"avg_{name}": total // self._steps for name, total in self._sums.items()}
+        return {"iteration": self._steps, **self._last, **means}
+
+
+class AttachedLogger:
+    """What a DDP model holds in place of its logger."""
+
+    def __init__(self, logger: Any, log: PassLog) -> None:  # Any: a class of C++ without types
+        self._logger, self._log = logger, log
+
+    def __getattr__(self, name: str) -> Any:  # Any: as the logger has it
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Note the begin of a forward pass. DDP calls this before each one that is to be synchronised."""
+        self._log.now.forward_ns = time.time_ns()
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """Return DDP's data, with the times of steps whose gradients Sirtaki has reduced."""
+        known = self._logger._get_ddp_logging_data()
+        return SimpleNamespace(
+            strs_map={**known.strs_map, "comm_hook": "sirtaki"}, ints_map={**known.ints_map, **self._log.numbers()}
+        )

@@ -1,0 +1,183 @@
+"""Show the collectives of a process group written in Python to PyTorch's instruments.
+
+PyTorch's own groups send each collective through the dispatcher, as an operator `c10d::allreduce_`. Dispatch modes
+(`CommDebugMode`, `FlopCounterMode`, trackers of memory) and the profiler see it there. A group that is written in
+Python is called before the dispatcher, so they see nothing of it.
+
+`shown` has such a group send a collective through the dispatcher, too, while a mode or the profiler is active on this
+thread. A plain `ProcessGroup` over the same backends calls the operator. Below all modes of the user, `_Bottom` takes
+the operator's place and calls the group's own method, so the ranks do the same whether or not one of them is watched.
+Otherwise a collective costs two questions more.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode
+
+P = ParamSpec("P")
+G = TypeVar("G", bound="Shown")
+
+
+class Shown(Protocol):
+    """A process group written in Python."""
+
+    @property
+    def plain(self) -> dist.ProcessGroup:
+        """A group of PyTorch's own over the same backends, whose collectives are operators."""
+        ...
+
+
+def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concatenate[G, P], Work | None]:
+    """Decorate a collective of a process group, so that dispatch modes and the profiler see it."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def collective(group: G, *args: P.args, **kwargs: P.kwargs) -> Work | None:
+        if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return _show(group, name, functools.partial(method, group, *args, **kwargs), args, kwargs)
+        return method(group, *args, **kwargs)
+
+    return cast(Callable[Concatenate[G, P], Work | None], collective)
+
+
+def _show(
+    group: Shown, name: str, call: Callable[[], Work | None], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Work | None:  # Any: arguments of a collective
+    if getattr(_inside, "here", False):
+        return call()
+    bottom = _Bottom(call, functools.partial(_as_event, group.plain, name, [*args, *kwargs.values()]))
+    with bottom.below_all():
+        work: Work | None = getattr(group.plain, name)(*args, **kwargs)
+    return bottom.work if bottom.called else work
+
+
+_inside = threading.local()
+"""Has `here` while this thread is in a collective that is shown: one that is made of others is shown as one."""
+
+
+class _Ended(Work):
+    """The work of a collective that has none, because it was synchronous."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode below all others of the user: calls the group's method where PyTorch would call its backend.
+
+    Attributes:
+        called: the operator has come down to this mode. A mode may answer by itself, as one for fake tensors does.
+        work: what the method has returned.
+    """
+
+    def __init__(self, call: Callable[[], Work | None], event: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call, self._event = call, event
+        self.called = False
+        self.work: Work | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: PyTorch's
+        if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
+            return func(*args, **(kwargs or {}))  # another operator, or tensors that another mode below has made
+        self.called = _inside.here = True
+        try:
+            with self._event():
+                self.work = self._call()
+        finally:
+            _inside.here = False
+        boxed = (self.work or _Ended()).boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+    @contextmanager
+    def below_all(self) -> Iterator[None]:
+        """Activate this mode below those of the user that are active."""
+        push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
+        above = [pop(None) for _ in range(_active_of_user())]
+        push(self)
+        for mode in reversed(above):
+            push(mode)
+        try:
+            yield
+        finally:
+            above = [pop(None) for _ in above]
+            pop(None)
+            for mode in reversed(above):
+                push(mode)
+
+
+def _active_of_user() -> int:
+    """Return the number of active modes, without PyTorch's own for compiling and fake tensors, which stay below."""
+    stack = [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
+    return sum(getattr(mode, "_mode_key", None) is None for mode in stack)
+
+
+def _as_event(
+    plain: dist.ProcessGroup, name: str, args: Sequence[Any]
+) -> AbstractContextManager[object]:  # Any: arguments of a collective
+    """Return an event for the profiler, `sirtaki:allreduce`, with the fields of NCCL's events `record_param_comms`.
+
+    It cannot have NCCL's name, for which the profiler looks up what only PyTorch's C++ can leave there.
+    """
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return nullcontext()
+    outputs, inputs = ([*_tensors(args[0])], [*_tensors(args[1])] if len(args) > 1 else [])
+    inputs = inputs or outputs
+    fields = {
+        "Collective name": name,
+        "In msg nelems": sum(tensor.numel() for tensor in inputs),
+        "Out msg nelems": sum(tensor.numel() for tensor in outputs),
+        "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        "Group size": plain.size(),
+        "Rank": dist.get_rank(),
+        "Process Group Name": plain.group_name,
+        "Process Group Description": plain.group_desc,
+    }
+    try:
+        event: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(
+            f"sirtaki:{name}", inputs, fields
+        )
+    except TypeError:  # a PyTorch whose events have no fields
+        event = torch.autograd.profiler.record_function(f"sirtaki:{name}")
+    return event
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of tensors, lists of lists
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _tensors(each)
+
+
+class FlightEntries:
+    """Entries of large tensors in PyTorch's flight recorder, beside those of Gloo's own collectives.
+
+    Only backends in PyTorch's C++ write entries. A Gloo group of this rank alone therefore reduces a tensor of the same
+    size and type, which takes no time, as one rank has nothing to add, and touches no memory. An entry says that this
+    rank has called the collective, so that the ranks that have not can be told; not that the collective has ended.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Write entries of this group, with its name."""
+        self._name, self._ranks = group.group_name, group.size()
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
+        """Write an entry of a collective that begins: `collective` is part of its group's description."""
+        if (alone := self._groups.get(collective)) is None:
+            alone = self._groups[collective] = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks it
+            gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+            alone._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            alone._set_group_name(self._name)
+            alone._set_group_desc(f"{collective} by sirtaki between {self._ranks} ranks")
+        alone._get_backend(torch.device("cpu")).allreduce([torch.empty(numel, dtype=dtype)], dist.AllreduceOptions())
