@@ -33,6 +33,7 @@ from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.registry.safe_store import load_ahead
+from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
 
@@ -434,6 +435,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     if _pid is None:
         _pid = os.getpid()
         _install_hooks()
+    exclude_from_compilation()
     _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
 
 

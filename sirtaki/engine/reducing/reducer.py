@@ -54,6 +54,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
+from sirtaki.uncompiled import exclude_from_compilation
 
 from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
@@ -313,6 +314,7 @@ class GradientReducer:
         self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
+        exclude_from_compilation()
         self.attach(named)
         this = weakref.ref(self)
         wait, progress = partial(_current_wait, this), partial(_progress_of, this, job.participants)
