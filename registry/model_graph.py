@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
+
+from sirtaki.uncompiled import something_is_compiled, unless_traced
 
 from .checked import MAX_LABEL_CHARS
 from .graph import ModelGraph, Node, model_graph, topological_order
@@ -255,7 +257,10 @@ class ModelGraphRecorder:
         self._shapes: list[tuple[int, ...]] | None = None
         self._name = ""
         self._calls = 0
-        self._handles: list[Any] = []  # torch's RemovableHandle, which older versions do not type
+        # Handles of hooks on all modules and on the one that is called. Any: older versions of torch do not type them.
+        self._everywhere: Any = None
+        self._inside: Any = None
+        self._is_watching = False
 
     def start(self, model_parameters: Iterable[torch.Tensor]) -> None:
         """Begins to watch; `model_parameters` are those whose gradients are reduced, in the model's order."""
@@ -263,7 +268,7 @@ class ModelGraphRecorder:
         self._best, self._name, self._calls = None, "", 0
         self._parameters = list(model_parameters)
         self._shapes = [tuple(parameter.shape) for parameter in reversed(self._parameters)]
-        # True, and of no consequence: the hook is gone before anything is compiled.
+        # True, and of no consequence: the hook is gone before anything is compiled, or does nothing in what is.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._watch()
 
@@ -289,17 +294,29 @@ class ModelGraphRecorder:
         return self._name
 
     def _watch(self) -> None:
-        self._handles = [torch_module.register_module_forward_pre_hook(_untraced(self._before))]
+        if self._everywhere is None and not something_is_compiled():
+            self._everywhere = torch_module.register_module_forward_pre_hook(unless_traced(self._before))
+        self._is_watching = self._everywhere is not None
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks. One on all modules stays, and does nothing, if something may have been compiled with it.
+
+        Dynamo compiles anew what was compiled when there were other hooks on all modules.
+        """
+        self._is_watching = False
+        if self._inside is not None:
+            self._inside.remove()
+            self._inside = None
+        if self._everywhere is not None and not something_is_compiled():
+            self._everywhere.remove()
+            self._everywhere = None
 
     def _before(self, module: torch.nn.Module, inputs: object) -> None:
+        if not self._is_watching:
+            return
         try:
             self._remove_hooks()
-            self._handles = [module.register_forward_hook(_untraced(self._after), always_call=True)]
+            self._inside = module.register_forward_hook(unless_traced(self._after), always_call=True)
         except Exception:
             self._give_up(module)
 
@@ -325,11 +342,6 @@ class ModelGraphRecorder:
             self.stop()
         else:
             self._watch()
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return untraced
 
 
 def _name_of(module: torch.nn.Module) -> str:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.errors import RecordingError
+from sirtaki.uncompiled import something_is_compiled
 
 from .recording import Allocation, Holds, Module, ModuleCall, Operator, PhaseSpan, StepMemory, phase_at
 
@@ -311,13 +312,6 @@ def _wholes(extents: Iterable[Extent]) -> dict[Extent, Extent]:
     return found
 
 
-def model_is_compiled() -> bool:
-    """Something was compiled by now; hooks on modules would have it compiled anew, or run twice."""
-    from torch._dynamo.utils import counters
-
-    return counters["frames"]["total"] > 0
-
-
 @dataclass(slots=True)
 class SeenCall:
     """A forward pass of a module.
@@ -520,7 +514,8 @@ class StepWatch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.start()
-        self._calls = None if model_is_compiled() else ModuleCalls()
+        # Hooks on modules would have a compiled model compiled anew, or would run twice.
+        self._calls = None if something_is_compiled() else ModuleCalls()
         self.mark()
         if edges:
             self._tensors = TensorWatch()

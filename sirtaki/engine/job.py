@@ -33,6 +33,7 @@ from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.machine import at_exit, in_forked_children
 from sirtaki.registry.safe_store import load_ahead
+from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
 
@@ -434,6 +435,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     if not _has_hooks:
         _has_hooks = True
         _install_hooks()
+    exclude_from_compilation()
     _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
 
 

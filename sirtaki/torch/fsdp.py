@@ -88,6 +88,7 @@ from sirtaki.measures import in_ms
 from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
+from sirtaki.uncompiled import exclude_from_compilation
 
 from . import replicated
 from .compression import Choice, NoneCompressor, reduction_options
@@ -271,6 +272,7 @@ class Attached:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
         self._tuning = _Tuning(self, len(groups), *self._connections.of_all(), settings)
+        exclude_from_compilation()
         for number, each in enumerate(self._sharded):
             setattr(each.group, _MARK, self)
             if carries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ from sirtaki.engine.tuning.plans import key_of
 from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.machine import finalize
+from sirtaki.uncompiled import something_is_compiled
 
 from .compression import Choice, Compression, Compressor, reduction_options
 from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
@@ -462,7 +462,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     def _may_put_off(self) -> bool:
         if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
             return False  # SparseAdam takes sparse gradients, and reduced ones are dense until `synchronize`
-        if _something_is_compiled():
+        if something_is_compiled():
             self._tell_once(COMPILED)
             return False
         hooks = (
@@ -543,7 +543,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def _learn_reads(self) -> None:
         overlap = self._overlap
-        if overlap is None or self._learning is not None or _something_is_compiled():
+        if overlap is None or self._learning is not None or something_is_compiled():
             return
         if overlap.learning or (overlap.ready and not self._knows_reads):  # late, if it could not be in its time
             learning = LearnedReads(self._reduced_params())
@@ -634,11 +634,6 @@ class OverlappedOptimizer(AveragingOptimizer):
             assert self._updates is not None
             self._updates.drop()
         super().close()
-
-
-def _something_is_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 @torch.no_grad()

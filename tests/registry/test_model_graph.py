@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
@@ -212,6 +213,7 @@ def _no_hook_is_left_behind() -> Iterator[None]:
 def recorder() -> Iterator[ModelGraphRecorder]:
     recorder = ModelGraphRecorder()
     yield recorder
+    counters.clear()  # else a hook stays for what was compiled
     recorder.stop()
 
 
@@ -390,5 +392,28 @@ def test_a_compiled_model_is_compiled_once_all_the_same(recorder: ModelGraphReco
         for _ in range(3):
             model(torch.randn(2, 4)).sum().backward()
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    if how == "in place":  # the hook is compiled, too, and does nothing: the parameters stand in for the graph
+        assert recorder.graph is not None
+        assert recorder.model_name == ""
+        return
     assert texts(recorder.graph) == ["Addmm 4,4x4+Relu", "Addmm 2,2x4"]
     assert recorder.model_name == ("Sequential" if how == "inside" else "Compiled")
+
+
+@pytest.mark.lengthy
+def test_a_function_that_calls_the_model_is_compiled_once_in_one_graph(recorder: ModelGraphRecorder) -> None:
+    from torch import _dynamo
+
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    model = Compiled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?!.*global hooks)")
+        loss = torch.compile(lambda inputs: model(inputs).sum(), backend="eager", fullgraph=True)
+        recorder.start(model.parameters())
+        for _ in range(3):
+            loss(torch.randn(2, 4)).backward()
+            nn.Identity()(torch.ones(1))  # a module that is not compiled
+        recorder.stop()
+        loss(torch.randn(2, 4)).backward()
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -55,6 +55,7 @@ from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
 from sirtaki.machine import free_in_forked_children, in_forked_children
+from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 
 from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
@@ -262,6 +263,7 @@ class GradientReducer:
     may_begin_apart = True
     """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
     failed_in: int | None
+    _ends_itself = False  # whether compiled autograd runs this pass
 
     def __init__(
         self,
@@ -314,6 +316,7 @@ class GradientReducer:
         self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
+        exclude_from_compilation()
         self.attach(named)
         this = weakref.ref(self)
         wait, progress = partial(_current_wait, this), partial(_progress_of, this, job.participants)
@@ -444,13 +447,20 @@ class GradientReducer:
             elif self._passes_left is None and not self._looks_at_each:
                 assert self._sync is not None
                 at_once = self._sync.begin_pass()
-            self._at_once[0] = at_once
+            self._at_once[0] = at_once = (len(self.hooked),) if self._ends_itself else at_once
             self._come.append(param)
             if 1 in at_once:
                 self._look()
 
     def _look(self) -> None:
-        """What has come since the last look leaves, or is counted."""
+        """Launch units that are complete. Compiled autograd calls nothing at the end of a pass, so end it here."""
+        self._process_ready()
+        if self._ends_itself and len(self._come) >= len(self.hooked):
+            self._ends_itself = False
+            self.end_backward()
+
+    def _process_ready(self) -> None:
+        """Launch units that the gradients since the last call complete, or count these gradients."""
         with self._looking:  # autograd computes the gradients of several devices in a thread for each
             new, self._looked = self._come[self._looked :], len(self._come)
             if self._passes_left is None:
@@ -509,7 +519,9 @@ class GradientReducer:
             if self.failed_in is not None:
                 self._job.participants.drop_failed(self.failed_in)
         self._job.participants.n_begun += 1
-        PassEnd(self)
+        self._ends_itself = in_compiled_autograd()
+        if not self._ends_itself:
+            PassEnd(self)
         return bool(self.named)
 
     def _leave(self, come: list[tuple[int, torch.Tensor, int]]) -> None:
@@ -539,7 +551,7 @@ class GradientReducer:
     def end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
         try:
-            self._look()
+            self._process_ready()
         except BaseException:
             self.fail_backward()
             raise

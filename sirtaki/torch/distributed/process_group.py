@@ -49,6 +49,7 @@ from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children
 from sirtaki.torch_backend import NAME
+from sirtaki.uncompiled import exclude_from_compilation
 
 from .shown import FlightEntries, shown
 
@@ -776,9 +777,7 @@ _unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = wea
 def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
     """A hook of PyTorch's where a module gets another one: DDP its model."""
     if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
-        from torch._dynamo import trace_rules  # a second to import, and DDP's constructor does so
-
-        trace_rules.add("sirtaki")  # DDP's C++ calls the group within compiled code, which is not to compile it, too
+        exclude_from_compilation()
         group = module.process_group
         if attach and isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size():
             _unreduced[module] = _Unreduced(
@@ -844,6 +843,7 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
     _told = True
     if not job.is_initialized():  # else `hvd.init()` has
         start_logging(settings, rank)
+    exclude_from_compilation()
     register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
     if size == 1:
         logger.info("process group of one rank: nothing is sent")

@@ -46,7 +46,6 @@ from sirtaki.analysis.operators import (
     live_storages,
     map_clock,
     memory_of_step,
-    model_is_compiled,
     operators_of,
     readers,
     with_edges,
@@ -66,6 +65,7 @@ from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, Traced
 from sirtaki.engine.settings import ProfileRequest
 from sirtaki.errors import NotInitializedError, RecordingError
 from sirtaki.profiler import profile
+from sirtaki.uncompiled import something_is_compiled
 
 # ── profiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -611,9 +611,9 @@ def test_a_module_that_fails_has_ended_and_other_threads_are_left_alone(calls: M
 def test_it_is_known_whether_something_was_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert not model_is_compiled()
+    assert not something_is_compiled()
     torch.compile(lambda value: value + 1, backend="eager")(torch.ones(1))
-    assert model_is_compiled()
+    assert something_is_compiled()
     torch._dynamo.utils.counters.clear()
 
 

@@ -1,0 +1,145 @@
+"""Keep Sirtaki's own code out of what `torch.compile` compiles.
+
+Dynamo reaches code in two ways. It evaluates each Python frame that is called while compiled code runs: autograd calls
+gradient hooks in such frames if a compiled function calls `backward()`. And it inlines each function that a traced
+function calls. Sirtaki's functions talk to other ranks, so neither may happen: a trace of the tuner takes minutes, and
+its graph would be wrong in the next step.
+
+`torch.compiler.disable` prevents both, but its wrapper costs a microsecond a call, autograd calls a gradient hook for
+each gradient, and it loads Dynamo, which takes more than a second. The marks set here cost nothing where nothing is
+compiled, and load nothing:
+
+- A code object says that its frames, and all frames that they call, are not evaluated (`set_code_exec_strategy`).
+- A function's attribute `_torchdynamo_disable` says that it is not inlined; `torch.compiler.disable` sets it, too.
+
+A function that is made at run time has no such attribute. This is meant for `GradientReducer`'s hook: compiled autograd
+inlines it, which breaks the graph of a pass at its first and its last gradient, not at each.
+
+All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13 and 2.4. Versions before
+2.7 exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole
+(`trace_rules.add`). Where a version has neither, frames are compiled that need not be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+PACKAGE = "sirtaki"
+
+CALLED = ("optuna", "skopt", "sklearn", "scipy", "networkx", "sqlalchemy", "msgspec", "rich", "psutil")
+"""Packages whose functions Sirtaki calls; only named where frames are excluded one by one."""
+
+REASON = "it communicates with other ranks"
+
+_excluded = set[str]()
+"""Names of modules whose functions are marked."""
+
+
+def exclude_from_compilation() -> None:
+    """Exclude all functions of the modules of Sirtaki that are loaded by now. Idempotent; not collective.
+
+    Call it before Dynamo can meet hooks that Sirtaki registers.
+    """
+    for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
+        if name not in _excluded and (module := sys.modules.get(name)) is not None:
+            _excluded.add(name)
+            for function in _functions(module):
+                function._torchdynamo_disable = True  # type: ignore[attr-defined]
+                function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+                _exclude_frames(function.__code__)
+    if _exclude_each is _skip_code and "torch._dynamo" in sys.modules and CALLED[0] not in _excluded:
+        from torch._dynamo import trace_rules
+
+        for name in CALLED:
+            _excluded.add(name)
+            with suppress(ImportError, AttributeError):
+                trace_rules.add(name)
+
+
+def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook of modules that does nothing while Dynamo traces a call of a module.
+
+    A hook that is excluded breaks the graph, which `fullgraph=True` forbids.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args, **kwargs)
+
+    return call
+
+
+def something_is_compiled() -> bool:
+    """Return whether Dynamo has compiled a function of this process. With `fullgraph=True` it counts graphs only."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and any(dynamo.counters.values())
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether a backward pass runs that compiled autograd has compiled.
+
+    Such a pass calls hooks, but drops the callbacks that they queue for its end.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
+def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
+    """Yield the functions defined in a module: its own, those of its classes, and those that their decorators hold."""
+    module = namespace.__name__ if isinstance(namespace, ModuleType) else namespace.__module__
+    for found in list(vars(namespace).values()):
+        if isinstance(found, type):
+            if found.__module__ == module and found is not namespace:
+                yield from _functions(found)
+            continue
+        for function in _behind(found):
+            while function is not None and getattr(function, "__module__", None) == module:
+                if isinstance(function, FunctionType):
+                    yield function
+                function = getattr(function, "__wrapped__", None)
+
+
+def _behind(found: Any) -> tuple[Any, ...]:
+    """Return what a name of a module or class holds, without the descriptor around it."""
+    if isinstance(found, property):
+        return found.fget, found.fset, found.fdel
+    if isinstance(found, staticmethod | classmethod):
+        return (found.__func__,)
+    return (found.func,) if isinstance(found, cached_property) else (found,)
+
+
+def _exclude_frames(code: CodeType) -> None:
+    """Exclude the frames of a code object, and of those nested in it."""
+    _exclude_each(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _exclude_frames(constant)
+
+
+def _nothing(code: CodeType) -> None:
+    """Exclude nothing: this version of PyTorch knows no such mark."""
+
+
+def _how_to_exclude() -> tuple[Callable[[CodeType], None], Callable[[CodeType], None]]:
+    """Return what excludes frames of a code object: the best that this version of PyTorch has, and the older one."""
+    try:
+        from torch._C._dynamo import eval_frame
+    except ImportError:
+        return _nothing, _nothing
+    older: Callable[[CodeType], None] = getattr(eval_frame, "skip_code", _nothing)
+    try:
+        skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        set_strategy = eval_frame.set_code_exec_strategy
+    except AttributeError:
+        return older, older
+    return lambda code: set_strategy(code, skipped), older
+
+
+_exclude_each, _skip_code = _how_to_exclude()
