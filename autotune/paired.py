@@ -155,14 +155,17 @@ class PairedComparison:
             )
 
     @classmethod
-    def of(cls, baseline_s: Sequence[float], candidate_s: Sequence[float]) -> PairedComparison:
+    def of(
+        cls, baseline_s: Sequence[float], candidate_s: Sequence[float], *, looks: tuple[int, ...] = ()
+    ) -> PairedComparison:
         """Compare finished measurements. With fewer than `FEWEST_PAIRS` pairs nothing is proved.
 
         Args:
             baseline_s: seconds of the baseline, one a pair.
             candidate_s: seconds of the candidate in the same pairs.
+            looks: see the attribute; by default the comparison is judged once, with all pairs.
         """
-        pairs = cls(looks=(max(FEWEST_PAIRS, len(baseline_s)),))
+        pairs = cls(looks=looks or (max(FEWEST_PAIRS, len(baseline_s)),))
         for one, other in zip(baseline_s, candidate_s, strict=True):
             pairs.add(one, other)
         return pairs

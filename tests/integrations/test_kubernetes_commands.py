@@ -66,7 +66,7 @@ def start_pod(words: list[str], environ: Mapping[str, str], output: Path) -> sub
                 "PYTHONPATH": str(EXAMPLES.parent),
                 "PYTHONUNBUFFERED": "1",
                 "SIRTAKI_CHECKPOINT_S": "0.2",
-                "SIRTAKI_WARMUP_ITERATIONS": "20",
+                "SIRTAKI_WARMUP_ITERATIONS": "26",
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                 **environ,

@@ -5,7 +5,7 @@ import socket
 
 from rank_jobs import Job, played_on_ranks
 
-SHORT = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
+SHORT = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "26"}
 
 
 def free_ports() -> int:
