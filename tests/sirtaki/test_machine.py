@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 
@@ -98,3 +99,18 @@ def test_addresses_are_a_host_and_a_port() -> None:
     for text in ("", "9500", "host", "host:", ":9500", "host:x", "host:0", "host:70000", "host:٣"):
         with pytest.raises(ConfigError, match="expected HOST:PORT"):
             machine.parse_address(text)
+
+
+def test_nobody_gets_a_reserved_port_but_a_server_that_asks_for_it_by_number() -> None:
+    with machine.ReservedPorts(3) as ports, machine.ReservedPorts(3) as others:
+        own, theirs = (set(range(each.first, each.first + 3)) for each in (ports, others))
+        assert not own & theirs
+        for port in sorted(own):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            with socket.create_server(("127.0.0.1", port)):
+                socket.create_connection(("127.0.0.1", port)).close()
+            with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+                plain.bind(("127.0.0.1", port))
+    with socket.socket() as plain:
+        plain.bind(("127.0.0.1", others.first))
