@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
+from .paired import FEWEST_PAIRS, PairedComparison, Verdict
 
 SHARDED_FILE = "sharded.json"
 """In the folder of a recording: a `RecordedStep`."""
@@ -569,21 +569,13 @@ def packed_share(codec: Codec | None) -> float:
     return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
 
 
-LEAST_PAIRS, MOST_PAIRS = 3, 8
-CLEAR = 2.0
-"""Standard errors by which a setting must be faster to be kept, or slower to be dropped."""
+MOST_PAIRS = 16
 
 WORTHWHILE = 0.01
-"""The share of a step that it must gain."""
-
-LIKELY_NOISE = 0.01
-"""Of the ratio of two steps, until there are more of them."""
+"""Share of a step that a setting must gain."""
 
 DOUBTFUL = 0.1
-"""The share of a step that a setting may gain for all that is known, from which on nothing found means little."""
-
-MEASURED = 2
-"""Steps of one turn, after one that does not count."""
+"""Share of a step that a setting may still gain, from which on a search without a result is doubted."""
 
 
 class ShardSession:
@@ -625,9 +617,10 @@ class ShardSession:
         self.space, self._default, self._left, self._first, self._step = space, default, budget, first, step
         self.knobs, self.done, self.tried = default, False, 1
         self.proved: Gain | None = None
-        self.seen, self.used, self.at_most = 1.0, 0, budget + 2 * LEAST_PAIRS * (MEASURED + 1)
+        self.seen, self.used, self.at_most = 1.0, 0, budget + _steps(FEWEST_PAIRS)
         self.default_s, self.why, self._missed = math.nan, "", 0.0
         self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
+        self._running: ShardKnobs | None = None
         self._script = self._search()
         if budget > 0:
             self._take(lambda: next(self._script))
@@ -665,21 +658,21 @@ class ShardSession:
         self.why = "beat the default in paired turns"
         if self._first is not None and self._first in self.space:
             self.tried += 1
-            self.proved = yield from self._duel(self._first, best)
+            self.proved = yield from self._compare(self._first, best, guess=False)
             if self.proved is not None:
                 return self._first
-        while self._left > 2 * LEAST_PAIRS * (MEASURED + 1):
+        while self._left >= _steps(FEWEST_PAIRS):
             if (rival := self._next_rival(best, refused)) is None:
                 break
             refused.add(rival)
             self.tried += 1
-            if (won := (yield from self._duel(rival, best))) is not None:
+            if (won := (yield from self._compare(rival, best, guess=True))) is not None:
                 best = rival
                 self.seen *= won.times
             elif self._is_expected_to_win(rival, best):
                 self._step = None  # it was wrong, and is asked no more
         if best != self._default:
-            self.proved = yield from self._duel(best, self._default)  # the sum of small steps is proven once more
+            self.proved = yield from self._compare(best, self._default, guess=False)
         if self.proved is None:
             self.why = "nothing was proved to beat the default in paired turns"
             if self.doubt:
@@ -705,42 +698,41 @@ class ShardSession:
         rival_s, best_s = (self._step.expected_s(self.space, one) for one in (rival, best))
         return rival_s < (1.0 - WORTHWHILE) * best_s
 
-    def _duel(self, rival: ShardKnobs, best: ShardKnobs) -> Generator[ShardKnobs, float, Gain | None]:
-        """By how much the rival is faster; None if that is not clear."""
-        leads: list[float] = []
-        for number in range(MOST_PAIRS):
-            turns = (rival, best) if number % 2 else (best, rival)
-            spans_s = {}
-            for knobs in turns:
-                spans_s[knobs] = yield from self._turn(knobs)
-            if not all(map(math.isfinite, spans_s.values())):
-                return None
-            leads.append(math.log(spans_s[best] / spans_s[rival]))
-            lead, error = statistics.median(leads), _error(leads)
-            if number + 1 < LEAST_PAIRS and lead > -CLEAR * error:
-                continue
-            if lead < -CLEAR * error or lead > max(CLEAR * error, WORTHWHILE):
-                break
-            if lead + CLEAR * error < WORTHWHILE or self._left < 2 * (MEASURED + 1):
-                break
-        lead, half = statistics.median(leads), CLEAR * _error(leads)
-        if len(leads) < LEAST_PAIRS or lead <= max(half, WORTHWHILE):
-            self._missed = max(self._missed, lead + half)
-            return None
-        return Gain(times=math.exp(lead), low=math.exp(lead - half), high=math.exp(lead + half))
+    def _compare(
+        self, rival: ShardKnobs, best: ShardKnobs, *, guess: bool
+    ) -> Generator[ShardKnobs, float, Gain | None]:
+        """Compare two settings in pairs.
 
-    def _turn(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
-        yield knobs  # the first one after a change does not count
-        spans_s = []
-        for _ in range(MEASURED):
-            spans_s.append((yield knobs))  # noqa: PERF401 - no comprehension can yield
-        span_s = statistics.fmean(spans_s)
+        Args:
+            rival: the candidate.
+            best: the baseline.
+            guess: a probable gain is enough, because the result of the search is proved at the end.
+
+        Returns:
+            The gain of `rival` over `best`; None if it is not proved, or not probable.
+        """
+        most = max((n for n in range(FEWEST_PAIRS, MOST_PAIRS + 1) if _steps(n) <= self._left), default=FEWEST_PAIRS)
+        looks = (FEWEST_PAIRS, most) if most > FEWEST_PAIRS else (most,)
+        pairs = PairedComparison(looks=looks, least_gain=WORTHWHILE, guess=guess)
+        verdict = yield from pairs.run(
+            lambda: self._measure(best), lambda: self._measure(rival), candidate_first=self._running == rival
+        )
+        if verdict in (Verdict.FASTER, Verdict.LIKELY):
+            return pairs.gain
+        if verdict is not Verdict.FAILED:
+            self._missed = max(self._missed, math.log(pairs.gain.high))
+        return None
+
+    def _measure(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
+        if knobs != self._running:
+            yield knobs  # the first step after a change does not count
+        self._running = knobs
+        span_s = yield knobs
         if knobs == self._default:
             self.default_s = span_s
         return span_s
 
 
-def _error(leads: Sequence[float]) -> float:
-    """Standard error of their mean, of which some is taken for granted while there are few."""
-    spread = statistics.stdev(leads) if len(leads) > 1 else LIKELY_NOISE
-    return math.hypot(spread, LIKELY_NOISE) / math.sqrt(len(leads))
+def _steps(n_pairs: int) -> int:
+    """Return the steps of a comparison. A pair takes two measurements and a change of the setting."""
+    return 1 + 3 * n_pairs

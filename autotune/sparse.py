@@ -18,6 +18,8 @@ from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
 from sirtaki.measures import ring_bytes
 
+from .paired import FEWEST_PAIRS, PairedComparison, Verdict
+
 Curve = npt.NDArray[np.float64]
 
 STEP_ROWS = 1000
@@ -304,14 +306,11 @@ N_CANDIDATES = 3
 HOPELESS = 3.0
 """What is predicted to take so many times as long as the fastest is not tried."""
 
-ROUNDS = 7
-"""Of trials: each candidate runs once a round; the first round is not counted."""
+LOOKS = (FEWEST_PAIRS, 14)
+"""Rounds of trials after which they are judged. In a round each candidate runs once; the order alternates."""
 
-CHECKS = 4
-"""Rounds in which what an earlier job has kept runs in turn with gathering; the first one is not counted."""
-
-CLEARLY_SLOWER = 1.1
-"""Where it takes so many times as long as gathering, it does not hold."""
+UNCOUNTED = 1
+"""Rounds before those, which do not count."""
 
 LOST_COVERAGE = 0.9
 """Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
@@ -361,7 +360,7 @@ class SparseChoice:
         learned: what these follow from; None before that.
         predicted_s: of each candidate.
         measured_s: of each candidate, the median of its trials; empty until they have run.
-        checks: the first candidate is what an earlier job has kept, which is held against gathering.
+        checks: the first candidate is the plan that an earlier job has kept, and the second one is gathering.
         may_recall: what an earlier job has kept may be used.
     """
 
@@ -399,7 +398,7 @@ class SparseChoice:
                 self._left -= 1
         elif self.stage is Stage.TRY:
             self._tried += 1
-            self.plan = self.candidates[self._tried % len(self.candidates)]
+            self.plan = self.candidates[_turn(self._tried, len(self.candidates))]
         elif self._watch is not None and self._watch.changed(seen):
             self._patience *= 2
             self._learn()
@@ -416,9 +415,9 @@ class SparseChoice:
         return self._counts
 
     def recall(self, plan: SparsePlan) -> None:
-        """Instead of `choose`: an earlier job has kept this plan for rows that are touched like these.
+        """Check the plan that an earlier job has kept for rows with a similar access skew, instead of `choose`.
 
-        Gathering is kept at once, other ways if gathering is not clearly faster.
+        Gathering is kept without a check, any other plan unless gathering is proved faster.
         """
         self.candidates = [GATHER] if plan == GATHER else [plan, GATHER]
         self.predicted_s, self.measured_s = [], []
@@ -438,29 +437,39 @@ class SparseChoice:
 
     def _try(self, *, checks: bool) -> None:
         self.learned, self._counts, self.checks = self._counts, None, checks
-        self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
+        self.stage, self._tried, self._rounds, self.plan = Stage.TRY, 0, LOOKS[0], self.candidates[0]
         if len(self.candidates) == 1:
             self._keep(self.candidates[0])
 
     @property
     def has_tried(self) -> bool:
         """`settle` is to be called before the next iteration."""
-        rounds = CHECKS if self.checks else ROUNDS
-        return self.stage is Stage.TRY and self._tried >= rounds * len(self.candidates)
+        return self.stage is Stage.TRY and self._tried >= (UNCOUNTED + self._rounds) * len(self.candidates)
 
     def settle(self, spans_s: Sequence[float]) -> None:
-        """The fastest candidate is kept; what did not hold gives way to `choose`.
+        """Keep the first candidate, or the fastest other one if a paired comparison proves it faster.
+
+        If more pairs are needed, trials go on. If a check proves gathering faster, `choose` must follow.
 
         Args:
-            spans_s: of the trials in their order, each the smallest over ranks; the same on all.
+            spans_s: times of all trials in order, each the minimum over the ranks; the same on all ranks.
         """
         n = len(self.candidates)
-        self.measured_s = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
-        if self.checks and self.measured_s[0] > CLEARLY_SLOWER * self.measured_s[1]:
+        times_s: list[list[float]] = [[] for _ in range(n)]
+        for number, span_s in enumerate(spans_s[UNCOUNTED * n :], UNCOUNTED * n):
+            times_s[_turn(number, n)].append(span_s)
+        self.measured_s = list(map(statistics.median, times_s))
+        rival = min(range(1, n), key=self.measured_s.__getitem__)
+        pairs = PairedComparison.of(times_s[0], times_s[rival], looks=LOOKS)
+        if pairs.verdict is Verdict.OPEN:
+            self._rounds = LOOKS[1]
+        elif pairs.verdict is not Verdict.FASTER:
+            self._keep(self.candidates[0])
+        elif self.checks:
             self.may_recall = self.checks = False
             self.stage, self._counts, self._left = Stage.LEARN, self.learned, 0
         else:
-            self._keep(self.candidates[self.measured_s.index(min(self.measured_s))])
+            self._keep(self.candidates[rival])
 
     def _keep(self, plan: SparsePlan) -> None:
         learned = self.learned
@@ -468,6 +477,12 @@ class SparseChoice:
         covered = int(learned.of(plan.hot_rows).sum()) / max(1, int(learned.counts.sum()))
         self._watch = _Watch(covered=covered, touched=learned.touched, least=self._patience)
         self.stage, self.plan = Stage.KEEP, plan
+
+
+def _turn(number: int, candidates: int) -> int:
+    """Return which candidate runs in a trial; every second round runs in reverse order."""
+    turn = number % candidates
+    return turn if number // candidates % 2 == 0 else candidates - 1 - turn
 
 
 class _Watch:

@@ -3,14 +3,17 @@
     make demo        (or: python -m bench.demo)
 
 The job, a net that learns scikit-learn's digits, runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki that tunes
-while it trains, and once more with what that run has left in the registry. The emulated nodes (`bench.lib.cluster`) are
-network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap connections; where they
-cannot be made the demonstration says why and goes without. Nothing is left behind but the pages with the reports.
+while it trains, and once more with what that run has left in the registry. Then DDP, Sirtaki untuned and Sirtaki tuned
+train in turns in the same processes, and a paired comparison says which differences are proved. The emulated nodes
+(`bench.lib.cluster`) are network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap
+connections; where they cannot be made the demonstration says why and goes without. Nothing is left behind but the pages
+with the reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -29,16 +32,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
-from bench.lib.harness import REPOSITORY
-from bench.lib.ranks import run_ranks, start
+from bench.lib.harness import REPOSITORY, difference
+from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.cli.report import write_report
-from sirtaki.measures import faster
 
 SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
 DDP, UNTUNED, TUNED, REMEMBERED = "PyTorch DDP", "Sirtaki, untuned", "Sirtaki, tuned", "Sirtaki, remembered"
+TURNS = "turns"
 REPORTS = REPOSITORY / "build" / "demo"
 JOB_TIMEOUT_S = 150.0
 MOST_STEPS = 200
+ROUNDS = 8
+"""Turns of each contender in the paired comparison."""
 
 say = Console(highlight=False, soft_wrap=True).print
 
@@ -52,7 +57,8 @@ class Scene:
         title: of the table.
         width: of the net's layers.
         warmup_iterations: the tuner's budget.
-        steps: that are timed, after tuning.
+        steps: timed steps of each job, after tuning.
+        block: steps of one turn of the paired comparison.
     """
 
     name: str
@@ -60,36 +66,55 @@ class Scene:
     width: int
     warmup_iterations: int
     steps: int
+    block: int
 
 
-HOST = Scene(name="one-host", title="2 ranks on this host", width=1536, warmup_iterations=60, steps=40)
+HOST = Scene(name="one-host", title="2 ranks on this host", width=1536, warmup_iterations=60, steps=20, block=5)
 NODES = Scene(
     name="four-nodes",
     title="4 emulated nodes, links of 400 Mbit/s, one connection gets 40",
     width=1024,
     warmup_iterations=40,
-    steps=5,
+    steps=3,
+    block=1,
 )
 
 
-def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: trains, by DDP or by Sirtaki, and gives the median time of the last steps."""
+def digits(comm: Any, width: int) -> tuple[Any, Any, Any]:
+    """Return the model, and the images and labels of this rank."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
 
-    import sirtaki.torch as hvd
-    from bench.lib.contenders import join_gloo
-
-    width = options["width"]
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    digits = load_digits()
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    found = load_digits()
     mine = slice(comm.rank, None, comm.size)
-    images, labels = torch.tensor(digits.data[mine], dtype=torch.float32) / 16, torch.tensor(digits.target[mine])
+    return model, torch.tensor(found.data[mine], dtype=torch.float32) / 16, torch.tensor(found.target[mine])
+
+
+def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
+    """Do the part of one rank: train with DDP or with Sirtaki and time the last steps, or let all train in turns."""
+    import torch
+    from torch import nn
+
+    import sirtaki.torch as hvd
+    from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
+
+    model, images, labels = digits(comm, options["width"])
+    if "block" in options:
+        hvd.init()
+        join_gloo(comm, address=options["master"])
+        make_model = lambda: (copy.deepcopy(model), images[:32])  # noqa: E731 - short
+        contenders: dict[str, Contender] = {
+            DDP: Ddp(make_model),
+            UNTUNED: Sirtaki(make_model, tune=False),
+            TUNED: Sirtaki(make_model, tune=True),
+        }
+        contenders[TUNED].warm_up(MOST_STEPS)
+        steps = {name: contender.step for name, contender in contenders.items()}
+        return in_turns(steps, comm, rounds=ROUNDS, block=options["block"])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if options["ddp"]:
         join_gloo(comm, address=options["master"])
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -121,7 +146,10 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def play(scene: Scene, where: int | NetLab) -> dict[str, Any]:
-    """Runs the job four times, writes the report of the tuned one, and gives what was measured by contender.
+    """Run the job four times and all contenders in turns, and write the report of the tuned job.
+
+    Returns:
+        The results of each job, and under `TURNS` the times of the turns.
 
     Raises:
         RuntimeError: a job failed.
@@ -141,6 +169,10 @@ def play(scene: Scene, where: int | NetLab) -> dict[str, Any]:
             env = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations), **given}
             results[name] = result = run_ranks("bench.demo", where, options, env=env, timeout_s=JOB_TIMEOUT_S)
             say(f"  {name}: {_time(result['step_s'])} a step with {result['setting']}")
+        env = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations), **registry}
+        say("  and in turns: DDP, Sirtaki untuned, Sirtaki tuned")
+        turns = {"width": scene.width, "block": scene.block}
+        results[TURNS] = run_ranks("bench.demo", where, turns, env=env, timeout_s=JOB_TIMEOUT_S)
         REPORTS.mkdir(parents=True, exist_ok=True)
         write_report(log, REPORTS / f"{scene.name}.html")
     return results
@@ -151,18 +183,21 @@ def _time(seconds: float) -> str:
 
 
 def show(scene: Scene, results: Mapping[str, Any]) -> None:
-    """The table of one scene, and where its report is."""
+    """Print the table of one scene, and the path of its report."""
     table = Table(title=scene.title, title_justify="left")
     for heading, justify in (("", "left"), ("step", "right"), ("than DDP", "right"), ("settled after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # rich wants literals
-    ddp_s = results[DDP]["step_s"]
-    for name, result in results.items():
-        tells = name in (TUNED, REMEMBERED)
-        gain = "" if name == DDP else faster(ddp_s, result["step_s"])
-        settled = f"{result['settled']} steps" if tells else ""
-        table.add_row(name, _time(result["step_s"]), gain, settled)
+    turns = results[TURNS]
+    for name in (DDP, UNTUNED, TUNED, REMEMBERED):
+        settled = f"{results[name]['settled']} steps" if name in (TUNED, REMEMBERED) else ""
+        if name not in turns:  # it runs the tuned setting
+            table.add_row(name, "", "", settled)
+            continue
+        gain = "" if name == DDP else difference(turns, name, DDP)
+        table.add_row(name, _time(median(turns[name])), gain, settled)
     say()
     say(table)
+    say(f"Steps are medians of {ROUNDS} turns in the same processes; a difference is shown if pairs of turns prove it.")
     say(f"What tuning tried: {os.path.relpath(REPORTS / f'{scene.name}.html')}")
 
 

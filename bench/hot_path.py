@@ -13,7 +13,6 @@ Bars: ≤ 5 µs a gradient, ≤ 100 µs a round of MPI's and of the mesh's at 4 
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from bench.lib.models import EmulatedModel
 from bench.lib.ranks import run_ranks, slowest, start
 from bench.lib.workloads import workload
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.machine import allowed_processors
+from sirtaki.machine import ReservedPorts, allowed_processors
 
 ROUND_BITS, ROUND_US = 161, 100.0
 IDLE_NODES = 2
@@ -129,11 +128,9 @@ def mesh_beside(comm: Any) -> Communicator:
     """Collective: the ranks of an MPI communicator as a mesh."""
     from sirtaki.comm.control.mesh_rendezvous import Meeting, meet
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = comm.bcast(free.getsockname()[1])
-    meeting = Meeting(rank=comm.rank, size=comm.size, host="127.0.0.1", port=port)
-    return meet(meeting, interface=None, secret=None, timeout_s=60.0, heartbeat_s=30.0)
+    with ReservedPorts() as port:
+        meeting = Meeting(rank=comm.rank, size=comm.size, host="127.0.0.1", port=comm.bcast(port.first))
+        return meet(meeting, interface=None, secret=None, timeout_s=60.0, heartbeat_s=30.0)
 
 
 def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:

@@ -257,37 +257,42 @@ class Router:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_plan(self, plan: CommPlan) -> None:
-        """Collective: opens the streams that the plan uses.
+        """Open the streams that the plan uses. Collective.
 
         Raises:
-            PlanError: on all ranks, this job has no such route, or not as many streams.
-            TransportError: on all ranks, they could not be opened. What was open before still is. From now on half of
-                what could not be added is refused: a failure may take long.
+            PlanError: on all ranks. The job has no such route, or the route has fewer streams.
+            TransportError: on all ranks. The streams could not be opened; those that were open still are. The router
+                refuses half of the missing streams from now on, because another failure may take long.
         """
+        # Opening is collective, so all ranks take the algorithms in one order.
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
-            route = (plan.transport, algorithm)  # in one order on all ranks: opening is collective
-            if route not in self.routes:
-                raise PlanError(
-                    f"{plan.transport.value} with the {algorithm.value} algorithm is not possible here; "
-                    f"possible: {', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
-                )
-            limit, reason = self._limit(route)
-            if plan.streams > limit:
-                raise PlanError(f"at most {limit} streams are possible, not {plan.streams}: {reason}")
-            transport, streams = self.transports[route], streams_of(plan, algorithm)
-            have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
-            try:
-                if want > have:
-                    # What all can have at the same time they can open; a failure in the middle is slow, hard on Gloo.
-                    with held(transport.stream_cost * (want - have)) as problem:
-                        self._control.agree_on_success(problem)
-                transport.open_streams(streams)
-            except TransportError as err:
-                self._refused[route] = have + (plan.streams - have) // 2 + 1
-                raise TransportError(
-                    f"{plan.streams} streams of {plan.transport.value} cannot be opened: {err}"
-                ) from err
-            self._opened[route] = max(have, want)
+            self._open((plan.transport, algorithm), streams_of(plan, algorithm), planned=plan.streams)
+
+    def open_streams(self, route: Route, count: int, *, threads: int | None = None) -> None:
+        """Open the streams 0 to `count` - 1 of a route. Collective. Raises what `open_plan` raises."""
+        self._open(route, [StreamSpec(number, threads) for number in range(count)], planned=count)
+
+    def _open(self, route: Route, streams: Sequence[StreamSpec], *, planned: int) -> None:
+        if route not in self.routes:
+            raise PlanError(
+                f"{route[0].value} with the {route[1].value} algorithm is not possible here; "
+                f"possible: {', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
+            )
+        limit, reason = self._limit(route)
+        if planned > limit:
+            raise PlanError(f"at most {limit} streams are possible, not {planned}: {reason}")
+        transport = self.transports[route]
+        have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
+        try:
+            if want > have:
+                # Reserve on all ranks first, because a failure half way is slow, and leaves Gloo hard to use.
+                with held(transport.stream_cost * (want - have)) as problem:
+                    self._control.agree_on_success(problem)
+            transport.open_streams(streams)
+        except TransportError as err:
+            self._refused[route] = have + (planned - have) // 2 + 1
+            raise TransportError(f"{planned} streams of {route[0].value} cannot be opened: {err}") from err
+        self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: closes what only other plans need, if it takes time or a GPU's memory."""

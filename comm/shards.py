@@ -41,7 +41,7 @@ from sirtaki.comm.compress import FEWEST, Codec, packed_bytes
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, ended
 from sirtaki.comm.transports.gloo import GlooTransport
@@ -391,8 +391,7 @@ class _OverSockets(ShardLanes):
         self.use(1)
 
     def use(self, streams: int) -> None:
-        units = tuple(Unit(start=n, stop=n + 1, stream=n, algorithm=Algorithm.FLAT) for n in range(streams))
-        self._router.open_plan(CommPlan(numel=streams, units=units, streams=streams, transport=self.kind))
+        self._router.open_streams(self._route, streams)
         self._streams = streams
 
     def gather(

@@ -368,6 +368,59 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
             return serve(use_libuv=False)
 
 
+class ReservedPorts:
+    """Consecutive TCP ports that the kernel gives to no other process while this object is open.
+
+    A socket is bound to each port and does not listen. A server that sets SO_REUSEADDR, as Python's and PyTorch's do,
+    may listen there by number. A bind to port 0, or a connection, never gets the port (Linux).
+
+    Attributes:
+        first: the lowest port.
+    """
+
+    def __init__(self, count: int = 1, *, host: str = LOOPBACK) -> None:
+        """Reserve ports.
+
+        Args:
+            count: number of ports.
+            host: local address; "" = all IPv4 addresses.
+
+        Raises:
+            OSError: there are none.
+        """
+        while True:
+            self._sockets = [self._bound(host, 0)]
+            self.first = int(self._sockets[0].getsockname()[1])
+            try:
+                self._sockets += [self._bound(host, self.first + number) for number in range(1, count)]
+                return
+            except (OSError, OverflowError):  # the next port is taken, or there is none
+                self.close()
+
+    @staticmethod
+    def _bound(host: str, port: int) -> socket.socket:
+        holder = socket.socket()
+        try:
+            holder.bind((host, port))
+        except (OSError, OverflowError):
+            holder.close()
+            raise
+        # After the bind, which must fail if the port belongs to another reservation.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder
+
+    def close(self) -> None:
+        """Give the ports back. Idempotent."""
+        for holder in self._sockets:
+            holder.close()
+
+    def __enter__(self) -> ReservedPorts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def parse_address(text: str) -> Address:
     """Split `host:port`.
 

@@ -6,12 +6,15 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from rank_jobs import Launcher, Play, RankJobs, end, environment, following, found_mpiexec
+
+from sirtaki.machine import ReservedPorts
 
 # Continuous integration tests changes, not luck; everywhere else each run looks elsewhere.
 settings.register_profile("ci", derandomize=True)
@@ -54,6 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a test of this process has taken Sirtaki's log away from the root logger, as `init()` does."""
     monkeypatch.setattr(logging.getLogger("sirtaki"), "propagate", True)
+
+
+@pytest.fixture
+def reserve() -> Iterator[Callable[..., int]]:
+    """`reserve(count=1, host="127.0.0.1")`: the first of consecutive ports that no other process gets meanwhile."""
+    with ExitStack() as held:
+        yield lambda *args, **options: held.enter_context(ReservedPorts(*args, **options)).first
 
 
 @pytest.fixture(scope="session")

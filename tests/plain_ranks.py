@@ -5,12 +5,13 @@ Ends as the first rank that fails, after it has ended the others; with 0 if none
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from typing import IO
+
+from sirtaki.machine import ReservedPorts
 
 GRACE_S = 5.0
 """How long the others have to find out by themselves that a rank is gone."""
@@ -23,9 +24,11 @@ def forward(output: IO[bytes]) -> None:
 
 
 def main(size: int, command: list[str]) -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with ReservedPorts() as port:
+        return run(size, command, str(port.first))
+
+
+def run(size: int, command: list[str], port: str) -> int:
     common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(

@@ -1,7 +1,6 @@
 """Jobs that run training scripts, one after the other, and keep what they leave (`translate/playing.py`)."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,26 +9,28 @@ from typing import Any
 import torch
 from rank_jobs import UNTUNED
 
+from sirtaki.machine import ReservedPorts
+
 HERE = Path(__file__).parent
 
 
 def play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> None:
     """Runs scripts on as many ranks; what they leave is in `results`."""
     results.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = ReservedPorts()
     several = [*mpiexec, "-np", str(ranks)] if ranks > 1 else []
     environment = {
         **os.environ,
         **UNTUNED,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(port.first),
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PYTHONPATH": str(HERE.parent),
     }
     playing = HERE / "sirtaki" / "integrations" / "translate" / "playing.py"
     command = [*several, sys.executable, playing, results, *scripts]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=500)
+    with port:
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -16,6 +16,7 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 from ..knobs import KnobLattice, Knobs, KnobSpace
+from ..paired import FEWEST_PAIRS, FEWEST_PAIRS_KNOWN, USUAL_NOISE, PairedComparison, Verdict, pairs_wanted
 from ..trial import Arm, Proposal, Trial, TrialStatus
 from .bandit import opinion
 
@@ -210,11 +211,6 @@ class Ledger:
         )
 
     @property
-    def repeated(self) -> int:
-        """Measurements that `noise` is known from, what is usual counted as some."""
-        return _PRIOR_WEIGHT + len(self._differences)
-
-    @property
     def noise(self) -> float:
         """Standard deviation of one measured span, as a share of it.
 
@@ -252,121 +248,9 @@ class Ledger:
 
 # ── what proves a gain ───────────────────────────────────────────────────────────────────────────────────────────────
 
-FEWEST_PAIRS, MOST_PAIRS = 4, 24
-MOST_PAIRS_OF_CHECK = 8  # for a setting that is remembered; then a search follows, in which it takes part
-UNSTEADY = 3.0  # standard errors by which the default must drift while it is compared
-SHARED_NOISE = 0.4  # of a measurement, from which on others must be using the host
-USUAL_NOISE, TIMES_NOISE = 0.15, 3.0  # or from here on, if it is so many times what it was during the search
-
-TWO_LOOKS = 1.11  # by which intervals are wider that are looked at twice (Pocock 1977), so that both together hold 95 %
-
-_T_975 = (
-    3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23, 2.21, 2.18, 2.17, 2.15, 2.14, 2.12, 2.11, 2.11, 2.10, 2.10, 2.09,
-)  # fmt: skip
-"""Student's t, of which 2.5 % lie above, for 3, 4, … degrees of freedom; rounded up, and the last one beyond."""
-
-
-ENOUGH_PAIRS = 8  # which prove something by themselves
-KNOWN_BEFORE = 6  # repeated measurements of before that may help to say how much pairs scatter
-LIKE_BEFORE = 1.2  # how many times as much as before pairs may scatter for that
-
-
-def half_width(deviation: float, n_pairs: int, *, freedom: int, widened: float = TWO_LOOKS) -> float:
-    """Of the 95 % interval of the mean of `n_pairs` differences, whose standard deviation is known so well.
-
-    Args:
-        deviation: of one difference.
-        n_pairs: differences.
-        freedom: degrees of it, three or more.
-        widened: see `TWO_LOOKS`.
-    """
-    return widened * _T_975[min(freedom - 3, len(_T_975) - 1)] * deviation / math.sqrt(n_pairs)
-
-
-def pairs_wanted(lead: float, noise: float) -> int:
-    """Paired turns that will probably prove a lead, a logarithm, where a measurement scatters by the noise."""
-    deviation = math.sqrt(2.0) * noise
-    for n in range(FEWEST_PAIRS, MOST_PAIRS):
-        if half_width(deviation, n, freedom=n - 1 + KNOWN_BEFORE) <= lead / 1.5:
-            return n
-    return MOST_PAIRS
-
-
-@dataclass(slots=True)
-class PairedTurns:
-    """What the default and a setting took in turns, the order of which alternates: ABBA.
-
-    Attributes:
-        usual_noise: of a measurement, before.
-        known: repeated measurements from which that is known.
-        widened: factor on the interval, for how often it is looked at.
-        default, other: logarithms of spans, `(n_pairs,)`; infinite where it could not be run.
-    """
-
-    usual_noise: float
-    known: int = 0
-    widened: float = TWO_LOOKS
-    default: list[float] = field(default_factory=list)
-    other: list[float] = field(default_factory=list)
-
-    @property
-    def leads(self) -> list[float]:
-        """By how much the other one was faster in each pair: differences of logarithms."""
-        return [before - after for before, after in zip(self.default, self.other, strict=True)]
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of one measurement, as a share of it, whatever a few outliers do."""
-        middle = statistics.median(self.leads)
-        return statistics.median(abs(lead - middle) for lead in self.leads) / 0.6745 / math.sqrt(2.0)
-
-    @property
-    def gain(self) -> Gain:
-        """How much faster the other one is: the mean over all pairs, with its 95 % interval (Student's).
-
-        Outliers are cut to size. A few pairs say little of how much they scatter: as long as that is not clearly more
-        than measurements did before, these count as well, each like a pair.
-        """
-        middle, usual = statistics.median(self.leads), math.sqrt(2.0) * self.usual_noise
-        limit = _OUTLIER * max(usual, math.sqrt(2.0) * self.noise)
-        leads = [min(max(lead, middle - limit), middle + limit) for lead in self.leads]
-        deviation, freedom = statistics.stdev(leads), len(leads) - 1
-        if deviation <= LIKE_BEFORE * usual:
-            before = min(KNOWN_BEFORE, self.known)
-            squares = before * usual**2 + freedom * deviation**2
-            freedom += before
-            deviation = math.sqrt(squares / freedom)
-        half = half_width(deviation, len(leads), freedom=freedom, widened=self.widened)
-        mean = statistics.fmean(leads)
-        return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
-
-    @property
-    def failed(self) -> bool:
-        """One of them could not be run."""
-        return math.inf in self.default or math.inf in self.other
-
-    @property
-    def drift(self) -> float:
-        """Logarithm of what the default took in later pairs over what it took in earlier ones; 0 unless it is clear."""
-        half = len(self.default) // 2
-        early, late = self.default[:half], self.default[-half:]
-        error = max(self.usual_noise, statistics.stdev(early), statistics.stdev(late)) * math.sqrt(2.0 / half)
-        drift = statistics.fmean(late) - statistics.fmean(early)
-        return drift if abs(drift) > UNSTEADY * error else 0.0
-
-    @property
-    def doubt(self) -> str:
-        """Why what was measured proves nothing although it seems to, in words; empty if there is no reason."""
-        if self.noise > min(SHARED_NOISE, max(USUAL_NOISE, TIMES_NOISE * self.usual_noise)):
-            return f"measurements scatter by {100 * self.noise:.0f} %: others seem to use the host or the network"
-        if self.drift and abs(self.drift) > math.log(self.gain.low):
-            return f"the default itself became {_changed(self.drift)} while it was compared"
-        return ""
-
-
-def _changed(drift: float) -> str:
-    return f"{math.exp(abs(drift)):.2f}× {'slower' if drift > 0.0 else 'faster'}"
-
+MOST_PAIRS = 24
+MOST_PAIRS_OF_CHECK = 8  # for a remembered setting; a search follows, in which it takes part
+ENOUGH_PAIRS = 8  # budget for a proof of a setting with a compressor
 
 OTHER_GAIN = 1.25  # how many times as large or as small a gain may be on the same link
 USUAL_MEASUREMENTS = 4  # that an earlier job's times rest on
@@ -695,7 +579,7 @@ class WarmupSession:
                 verdict = verdict if beaten else "too few iterations are left to prove a gain"
                 break
             kept, gain, verdict = self._judge(challenger, turns, base=base, called=called)
-            if not turns.failed and turns.gain.high >= 1.0:
+            if turns.verdict not in (Verdict.SLOWER, Verdict.FAILED):
                 break
             beaten.append(challenger)
         return kept, gain, verdict
@@ -716,7 +600,7 @@ class WarmupSession:
             kept.append((1.0, exact.knobs, "the registry knows the default as the best for this job", None))
         else:
             turns = yield from self._compare(exact.knobs, arm=REGISTRY_ARM, known=exact.gain)
-            knobs, gain, verdict = self._judge(exact.knobs, turns, known=exact.gain)
+            knobs, gain, verdict = self._judge(exact.knobs, turns)
             if gain is not None:
                 kept.append((gain.times, knobs, f"the registry's setting for this job {verdict}", gain))
             if self._ledger.find(self._default) is None:
@@ -866,70 +750,64 @@ class WarmupSession:
 
     def _compare(
         self, knobs: Knobs, *, arm: str, known: Gain | None = None, base: Knobs | None = None
-    ) -> Generator[Assignment, Sequence[float], PairedTurns | None]:
-        """Runs a setting and the default in paired turns, until it is proved faster or can hardly be; None = no time.
+    ) -> Generator[Assignment, Sequence[float], PairedComparison | None]:
+        """Compare a setting with the default in pairs.
 
-        How many pairs it takes is settled by the lead and the noise that were seen before. If that was not enough, or
-        they cannot be trusted, all that can still be afforded follow, and then it is decided: looking after every pair
-        would prove luck.
+        The first look comes after as many pairs as will probably prove the lead seen in the search, the last one after
+        as many as the budget allows.
 
         Args:
             knobs: the setting.
-            arm: whose trial it is.
-            known: what an earlier job has proved.
-            base: what it is compared with instead of the default.
+            arm: name of the arm whose trial this is.
+            known: gain that an earlier job has proved.
+            base: setting to compare with instead of the default.
+
+        Returns:
+            The comparison; None if too few iterations are left.
         """
-        turns = PairedTurns(usual_noise=self._ledger.noise, known=self._ledger.repeated)
-        default = base or self._default
-        order = [default, knobs] if self._running == default else [knobs, default]
-        final = arm == FINALS_ARM
+        default, final = base or self._default, arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
         left = self._left - (0 if knobs.lossy or not final else self._for_lossy)
         at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= left), default=0)
         if final and not at_most:
             return None
-        # To check comes before the budget.
-        wanted = min(self._pairs_wanted(knobs, default), at_most) if final else FEWEST_PAIRS
-        if wanted >= at_most:
-            turns.widened = 1.0  # there will be no second look
-        while not turns.failed and len(turns.other) < wanted:
-            for one in order:
-                proposer = DEFAULT_ARM if one == self._default else self._setting(one).arm if final else arm
-                spans_s = yield from self._run(one, arm=proposer, purpose=Purpose.FINALS, measured=1)
-                valid = math.isfinite(spans_s[0]) and spans_s[0] > 0.0
-                (turns.default if one == default else turns.other).append(math.log(spans_s[0]) if valid else math.inf)
-                if not valid:
-                    break
-            order.reverse()
-            if len(turns.other) == wanted < at_most and not turns.failed:
-                gain = turns.gain if known is None else turns.gain.pooled(known)
-                if turns.gain.high > 1.0 and (turns.doubt or not gain.proved):
-                    wanted = at_most
+        if final:
+            wanted = min(self._pairs_wanted(knobs, default), at_most)
+        else:  # even if that exceeds the budget
+            wanted = FEWEST_PAIRS_KNOWN if known is not None and known.proved else FEWEST_PAIRS
+        pairs = PairedComparison(
+            noise_before=self._ledger.noise,
+            looks=(wanted, at_most) if wanted < at_most else (wanted,),
+            earlier=known,
+        )
+
+        def measure(one: Knobs) -> Generator[Assignment, Sequence[float], float]:
+            proposer = DEFAULT_ARM if one == self._default else self._setting(one).arm if final else arm
+            spans_s = yield from self._run(one, arm=proposer, purpose=Purpose.FINALS, measured=1)
+            return spans_s[0]
+
+        yield from pairs.run(lambda: measure(default), lambda: measure(knobs), candidate_first=self._running != default)
         self._finish(Proposal(arm=arm, knobs=knobs))
-        return turns
+        return pairs
 
     def _judge(
-        self,
-        knobs: Knobs,
-        turns: PairedTurns | None,
-        *,
-        known: Gain | None = None,
-        base: Knobs | None = None,
-        called: str = "",
+        self, knobs: Knobs, pairs: PairedComparison | None, *, base: Knobs | None = None, called: str = ""
     ) -> tuple[Knobs, Gain | None, str]:
-        """What is kept after paired turns with the default, the gain that is proved, and the verdict in words.
+        """Return the setting to keep, its proved gain if there is one, and the verdict in words.
 
-        With `base`, `called` so in words, in the default's place.
+        Args:
+            knobs: the candidate.
+            pairs: its comparison with the baseline.
+            base: the baseline; None = the default.
+            called: name of the baseline in the verdict.
         """
         base = base or self._default
-        if turns is None or turns.failed:
+        if pairs is None or pairs.failed:
             return base, None, "could not be compared"
-        here, n_pairs = turns.gain, len(turns.other)
-        gain = here if known is None else here.pooled(known)
-        against = f"{called or self._called} in {n_pairs} paired turns"
-        self._doubt = turns.doubt
-        if here.times > 1.0 and gain.proved and not self._doubt:
-            return knobs, gain, f"beat {against}"
+        against = f"{called or self._called} in {pairs.n_pairs} paired turns"
+        self._doubt = pairs.doubt
+        if pairs.verdict is Verdict.FASTER:
+            return knobs, pairs.pooled, f"beat {against}"
         return base, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
 
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -948,12 +826,12 @@ class WarmupSession:
         return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
 
     def _pairs_wanted(self, knobs: Knobs, base: Knobs | None = None) -> int:
-        """Paired turns that will probably prove what a setting seems to gain, over the default or `base`."""
+        """Return how many pairs will probably prove the lead of a setting over the default, or over `base`."""
         setting, default = self._setting(knobs), self._setting(base or self._default)
         if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
             return FEWEST_PAIRS
         lead = self._ledger.sure_lead(setting, default)
-        return pairs_wanted(lead, self._ledger.noise) if lead > 0.0 else FEWEST_PAIRS  # there is nothing to prove yet
+        return pairs_wanted(lead, self._ledger.noise, most=MOST_PAIRS) if lead > 0.0 else FEWEST_PAIRS
 
     @property
     def _for_pairs(self) -> int:

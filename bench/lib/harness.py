@@ -29,6 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sirtaki.autotune.paired import PairedComparison, Verdict
+
 # ── A benchmark's findings as a page that a person can read: what is kept in `bench/results` ─────────────────────────
 
 Found = Mapping[str, Any]  # Any: what JSON can hold
@@ -161,26 +163,34 @@ def ratio(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> float
     return ratios(samples[name], samples[peer]).median
 
 
+def difference(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> str:
+    """Return the proved gain or loss of one contender over another, or that none is proved."""
+    pairs, reverse = (PairedComparison.of(samples[a], samples[b]) for a, b in ((peer, name), (name, peer)))
+    return pairs.gain.describe() if pairs.proved or reverse.proved else "not proved"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A figure that was promised, and what was measured.
+    """A promised figure and the measured one.
 
     Attributes:
-        claim: what the figure is.
-        value: what was measured.
-        limit: the largest value that keeps the promise.
-        unit: of both; empty for ratios.
+        claim: description of the figure.
+        value: measured figure.
+        limit: largest value that keeps the promise.
+        unit: unit of both; empty for ratios.
+        proved: False = the bar promises a difference of two contenders, and measurements do not prove it.
     """
 
     claim: str
     value: float
     limit: float
     unit: str = ""
+    proved: bool = True
 
     @property
     def met(self) -> bool:
-        """NaN meets no bar."""
-        return self.value <= self.limit
+        """The promise is kept. NaN meets no bar."""
+        return self.value <= self.limit and self.proved
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,7 +222,7 @@ class Report:
         bound_s: float | None = None,
         **columns: Mapping[str, Any],
     ) -> None:
-        """Adds a row a contender: its times, and their ratios to the peer's in the same round.
+        """Add a row for each contender: its times, their ratios to the peer's in the same round, what is proved.
 
         Args:
             samples: seconds by contender, one a round.
@@ -225,8 +235,9 @@ class Report:
             columns: further ones, each by contender; who is not in it has an empty cell.
         """
         for name, times_s in samples.items():
-            against = samples[peer if isinstance(peer, str) else peer(name)]
-            row = {**(where or {}), who: name, time: Spread.of(times_s), ratio: ratios(times_s, against)}
+            other = peer if isinstance(peer, str) else peer(name)
+            row = {**(where or {}), who: name, time: Spread.of(times_s), ratio: ratios(times_s, samples[other])}
+            row["difference"] = "" if other == name else difference(samples, name, other)
             if bound_s is not None:
                 row["of_bound"] = Spread.of([time_s / bound_s for time_s in times_s])
             self.rows.append({**row, **{key: of.get(name) for key, of in columns.items()}, "samples_s": times_s})
@@ -236,8 +247,19 @@ class Report:
         self.rows.append({"what": what, "figure": figure, "unit": unit})
 
     def bar(self, claim: str, value: float, limit: float, unit: str = "") -> None:
-        """Adds a bar."""
+        """Add a bar."""
         self.bars.append(Bar(claim=claim, value=value, limit=limit, unit=unit))
+
+    def bar_of_pairs(
+        self, claim: str, samples: Mapping[str, Sequence[float]], name: str, peer: str, limit: float
+    ) -> None:
+        """Add a bar for the ratio of one contender's times to another's.
+
+        A limit below 1 promises that they differ. That must be proved by a paired comparison, too.
+        """
+        pairs = PairedComparison.of(samples[peer], samples[name])
+        proved = limit >= 1.0 or pairs.verdict is Verdict.FASTER
+        self.bars.append(Bar(claim=claim, value=1.0 / pairs.gain.times, limit=limit, proved=proved))
 
     def to_json(self) -> dict[str, Any]:
         """The report with the machine and the versions that it speaks of."""
@@ -348,7 +370,10 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         console.print(note, highlight=False)
     for bar in report.bars:
         verdict = "met   " if bar.met else "MISSED"
-        console.print(f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g})", highlight=False)
+        proved = "" if bar.proved else ", difference not proved"
+        console.print(
+            f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g}{proved})", highlight=False
+        )
     found = report.to_json()
     raw = [*([args.json] if args.json else []), *([RAW / f"{report.name}.json"] if args.save else [])]
     for path in raw:

@@ -15,7 +15,7 @@ import torch
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.comm.transports.contract import HALF_DTYPES, FlatBuffer, Parcels, ThreadWork, Work
@@ -95,8 +95,7 @@ class SparseLanes:
 
     def _open(self, route: Route, streams: int) -> int:
         count = 1 if route[0] is TransportKind.SHARED_MEMORY else min(streams, self._router.max_streams([route]))
-        units = tuple(Unit(start=number, stop=number + 1, stream=number) for number in range(count))
-        self._router.open_plan(CommPlan(numel=count, units=units, streams=count, transport=route[0]))
+        self._router.open_streams(route, count)
         return count
 
     def open_streams(self, streams: int) -> int:

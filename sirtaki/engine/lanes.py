@@ -9,7 +9,7 @@ import torch
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.shards import ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
@@ -47,8 +47,7 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
         knob_space(router, settings, TYPICAL_BYTES), total_bytes=TYPICAL_BYTES, one_node=control.one_node
     )
     route, streams = (knobs.transport, knobs.algorithm), knobs.streams
-    units = tuple(Unit(start=n, stop=n + 1, stream=n, algorithm=knobs.algorithm) for n in range(streams))
-    router.open_plan(CommPlan(numel=streams, units=units, streams=streams, transport=knobs.transport))
+    router.open_streams(route, streams)
     if ranks.rank == 0:
         how, word = f"{route[0].value} {route[1].value}", "stream" if streams == 1 else "streams"
         logger.info("large tensors between %d ranks: %s, %d %s", ranks.size, how, streams, word)

@@ -481,7 +481,10 @@ class SparseReductions:
         self._worker.begin(self._order)
 
     def _settle(self, tried: Mapping[str, _Parameter]) -> None:
-        """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
+        """Judge the trials of these parameters. Collective.
+
+        The minimum over the ranks counts, because the rank that comes last to a reduction has not waited for others.
+        """
         mine = np.array([span_s for one in tried.values() for span_s in one.spans_s])
         least = iter(self._control.minimum(mine).tolist())
         for name, one in tried.items():
@@ -492,7 +495,7 @@ class SparseReductions:
             if self._control.rank == 0 and choice.stage is Stage.KEEP:
                 others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
                 logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
-            elif self._control.rank == 0:
+            elif self._control.rank == 0 and choice.stage is Stage.LEARN:
                 logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
 
     def _choose(self, learned: dict[str, _Parameter]) -> None:

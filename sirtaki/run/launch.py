@@ -18,7 +18,7 @@ from sirtaki.engine.launchers import AGENT, BAR, TORCH_NAMES
 from sirtaki.engine.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 from sirtaki.engine.settings import REMOVED, Settings
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.machine import usable_cores
+from sirtaki.machine import ReservedPorts, usable_cores
 from sirtaki.run.as_horovod import SHIM
 from sirtaki.run.host_check import Need, finding_here, interface_problem, versions_here
 from sirtaki.run.hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
@@ -348,6 +348,11 @@ def launch(options: argparse.Namespace) -> int:
         ConfigError: an option is invalid; nothing was started.
         LaunchError: the ranks could not be started.
     """
+    with ReservedPorts(host="") as reserved:
+        return _launch(options, port=reserved.first)
+
+
+def _launch(options: argparse.Namespace, *, port: int) -> int:
     environ, exported = begin_environ(options)
     hosts = given_hosts(options.hosts, options.hostfile, environ)
     slots = sum(host.slots for host in hosts)
@@ -362,7 +367,7 @@ def launch(options: argparse.Namespace) -> int:
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     library = find_mpi_library(command.python)
     mpiexec = find_mpiexec(library)
-    environ.update(_rendezvous(environ, hosts))
+    environ.update(_rendezvous(environ, hosts, port))
     local_ranks = max((min(ranks, host.slots) for host in hosts), default=ranks)
     complete_environ(environ, options, local_ranks=local_ranks, beside=library.horovod or "")
     job = Job(
@@ -428,12 +433,9 @@ def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options
     return job if is_said else replace(job, left_out=shared)
 
 
-def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...]) -> dict[str, str]:
-    """Where an unchanged DDP script's `init_process_group()` meets; what the user has set stays."""
+def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...], port: int) -> dict[str, str]:
+    """Return the address at which `init_process_group()` of an unchanged DDP script meets; the user's comes first."""
     first = "127.0.0.1" if all(host.is_local for host in hosts) else hosts[0].name
     if len(hosts) > 1 and hosts[0].is_local:
         first = socket.gethostname()
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
-    return {name: environ.get(name, value) for name, value in zip(RENDEZVOUS, (first, port), strict=True)}
+    return {name: environ.get(name, value) for name, value in zip(RENDEZVOUS, (first, str(port)), strict=True)}

@@ -56,7 +56,7 @@ def test_where_nothing_helps_the_default_stays_whatever_the_noise() -> None:
 def test_a_search_and_its_last_proof_take_no_more_steps_than_is_said() -> None:
     spent = []
     for seed in range(60):
-        session, steps = played(lambda knobs: 1.0 - 0.1 * len(knobs.kept), noise=0.2, seed=seed, budget=100)
+        session, steps = played(lambda knobs: 1.0 - 0.1 * len(knobs.kept), noise=0.02, seed=seed, budget=100)
         assert steps == session.used <= session.at_most
         spent.append(steps)
     assert max(spent) > 100

@@ -1,6 +1,8 @@
 """Which algorithm suits a sparse gradient: accesses are counted, times follow, candidates run, one is kept."""
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +10,11 @@ import pytest
 import torch
 
 from sirtaki.autotune.sparse import (
-    CHECKS,
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
+    LOOKS,
     N_CANDIDATES,
-    ROUNDS,
+    UNCOUNTED,
     Pace,
     Seen,
     SparseChoice,
@@ -216,15 +218,25 @@ def learned(choice: SparseChoice) -> None:
     choice.choose(quick(choice.counts))
 
 
+def tried_out(choice: SparseChoice, seconds: Callable[[int, int], float]) -> int:
+    """Run and judge trials, whose times follow from candidate and round, to the end; how many there were."""
+    spans, n = list[float](), len(choice.candidates)
+    while choice.stage is Stage.TRY:
+        while not choice.has_tried:
+            turn = len(spans) % (2 * n)
+            number = min(turn, 2 * n - 1 - turn)  # every second round in reverse order
+            assert choice.plan is choice.candidates[number]
+            spans.append(
+                9.0 * number if len(spans) < n else seconds(number, len(spans) // n)
+            )  # the first is not counted
+            choice.note(seen())
+        choice.settle(spans)
+    return len(spans)
+
+
 def kept(choice: SparseChoice, fastest: int) -> None:
-    spans = []
-    while not choice.has_tried:
-        number = len(spans) % N_CANDIDATES
-        assert choice.plan is choice.candidates[number]
-        spans.append(0.0 if len(spans) < N_CANDIDATES else 1.0 + (number != fastest))  # the first round does not count
-        choice.note(seen())
-    assert len(spans) == ROUNDS * N_CANDIDATES
-    choice.settle(spans)
+    expected = (UNCOUNTED + LOOKS[0]) * N_CANDIDATES
+    assert tried_out(choice, lambda number, _: 1.0 + (number != fastest)) == expected
 
 
 @pytest.mark.parametrize("fastest", range(N_CANDIDATES))
@@ -313,14 +325,6 @@ def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
         assert (iterations_until_it_learns_again(choice, seen(n=n)) is not None) == expected
 
 
-def settled(choice: SparseChoice, fastest: int) -> SparseChoice:
-    n = len(choice.candidates)
-    while not choice.has_tried:
-        choice.note(seen())
-    choice.settle([1.0 + (number % n != fastest) for number in range(ROUNDS * n)])
-    return choice
-
-
 def recalled(plan: SparsePlan) -> SparseChoice:
     choice = SparseChoice(fixed=None, tries=True)
     for _ in range(LEARNING_ITERATIONS):
@@ -331,27 +335,38 @@ def recalled(plan: SparsePlan) -> SparseChoice:
 
 
 def checked(choice: SparseChoice, remembered_s: float, gathered_s: float) -> None:
-    spans: list[float] = []
-    while not choice.has_tried:
-        spans.append(9.0 if len(spans) < 2 else (remembered_s, gathered_s)[len(spans) % 2])
-        choice.note(seen())
-    assert len(spans) == 2 * CHECKS
-    choice.settle(spans)
+    tried_out(choice, lambda number, _: (remembered_s, gathered_s)[number])
 
 
-def test_another_way_that_an_earlier_job_kept_is_held_against_gathering() -> None:
+def test_another_way_that_an_earlier_job_kept_holds_unless_gathering_is_proved_faster() -> None:
     owner = SparsePlan(path=SparsePath.OWNER)
     assert (recalled(GATHER).stage, recalled(GATHER).plan) == (Stage.KEEP, GATHER)
-    for remembered_s, expected in ((0.5, owner), (1.0, owner), (1.05, GATHER)):
+    for remembered_s in (0.5, 1.0):
         choice = recalled(owner)
         assert choice.candidates == [owner, GATHER]
         checked(choice, remembered_s, 1.0)
-        assert (choice.stage, choice.plan, choice.measured_s) == (Stage.KEEP, expected, [remembered_s, 1.0])
+        assert (choice.stage, choice.plan, choice.measured_s) == (Stage.KEEP, owner, [remembered_s, 1.0])
+
+
+@pytest.mark.parametrize("surprise", [0.001, 1000.0])
+@pytest.mark.parametrize("place", range(LOOKS[0]))
+def test_one_surprising_trial_changes_no_choice(surprise: float, place: int) -> None:
+    for rival_s, expected in ((1.0, 0), (0.9, 1)):
+        choice, rng = SparseChoice(fixed=None, tries=True), np.random.default_rng(place)
+        learned(choice)
+
+        def seconds(number: int, turn: int, rng: np.random.Generator = rng, rival_s: float = rival_s) -> float:
+            if (number, turn) == (1, UNCOUNTED + place):
+                return surprise
+            return (rival_s if number == 1 else 1.0) * math.exp(0.001 * rng.standard_normal())
+
+        tried_out(choice, seconds)
+        assert choice.plan is choice.candidates[expected]
 
 
 def test_what_does_not_hold_gives_way_to_what_the_model_says_and_is_not_asked_for_again() -> None:
     choice = recalled(SparsePlan(path=SparsePath.OWNER))
-    checked(choice, 1.2, 1.0)
+    checked(choice, 1.05, 1.0)
     assert choice.has_learned
     assert not choice.may_recall
     choice.choose(quick(choice.counts))

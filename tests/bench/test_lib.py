@@ -142,10 +142,32 @@ def test_turns_have_calls_before_that_do_not_count_and_rows_have_ratios_to_the_p
     report = Report(name="trial")
     report.compare({"a": [1.0, 2.0], "b": [3.0, 8.0]}, "a", where={"case": "x"}, bound_s=0.5, setup={"b": "of b"})
     assert [list(row) for row in report.rows] == [
-        ["case", "contender", "step_s", "ratio_to_ddp", "of_bound", "setup", "samples_s"]
+        ["case", "contender", "step_s", "ratio_to_ddp", "difference", "of_bound", "setup", "samples_s"]
     ] * 2
     assert [row["setup"] for row in report.rows] == [None, "of b"]
     assert report.rows[1]["ratio_to_ddp"] == Spread.of([3.0, 4.0])
+    assert [row["difference"] for row in report.rows] == ["", "not proved"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "ours_s", "said", "met"),
+    [
+        (6, 0.8, "25.0 % faster, ± 0.0", True),
+        (5, 0.8, "not proved", False),
+        (6, 1.25, "20.0 % slower, ± 0.0", False),
+        (6, 0.95, "5.3 % faster, ± 0.0", False),
+    ],
+)
+def test_a_bar_that_promises_a_difference_is_met_only_if_paired_rounds_prove_it(
+    rounds: int, ours_s: float, said: str, met: bool
+) -> None:
+    samples, report = {"ddp": [1.0] * rounds, "ours": [ours_s] * rounds}, Report(name="trial")
+    report.compare(samples, "ddp")
+    assert report.rows[1]["difference"] == said
+    report.bar_of_pairs("ours / DDP's", samples, "ours", "ddp", 0.9)
+    report.bar_of_pairs("ours / DDP's", samples, "ours", "ddp", 1.3)
+    assert [bar.met for bar in report.bars] == [met, True]
+    assert report.bars[0].value == pytest.approx(ours_s)
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(0.99, "met"), (1.01, "missed"), (float("nan"), "missed")])

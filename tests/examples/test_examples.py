@@ -12,7 +12,7 @@ from rank_jobs import OVER_MESH
 from torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
+ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "26"}
 
 pytestmark = pytest.mark.integration
 

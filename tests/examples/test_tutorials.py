@@ -12,7 +12,7 @@ import pytest
 from rank_jobs import OVER_MESH
 
 TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorial"
-ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
+ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "26"}
 
 pytestmark = pytest.mark.integration
 

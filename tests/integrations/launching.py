@@ -38,7 +38,7 @@ def losses(
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "SIRTAKI_REGISTRY": "off",
-            "SIRTAKI_WARMUP_ITERATIONS": "20",
+            "SIRTAKI_WARMUP_ITERATIONS": "26",
             "HF_HUB_OFFLINE": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

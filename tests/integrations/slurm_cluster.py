@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from sirtaki.machine import ReservedPorts
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 CPUS = 8
 """Declared of each node, whatever there is."""
 
 _START_S, _END_S = 30.0, 10.0
-_PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+_PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def why_unavailable() -> str | None:
@@ -67,6 +69,7 @@ class SlurmCluster:
         self.nodes = ["node1", "node2"] if self._own_names else [socket.gethostname()]
         self.environ = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._ports = ReservedPorts(1 + len(self.nodes))
 
     def __enter__(self) -> SlurmCluster:
         try:
@@ -150,7 +153,7 @@ class SlurmCluster:
         (self.folder / "state").mkdir()
         (self.folder / "spool").mkdir()
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(self.nodes)} {socket.gethostname()}\n")
-        controller, *ports = _free_ports(1 + len(self.nodes))
+        controller, *ports = range(self._ports.first, self._ports.first + 1 + len(self.nodes))
         lines = [
             "ClusterName=sirtaki",
             f"SlurmctldHost={socket.gethostname()}(127.0.0.1)",
@@ -206,6 +209,7 @@ class SlurmCluster:
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(_END_S)
+        self._ports.close()
         for pid, _, _ in list(self._processes()):
             _kill(pid)
         for daemon in self._daemons:
@@ -272,14 +276,6 @@ class Job:
         except AssertionError as err:
             raise AssertionError(f"{err}\n{self.output()}") from err
         return "+".join(sorted(states))
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as probes:
-        found = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in found:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in found]
 
 
 def _split(path: Path) -> list[str]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ def values(ranks_per_pod: int) -> dict[str, Any]:
     return found
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+@pytest.fixture
+def port(reserve: Callable[..., int]) -> str:
+    """Port at which ranks meet, at all addresses of this host."""
+    return str(reserve(host=""))
 
 
 def own_environ(entries: list[dict[str, Any]], index: int, volume: Path) -> dict[str, str]:
@@ -66,7 +66,7 @@ def start_pod(words: list[str], environ: Mapping[str, str], output: Path) -> sub
                 "PYTHONPATH": str(EXAMPLES.parent),
                 "PYTHONUNBUFFERED": "1",
                 "SIRTAKI_CHECKPOINT_S": "0.2",
-                "SIRTAKI_WARMUP_ITERATIONS": "20",
+                "SIRTAKI_WARMUP_ITERATIONS": "26",
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                 **environ,
@@ -132,11 +132,11 @@ def assert_went_on(first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_an_indexed_job(tmp_path: Path, killed: int) -> None:
+def test_an_indexed_job(tmp_path: Path, port: str, killed: int) -> None:
     job = rendered("job", values(1))[-1]
     (template,) = pod_templates(job)
     (train,) = template["spec"]["containers"]
-    port, pods = free_port(), []
+    pods = []
     for index in range(job["spec"]["completions"]):
         environ = own_environ(train["env"], index, tmp_path)
         assert environ["PET_MASTER_ADDR"] == "digits-0.digits"
@@ -146,9 +146,9 @@ def test_an_indexed_job(tmp_path: Path, killed: int) -> None:
     assert (tmp_path / "registry.sqlite").exists()
 
 
-def test_a_pytorchjob_with_two_ranks_in_a_pod(tmp_path: Path) -> None:
+def test_a_pytorchjob_with_two_ranks_in_a_pod(tmp_path: Path, port: str) -> None:
     (job,) = rendered("pytorchjob", values(2))
-    replicas, port, pods = job["spec"]["pytorchReplicaSpecs"], free_port(), []
+    replicas, pods = job["spec"]["pytorchReplicaSpecs"], []
     for rank, role in enumerate(["Master", *["Worker"] * replicas["Worker"]["replicas"]]):
         (train,) = replicas[role]["template"]["spec"]["containers"]
         # The operator tells the master "localhost" and the workers its name.
@@ -160,9 +160,9 @@ def test_a_pytorchjob_with_two_ranks_in_a_pod(tmp_path: Path) -> None:
     assert_went_on(*run_until_killed_then_to_the_end(pods, tmp_path, killed=1))
 
 
-def test_a_trainjob(tmp_path: Path) -> None:
+def test_a_trainjob(tmp_path: Path, port: str) -> None:
     (job,) = rendered("trainjob", values(1))
-    trainer, port, pods = job["spec"]["trainer"], free_port(), []
+    trainer, pods = job["spec"]["trainer"], []
     for index in range(trainer["numNodes"]):
         given = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_NODE_RANK": str(index)}
         given |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}

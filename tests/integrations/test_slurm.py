@@ -24,7 +24,7 @@ DIGITS = EXAMPLES / "elastic_digits.py"
 ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "SIRTAKI_REGISTRY": "off",
-    "SIRTAKI_WARMUP_ITERATIONS": "20",
+    "SIRTAKI_WARMUP_ITERATIONS": "26",
     "SIRTAKI_CHECKPOINT_S": "3600",  # none but those that a signal asks for
     "PATH": os.pathsep.join((str(PROGRAMS), os.environ["PATH"])),
     "PYTHONPATH": str(EXAMPLES.parent),

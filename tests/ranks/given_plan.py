@@ -106,9 +106,9 @@ def it_is_the_first_trial_where_a_job_is_tuned() -> None:
     with common_folder() as folder:
         knobs = optimized(folder / "first")
         log = folder / "trials.jsonl"
-        changes = {"plan": str(folder / "first" / "plan.json"), "warmup_iterations": 20, "trial_log": str(log)}
+        changes = {"plan": str(folder / "first" / "plan.json"), "warmup_iterations": 26, "trial_log": str(log)}
         with settings(**changes):
-            trained(20)
+            trained(26)
         hvd.barrier()
         records = [one for one in map(json.loads, log.read_text().splitlines()) if one["event"] == "trial"]
         assert [one["arm"] for one in records[:2]] == ["default", "plan"]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.autotune.sparse import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, LOOKS, N_CANDIDATES, UNCOUNTED, Stage
 from sirtaki.engine import sparse_gradients
 from sirtaki.engine.job import current
 from sirtaki.engine.reducing.reducer import reducers_of
 
 ROWS, WIDTH, TOUCHED = 6000, 64, 300
-STEPS = 1 + LEARNING_ITERATIONS + 2 * CHECKS + ROUNDS * N_CANDIDATES + 5
+STEPS = 1 + LEARNING_ITERATIONS + (UNCOUNTED + LOOKS[1]) * (2 + N_CANDIDATES) + 5
 SKEWS = {"even": 0, "popular": TOUCHED // 2}
 
 

@@ -2,6 +2,7 @@ import mmap
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -221,3 +222,18 @@ def test_what_a_fork_copies_is_made_through_functions_that_heed_forks():
         and "_leave_before_mpi" not in line
     ]
     assert not found
+
+
+def test_nobody_gets_a_reserved_port_but_a_server_that_asks_for_it_by_number() -> None:
+    with machine.ReservedPorts(3) as ports, machine.ReservedPorts(3) as others:
+        own, theirs = (set(range(each.first, each.first + 3)) for each in (ports, others))
+        assert not own & theirs
+        for port in sorted(own):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            with socket.create_server(("127.0.0.1", port)):
+                socket.create_connection(("127.0.0.1", port)).close()
+            with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+                plain.bind(("127.0.0.1", port))
+    with socket.socket() as plain:
+        plain.bind(("127.0.0.1", others.first))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
 
 import numpy as np
 
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.simulator import put_off_iteration_s
+from sirtaki.autotune.paired import FEWEST_PAIRS, PairedComparison, Verdict
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.schedule import IterationPace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import GradientLayout
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, in_ms
 
 from .plans import plans_for
 
@@ -36,8 +38,18 @@ MOST_EXPECTED = 4
 NEAR, NOT_FAR = 1.02, 1.1
 """Of the shortest expected iteration: what more units, and what fewer streams, may cost."""
 
-ENOUGH = 0.99
-"""Of an iteration without: what is not faster than that is not worth what it takes."""
+WORTHWHILE = 0.01
+"""Share of an iteration that deferred updates must gain to be used."""
+
+SKIPPED, TIMED = 2, 5
+SKIPPED_OF_PAIR, TIMED_OF_PAIR = 1, 2
+"""Iterations of a trial, and of one measurement of a pair: those that do not count, and those that do.
+
+In one more iteration the ranks agree on the time.
+"""
+
+LOOKS = (FEWEST_PAIRS, 14)
+"""Pairs of the final comparison. With 14, one outlier does not hide a gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +66,47 @@ class OverlapChoice:
 
 
 class OverlapTrials:
-    """Of one tuned setting; each choice in `now` is run for some iterations, and `note` takes what these took.
+    """Search for the fastest setting with deferred updates, for one tuned setting.
+
+    Each promising choice runs once. Then the fastest one with deferred updates is compared in pairs with the tuned
+    setting without.
 
     Attributes:
-        first: the tuner's choice, with nothing put off.
-        now: what is to run; at the end, what is best.
-        over: nothing more is to be tried.
+        first: the tuned setting, without deferred updates.
+        now: choice to run; after the search, the choice to keep.
+        over: the search has ended.
+        skipped: first iterations with `now` that do not count.
+        timed: iterations that count.
     """
 
     def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
-        """Args: what the tuner has chosen, what may be chosen, and the flat buffers."""
+        """Begin with the tuned setting.
+
+        Args:
+            tuned: setting that the tuner has chosen.
+            space: settings that may be chosen.
+            layouts: layouts of the flat buffers.
+        """
         self._space, self._first_layout = space, layouts[0]
         self._total_bytes = sum(layout.total_bytes for layout in layouts)
-        self.now = self.first = OverlapChoice(tuned, puts_off=False)
+        self.first = OverlapChoice(tuned, puts_off=False)
         self.over = False
+        self.skipped, self.timed = SKIPPED, TIMED
         self._expected: list[Knobs] | None = None
-        self._taken_s: dict[OverlapChoice, list[float]] = {self.first: []}
-        self._repeated: list[OverlapChoice] | None = None
+        self._taken_s: dict[OverlapChoice, float] = {}
+        self._pairs = PairedComparison(looks=LOOKS, least_gain=WORTHWHILE)
+        self._script = self._search()
+        self.now = next(self._script)
 
     @property
     def informed(self) -> bool:
-        """It has been told what to expect."""
+        """`expect` has been called."""
         return self._expected is not None
 
     def promising(self, expected_s: Callable[[Knobs], float]) -> list[Knobs]:
-        """What is expected to be fast: one setting for each number of streams, fewest first, since what is expected
-        knows little of what units and streams cost besides their links.
+        """Return settings that are expected to be fast: at most one for each number of streams, fewest streams first.
+
+        There is one for each number because the expectation knows little of the cost of streams besides their links.
         """
         best: list[tuple[float, Knobs]] = []
         for streams in self._space.streams:
@@ -90,39 +117,37 @@ class OverlapTrials:
         return [knobs for seconds, knobs in best if seconds <= NOT_FAR * min(seconds for seconds, _ in best)]
 
     def expect(self, promising: Sequence[Knobs]) -> None:
-        """Once, before anything is put off: of these the first ones are tried."""
+        """Set the settings to try first. Called once, before updates are deferred for the first time."""
         self._expected = list(promising[:MOST_EXPECTED])
 
     def note(self, iteration_s: float) -> None:
-        """Iterations of `now` took so long, on average."""
-        self._taken_s[self.now].append(iteration_s)
-        chosen = self._next()
-        self.over = chosen is None
-        self.now = chosen or self._best()
-        self._taken_s.setdefault(self.now, [])
+        """Record the mean time of the timed iterations with `now`, and go on to the next choice."""
+        try:
+            self.now = self._script.send(iteration_s)
+        except StopIteration as end:
+            self.now, self.over = end.value, True
 
-    def seconds(self, choice: OverlapChoice) -> float:
-        """What iterations of a choice that was tried took."""
-        return fmean(self._taken_s[choice])
+    def _search(self) -> Generator[OverlapChoice, float, OverlapChoice]:
+        self._taken_s[self.first] = yield self.first
+        while len(self._taken_s) <= MOST_TRIED:
+            choice = next((each for each in self._promising() if each not in self._taken_s), None)
+            if choice is None:
+                break
+            self._taken_s[choice] = yield choice
+        fastest = self._fastest()
+        self.skipped, self.timed = SKIPPED_OF_PAIR, TIMED_OF_PAIR
+        verdict = yield from self._pairs.run(lambda: self._measure(self.first), lambda: self._measure(fastest))
+        return fastest if verdict is Verdict.FASTER else self.first
 
-    def _next(self) -> OverlapChoice | None:
-        if self._repeated is None:
-            new = next((each for each in self._promising() if each not in self._taken_s), None)
-            if new is not None and len(self._taken_s) <= MOST_TRIED:
-                return new
-            self._repeated = [self.first, self._fastest()]
-        return self._repeated.pop(0) if self._repeated else None
+    def _measure(self, choice: OverlapChoice) -> Generator[OverlapChoice, float, float]:
+        return (yield choice)
 
     def _fastest(self) -> OverlapChoice:
-        """Of those that put off."""
-        return min((each for each in self._taken_s if each.puts_off), key=self.seconds)
-
-    def _best(self) -> OverlapChoice:
-        fastest = self._fastest()
-        return fastest if self.seconds(fastest) <= ENOUGH * self.seconds(self.first) else self.first
+        """Return the fastest choice with deferred updates that was tried."""
+        return min((each for each in self._taken_s if each.puts_off), key=lambda each: self._taken_s[each])
 
     def _promising(self) -> Iterator[OverlapChoice]:
-        """What is to be tried, in this order; some of it may have been."""
+        """Yield choices in the order in which to try them; some may have been tried."""
         tuned = self.first.knobs
         yield OverlapChoice(tuned, puts_off=True)
         if self._expected:
@@ -152,17 +177,22 @@ class OverlapTrials:
                 yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), puts_off=True)
 
     def describe(self) -> str:
-        """What was found, for the log."""
-        fastest = self._fastest()
-        times = (
-            f"{self.seconds(self.first) * 1e3:.4g} ms an iteration without it, {self.seconds(fastest) * 1e3:.4g} with"
-        )
+        """Describe the result, for the log."""
+        pairs = self._pairs
+        before_s, after_s = (math.exp(statistics.median(each)) for each in (pairs.baseline, pairs.candidate))
+        knobs = self._fastest().knobs
         if not self.now.puts_off:
-            return f"overlap_forward: {times} at best, so that it is not used"
-        planned = fastest.knobs == self.first.knobs and fastest.knobs.cuts is not None
-        cuts = "planned units" if planned else f"{format_bytes(fastest.knobs.unit_bytes)} units"
-        plural = "" if fastest.knobs.streams == 1 else "s"
-        return f"overlap_forward: {times} and {cuts} on {fastest.knobs.streams} stream{plural}"
+            reason = f": {pairs.doubt}" if pairs.doubt else ""
+            return (
+                f"overlap_forward: not used, because no gain is proved in {pairs.n_pairs} pairs "
+                f"({in_ms(before_s)} an iteration without it, {in_ms(after_s)} with it at best){reason}"
+            )
+        planned = knobs == self.first.knobs and knobs.cuts is not None
+        cuts = "planned units" if planned else f"{format_bytes(knobs.unit_bytes)} units"
+        return (
+            f"overlap_forward: iterations are {pairs.gain.describe()}: {in_ms(after_s)} instead of {in_ms(before_s)}; "
+            f"{cuts} on {knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
+        )
 
 
 def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
@@ -183,9 +213,6 @@ logger = logging.getLogger(__name__)
 
 PREPARING = 2
 """Iterations that end with `step()` before one may be put off."""
-
-SKIPPED, TIMED = 2, 7
-"""Of a trial: iterations that do not count, and those that do; in one more, ranks agree."""
 
 
 class ForwardOverlap:
@@ -235,7 +262,7 @@ class ForwardOverlap:
     @property
     def _agrees(self) -> bool:
         """Ranks will agree at the end of this iteration, which so needs `step()`."""
-        return self.trying and len(self._ends_s) >= SKIPPED + TIMED
+        return self.trials is not None and self.trying and len(self._ends_s) >= self.trials.skipped + self.trials.timed
 
     @property
     def learning(self) -> bool:
@@ -284,7 +311,7 @@ class ForwardOverlap:
             self._ends_s.append(time.perf_counter())
             self._spans_s.append(report.span_s)
             return None
-        mean_s, span_s = self._agree(synchroniser, joined=joined)
+        mean_s, span_s = self._agree(synchroniser, trials.skipped, joined=joined)
         if trials.now == trials.first and self._pace is not None and not trials.informed:
             trials.expect(self._expected(trials, synchroniser, self._pace, forward_s=mean_s - span_s, link=link))
         trials.note(mean_s)
@@ -324,10 +351,10 @@ class ForwardOverlap:
         promising: list[Knobs] = self._control.broadcast(trials.promising(expected_s) if decides else [])
         return promising
 
-    def _agree(self, synchroniser: Synchroniser, *, joined: bool) -> tuple[float, float]:
-        """Collective: what an iteration of this trial took, and reducing in it in the middle; the mean over ranks."""
-        taken_s = (self._ends_s[-1] - self._ends_s[SKIPPED - 1]) / (len(self._ends_s) - SKIPPED)
-        total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, median(self._spans_s), 1.0]))
+    def _agree(self, synchroniser: Synchroniser, skipped: int, *, joined: bool) -> tuple[float, float]:
+        """Return the time of an iteration, and the communication time in it; means over the ranks. Collective."""
+        taken_s = (self._ends_s[-1] - self._ends_s[skipped - 1]) / (len(self._ends_s) - skipped)
+        total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, statistics.median(self._spans_s), 1.0]))
         mean_s: float
         mean_s, span_s = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
         if self._pace is not None:

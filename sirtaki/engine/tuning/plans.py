@@ -397,7 +397,7 @@ def open_default(
     while True:
         default = choose(space)
         try:
-            router.open_plan(one_element_a_stream(default))
+            router.open_streams(default.route, default.streams, threads=default.threads)
         except TransportError as err:
             problem = problem or str(err)
             space = still_possible(space, router)
@@ -405,19 +405,6 @@ def open_default(
         if problem and control.rank == 0:
             logger.warning("%s; gradients are reduced with %s instead", problem, default.describe())
         return space, default
-
-
-def one_element_a_stream(knobs: Knobs) -> CommPlan:
-    """A plan that uses all streams of these knobs."""
-    return CommPlan(
-        numel=knobs.streams,
-        streams=knobs.streams,
-        transport=knobs.transport,
-        units=tuple(
-            Unit(start=number, stop=number + 1, stream=number, threads=knobs.threads, algorithm=knobs.algorithm)
-            for number in range(knobs.streams)
-        ),
-    )
 
 
 STREAM_BYTES = MIB

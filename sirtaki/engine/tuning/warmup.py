@@ -247,7 +247,7 @@ def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ..
 
 _P = ParamSpec("_P")
 
-RETUNE_ITERATIONS = 25
+RETUNE_ITERATIONS = 31
 """That a re-tune takes at most."""
 
 

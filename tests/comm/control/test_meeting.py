@@ -36,6 +36,7 @@ from sirtaki.comm.control.mesh_rendezvous import (
     open_places,
 )
 from sirtaki.errors import CommError, ConfigError, PeerLostError
+from sirtaki.machine import ReservedPorts
 
 # ── rendezvous ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -43,15 +44,20 @@ from sirtaki.errors import CommError, ConfigError, PeerLostError
 names = (f"test {number}" for number in itertools.count())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture(autouse=True)
+def _ports() -> Iterator[None]:
+    yield
+    while reserved:
+        reserved.pop().close()
+
+
+reserved: list[ReservedPorts] = []
+"""Ports of the running test."""
 
 
 def meetings(size: int, **changes: Any) -> list[Meeting]:
-    port, name = free_port(), next(names)
-    common = {"size": size, "host": "127.0.0.1", "port": port, "name": name} | changes
+    reserved.append(ReservedPorts())
+    common = {"size": size, "host": "127.0.0.1", "port": reserved[-1].first, "name": next(names)} | changes
     return [Meeting(rank=rank, **common) for rank in range(size)]
 
 

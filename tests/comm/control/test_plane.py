@@ -5,6 +5,7 @@ import itertools
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -302,10 +303,10 @@ def test_a_store_is_opened_twice_at_one_port_by_one_process_and_only_by_that(hos
         serve_store(host, other.getsockname()[1], timeout=STORE, multi_tenant=True)
 
 
-def test_a_rank_that_does_not_reach_the_store_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    reach = plane.reach
+def test_a_rank_that_does_not_reach_the_store_is_named_on_all(
+    monkeypatch: pytest.MonkeyPatch, reserve: Callable[..., int]
+) -> None:
+    port, reach = reserve(), plane.reach
     monkeypatch.setattr(plane, "reach", lambda candidates, _: reach(candidates, port))
 
     def act(control: ControlPlane) -> None:
@@ -327,9 +328,7 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
 
 
 @pytest.mark.lengthy
-def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch, reserve: Callable[..., int]) -> None:
     monkeypatch.setattr(plane, "LIMIT_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     with pytest.raises(RuntimeError):
-        connect_to_store("127.0.0.1", port, failures=FailureBoard())
+        connect_to_store("127.0.0.1", reserve(), failures=FailureBoard())

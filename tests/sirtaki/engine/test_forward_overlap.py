@@ -1,5 +1,6 @@
 """Whether iterations may end in the next forward pass, and with which setting: what is tried and kept."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -19,6 +20,7 @@ from sirtaki.engine.tuning.overlap import (
     MOST_TRIED,
     SKIPPED,
     TIMED,
+    TIMED_OF_PAIR,
     UNITS,
     ForwardOverlap,
     OverlapChoice,
@@ -242,6 +244,29 @@ def test_it_is_not_used_where_it_gains_nothing_and_the_tuners_setting_stays() ->
     assert "not used" in trials.describe()
 
 
+@pytest.mark.parametrize("seconds", [0.01, 100.0])
+def test_one_surprising_measurement_neither_keeps_nor_drops_it(seconds: float) -> None:
+    for place in range(12):
+        for put_off_s, kept in ((1.0, False), (0.9, True)):
+            trials, compared = made(), 0
+            while not trials.over:
+                compared += trials.timed == TIMED_OF_PAIR
+                time_s = put_off_s if trials.now.puts_off else 1.0
+                trials.note(seconds if compared == place + 1 else time_s)
+            assert trials.now.puts_off is kept
+
+
+@pytest.mark.lengthy
+def test_where_it_gains_nothing_noise_hardly_ever_keeps_it() -> None:
+    rng = np.random.default_rng(0)
+    kept = 0
+    for _ in range(300):
+        trials = made()
+        play(lambda choice: math.exp(0.05 * rng.standard_normal()), trials)
+        kept += trials.now.puts_off
+    assert kept <= 0.04 * 300
+
+
 def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
     fixed = KnobSpace(routes=TRIED_SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
     run = play(lambda choice: 1.0, made(space=fixed))
@@ -293,7 +318,7 @@ def test_what_is_expected_to_be_fast_is_tried_first_and_then_the_neighbours_of_w
     best = promising[1]
     run = play(lambda choice: 0.5 if choice.knobs == best else 1.0, trials)
     assert [choice.knobs for choice in run[:4]] == [TUNED, TUNED, *promising]
-    assert {choice.knobs.unit_bytes / best.unit_bytes for choice in run[4:-2]} == {0.5, 2.0}
+    assert {choice.knobs.unit_bytes / best.unit_bytes for choice in run[4 : run.index(trials.first, 1)]} == {0.5, 2.0}
     assert trials.now.knobs == best
 
 

@@ -131,7 +131,7 @@ def test_what_the_user_fixes_is_not_tuned(run_ranks: RunRanks, tmp_path: Path) -
         "HOROVOD_FUSION_THRESHOLD": "131072",
         "SIRTAKI_STREAMS": "2",
         "SIRTAKI_TRANSPORT": "gloo",
-        "SIRTAKI_WARMUP_ITERATIONS": "20",
+        "SIRTAKI_WARMUP_ITERATIONS": "26",
         "HOROVOD_AUTOTUNE_LOG": str(log),
     }
     run_ranks("tuning.py", 2, 30, env=env)
@@ -159,7 +159,7 @@ def test_invalid_settings_are_refused_with_the_remedy(run_ranks: RunRanks, env: 
 def test_a_registry_full_of_garbage_is_put_aside_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
     registry = tmp_path / "registry.db"
     registry.write_bytes(b"this is no database " * 1000)
-    env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "20"}
+    env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "26"}
     job = run_ranks("tuning.py", 2, 30, env=env)
     assert "WARNING" in job.stderr or "kept as" in job.stderr
     assert job.stdout.count("done") == 2
@@ -170,7 +170,7 @@ def test_a_cache_directory_that_cannot_be_made_does_not_stop_a_job(run_ranks: Ru
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     blocked.chmod(stat.S_IRUSR)
-    job = run_ranks("tuning.py", 2, 30, env={"XDG_CACHE_HOME": str(blocked), "SIRTAKI_WARMUP_ITERATIONS": "20"})
+    job = run_ranks("tuning.py", 2, 30, env={"XDG_CACHE_HOME": str(blocked), "SIRTAKI_WARMUP_ITERATIONS": "26"})
     assert "without the registry" in job.stderr
     assert job.stdout.count("done") == 2
 
@@ -193,7 +193,7 @@ ALL_DAMAGES = [
 
 def run_jobs(run_ranks: RunRanks, registry: Path, ranks: int, *steps: str) -> str:
     """Standard error, in which each step has left a line."""
-    env = {"SIRTAKI_WARMUP_ITERATIONS": "20", "SIRTAKI_REGISTRY": str(registry)}
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "26", "SIRTAKI_REGISTRY": str(registry)}
     job = run_ranks("remembered_settings.py", ranks, *steps, env=env, timeout_s=340)
     assert len(re.findall(r"^(?:done|damaged): ", job.stderr, re.MULTILINE)) == len(steps)
     assert "Traceback" not in job.stderr

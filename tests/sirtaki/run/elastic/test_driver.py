@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_an_agent_takes_the_place_of_a_driver_that_is_killed(start: Callable) ->
 
 
 def test_a_script_that_fails_everywhere_fails_once_and_says_why(start: Callable) -> None:
-    job = start("-np", 2, "--min-np", 1, command=["python", "-c", "raise ValueError('a bad batch')"])
+    job = start("-np", 2, "--min-np", 1, command=[sys.executable, "-c", "raise ValueError('a bad batch')"])
     assert job.wait() == 1
     assert job.said[-1].startswith("no rank has come as far as to join the job; the first")
     assert "ValueError: a bad batch" in job.said[-1]
@@ -298,7 +299,7 @@ def test_an_unchanged_script_survives_kills_and_hosts_that_come_and_go(start: Ca
     hosts.write_text("a:1\nb:1\n")
     job = start(
         "--as-horovod", "--on-failure", "replace-rank", "--min-np", 1, "--host-discovery-script", f"cat {hosts}",
-        "--agent-command", "{command}", command=["python", str(script)],
+        "--agent-command", "{command}", command=[sys.executable, str(script)],
     )  # fmt: skip
     job.until(lambda: len(begun(job, 2)) == 2, timeout_s=60.0)
     hosts.write_text("a:1\nb:1\nc:1\n")

@@ -168,10 +168,13 @@ def steps_of(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("connections", [30, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_strangers_at_each_socket_of_a_job_that_trains_make_no_step_late(
-    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: int
+    start: Callable,
+    reserve: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    connections: int,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserve(2)
     settings = {"TRANSPORT": "gloo", "TUNE": "0", "REGISTRY": "off", "METRICS_PORT": str(port)}
     for name, value in settings.items():
         monkeypatch.setenv(f"SIRTAKI_{name}", value)
