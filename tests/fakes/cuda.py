@@ -687,6 +687,39 @@ class _Operations(TorchDispatchMode):
         return out
 
 
+class OnStream(torch.autograd.Function):
+    """Has the rest of the backward pass run on another stream, as autograd does where the forward pass did.
+
+    At the end of the pass the caller's stream waits for that stream, before callbacks run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuda: FakeCuda, stream: Stream) -> torch.Tensor:  # type: ignore[override]
+        ctx.cuda, ctx.stream = cuda, stream
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        cuda, stream = ctx.cuda, ctx.stream
+        stream.wait_stream(cuda.current_stream())
+        cuda._thread.stream = stream
+        return gradient, None, None
+
+    @staticmethod
+    def ends_with_pass(loss: torch.Tensor, cuda: FakeCuda) -> torch.Tensor:
+        """Call it with the loss."""
+
+        def end(caller: Stream, _: torch.Tensor) -> None:
+            def join() -> None:
+                caller.wait_stream(cuda.current_stream())
+                cuda._thread.stream = caller
+
+            torch.autograd.Variable._execution_engine.queue_callback(join)
+
+        loss.register_hook(functools.partial(end, cuda.current_stream()))  # type: ignore[no-untyped-call]
+        return loss
+
+
 # ── NCCL ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -180,7 +180,7 @@ MUTANTS = (
         '''Return whether the device is still working on these iterations. Thread-safe."""
         self.device.enter_thread()''',
         '''Return whether the device is still working on these iterations. Thread-safe."""''',
-        ON_GPUS,
+        STREAM_ORDER,
     ),
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
     *wrong_in(

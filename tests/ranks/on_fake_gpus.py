@@ -6,13 +6,14 @@ Each rank has a GPU of its own, and NCCL over Gloo. Each case trains as a user d
 import copy
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from conformance.stream_order import ITERATIONS, Training
 from conformance.training import assert_same_parameters, batch, main, sgd
-from fakes.cuda import FakeCuda
+from fakes.cuda import FakeCuda, OnStream
 from rank_jobs import cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +46,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def trains_as_in_one_process(
     model: nn.Module,
-    wrapped: nn.Module,
+    wrapped: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Nothing is left unordered, and once all is known the host never waits."""
@@ -74,6 +75,21 @@ def an_optimizer_trains() -> None:
     model = model_of(10, 33, 17, 3)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     trains_as_in_one_process(model, model, optimizer)
+    optimizer.close()
+
+
+def gradients_may_be_computed_on_several_streams() -> None:
+    """The first layer's, and those before the last; the others on the default stream."""
+    model = model_of(10, 33, 17, 3, 5)
+    streams = [CUDA.make_stream(), CUDA.make_stream()]
+
+    def wrapped(inputs: torch.Tensor) -> torch.Tensor:
+        hidden = OnStream.apply(model[:2](inputs), CUDA, streams[0])
+        hidden = OnStream.apply(model[2:6](hidden), CUDA, streams[1])
+        return OnStream.ends_with_pass(model[6:](hidden), CUDA)
+
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    trains_as_in_one_process(model, wrapped, optimizer)
     optimizer.close()
 
 

@@ -206,7 +206,8 @@ def test_helper_threads_use_the_gpu_of_their_rank_and_leave_a_graph_capture_vali
     with training(cuda, kind=TransportKind.STAGED) as job:
         cuda.capturing = threading.current_thread()
         job.run(*two_mixed(cuda))
-        asked = [job.sync.in_flight.stalled, job.sync.in_flight.unreduced_unit]
+        in_flight = job.sync.in_flight
+        asked: list[Callable[[], object]] = [in_flight.stalled, in_flight.unreduced_unit, lambda: in_flight.busy]
         threads = [threading.Thread(target=ask) for ask in asked]  # as the watchdog's
         for thread in threads:
             thread.start()
