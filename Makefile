@@ -73,6 +73,7 @@ test-torch: install-torch
 	PATH=$(abspath $(TORCH_VENV)/bin):$$PATH $(TORCH_VENV)/bin/python -m pytest $(CORE) $(ARGS)
 
 gpu: $(STAMP)
+	PYTHON=$(BIN)/python bench/gpu.sh
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 check: $(STAMP)
@@ -93,7 +94,7 @@ package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
 
 bench: $(STAMP)
-	for name in hot_path eager first_steps torch_backend step netlab reality registry landscapes gpu; do \
+	for name in hot_path eager first_steps torch_backend step netlab reality registry landscapes; do \
 		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:

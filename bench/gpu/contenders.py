@@ -39,7 +39,6 @@ class OneRank:
     def step(self) -> None:
         """Run one training step. Nothing in it waits for the GPU."""
         self.forward(self.batch).float().square().mean().backward()
-        self.place.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.place.next_iteration()

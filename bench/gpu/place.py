@@ -129,9 +129,6 @@ class Place:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
-    def before_update(self) -> None:
-        """Call between the backward pass and the optimizer's update, which on a GPU is ordered by streams."""
-
     def next_iteration(self) -> None:
         """Call at the end of each training step; a dry run counts them."""
 

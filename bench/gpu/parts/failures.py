@@ -43,7 +43,6 @@ def run(run: Run) -> None:
         replay()
         place.device.synchronise()
         torch.testing.assert_close(outside, loop.model(loop.batch).detach(), rtol=1e-4, atol=1e-5)
-        place.before_update()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     with run.check("training goes on after the capture"):

@@ -24,7 +24,7 @@ def run(run: Run) -> None:
                     loop.step()
             found["calls"] = calls
             assert not calls, calls
-        if place.dry:  # whose update waits for the threads that play streams
+        if place.dry:  # where all operations run at once
             loop.close()
             continue
         with run.check(f"{name}: a step returns while the GPU is busy with earlier work") as found:
