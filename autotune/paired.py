@@ -4,7 +4,7 @@ The caller measures both settings in alternating order (ABBA). A slower network 
 members of a pair, so that the ratio within a pair is what counts. The test is Wilcoxon's signed-rank test on the
 logarithms of these ratios: a measurement counts by its rank and never by its size, so that no single outlier decides.
 
-The comparison is judged at one or two numbers of pairs that are fixed in advance (group-sequential, [Pocock]). A test
+The comparison is judged at one or two numbers of pairs that are fixed in advance (group-sequential, Pocock). A test
 after every pair would prove luck. Giving up early proves nothing, and is therefore possible after any pair.
 
 [Note: error rate] A setting that is as fast as the baseline is called faster in at most 3 % of all comparisons, both
@@ -89,7 +89,7 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
     """Return the Hodges–Lehmann estimate of the leads' centre, and the interval that the signed-rank test leaves.
 
     The estimate is the median of all Walsh averages (lead i + lead j) / 2, i ≤ j. The interval runs from the k-th
-    smallest to the k-th largest of them, where k is the largest number with P(T ≤ k - 1) ≤ `rate` ([Hollander] sections
+    smallest to the k-th largest of them, where k is the largest number with P(T ≤ k - 1) ≤ `rate` (Hollander, sections
     3.2 and 3.3). The test of no gain rejects at this rate exactly if the interval lies above 0.
 
     Args:
@@ -107,18 +107,17 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
     return float(np.median(walsh)), float(walsh[k - 1]), float(walsh[-k])
 
 
-def pairs_wanted(lead: float, noise: float, *, fewest: int = FEWEST_PAIRS, most: int) -> int:
+def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
     """Return how many pairs will probably prove a lead.
 
     Args:
         lead: logarithm of the expected ratio of times.
         noise: standard deviation of one measurement, as a share.
-        fewest: smallest possible result.
-        most: largest possible result.
+        most: largest result; the smallest one is `FEWEST_PAIRS`.
     """
     # Against normal noise a signed-rank test needs π / 3 times as many pairs as a test of the mean.
     half = statistics.NormalDist().inv_cdf(1.0 - FIRST_LOOK) * math.sqrt(2.0 * math.pi / 3.0) * noise
-    return min(max(math.ceil((1.5 * half / lead) ** 2), fewest), most) if lead > 0.0 else most
+    return min(max(math.ceil((1.5 * half / lead) ** 2), FEWEST_PAIRS), most) if lead > 0.0 else most
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """A job is seen by those who watch it, in its process and from outside."""
 
+import atexit
+
 from rank_jobs import Job, played_on_ranks
 
 from sirtaki.machine import ReservedPorts
@@ -7,7 +9,8 @@ from sirtaki.machine import ReservedPorts
 SHORT = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "26"}
 
 
-PORTS = ReservedPorts(2)  # until the process ends
+PORTS = ReservedPorts(2)
+atexit.register(PORTS.close)
 
 
 test_a_job_is_seen = played_on_ranks("observed", Job(2, env=SHORT))
