@@ -15,26 +15,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def outside_inference(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Has a function run outside of `torch.inference_mode()`: other threads could not write the tensors it makes."""
-
-    @functools.wraps(function)
-    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **options)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **options)
-
-    return outside
-
 
 Event = Any
 """A moment on a device, as `Device.record_event` gives it: a float of the host's clock, or an event."""

@@ -254,7 +254,7 @@ class Router:
             else:
                 peers = tuple(region.view(dtype) for region in regions)
                 return FlatBuffer(peers[self._control.local_rank], peers)
-        return FlatBuffer(torch.zeros(numel, dtype=dtype))
+        return FlatBuffer(torch.zeros(numel, dtype=dtype, device="cpu"))
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
 

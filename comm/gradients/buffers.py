@@ -83,7 +83,7 @@ class ControlFlags:
         # All that a rank may say, where the flags are, and what was reduced, on the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device=elements.device)] * FLAG_COUNT).to(elements.dtype)
         self._choices = {tuple(map(bool, choice.tolist())): choice for choice in choices}
-        self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
+        self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype, device="cpu")
         device.pin(self._reduced)
         self._read: Event | None = None
         self.pace = Pace.USUAL
@@ -191,7 +191,7 @@ REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 
 # How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
 _USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NOBODYS = _NOTHING.untyped_storage()
 
 

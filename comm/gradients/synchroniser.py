@@ -507,7 +507,7 @@ class Synchroniser:
         now.backward_ended = self._device.record_event()
         arrived.own = len(arrived.positions)
         if self._unused_as_none:
-            usage = torch.zeros(self.n_params, dtype=self._usage.dtype)
+            usage = torch.zeros(self.n_params, dtype=self._usage.dtype, device="cpu")
             usage[[] if now.joined else arrived.present] = 1
             self._device.launch(self._usage.copy_, usage)
         if not self.can_reduce:  # before `step()`, so that the flags have not left

@@ -627,7 +627,7 @@ class NcclOpener:
             with torch.cuda.device(self._device.torch_device), environment({ERROR_HANDLING: NO_HANDLING} | told(key)):
                 prefix = PrefixStore(f"{control.next_prefix()}/{name}", store)
                 group = dist.ProcessGroupNCCL(prefix, rank, size, options)
-                first = torch.zeros(1, device=self._device.torch_device)
+                first = torch.zeros(1, dtype=torch.float32, device=self._device.torch_device)
                 group.allreduce([first]).wait()  # makes the connections
                 self._device.synchronise()
         except RuntimeError as err:
