@@ -168,7 +168,7 @@ class Unit:
     def _carry(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
         self.sent_bytes += float(parcels.lengths[self.rank].sum() - parcels.lengths[self.rank, self.rank])
         received = parcels.received_by(self.rank)
-        incoming = torch.empty(sum(received), dtype=torch.uint8)
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
         work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, route=self._route, stream=self._stream)
         self._router.wait_for([work])
         return list(torch.split(incoming, received))
@@ -192,7 +192,7 @@ class Piece:
 @lru_cache(maxsize=4096)
 def packed_bytes(codec: Codec, count: int) -> int:
     """How many bytes so many numbers become."""
-    return codec.pack(torch.zeros(count)).numel()
+    return codec.pack(torch.zeros(count, dtype=torch.float32, device="cpu")).numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +307,8 @@ class PowerSgd:
         known = unit.factors.get(piece.key)
         if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
             return known
-        generator = torch.Generator().manual_seed(zlib.crc32(piece.key.encode()))
-        return torch.randn(shape, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(piece.key.encode()))
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=64)
@@ -464,7 +464,7 @@ class CompressedUnits:
                 for name, *_ in spans:
                     feedback.owed.pop(name, None)
                 continue
-            owed = self._owed[key] = torch.zeros(group.layout.numel)
+            owed = self._owed[key] = torch.zeros(group.layout.numel, dtype=torch.float32, device="cpu")
             for name, start, stop in spans:
                 before = feedback.owed.get(name)
                 if before is not None and before.numel() == stop - start:

@@ -16,28 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from sirtaki.machine import finalize, free_in_forked_children
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def outside_inference(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Run a function outside `torch.inference_mode()`, because other threads cannot write inference tensors."""
-
-    @functools.wraps(function)
-    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **options)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **options)
-
-    return outside
-
 
 Event = Any
 """A point in the work of a device, as returned by `Device.record_event`: a host time in seconds, or a CUDA event."""

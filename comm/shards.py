@@ -208,14 +208,14 @@ class ShardLanes(ABC):
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole tensor of the next gather, where shards need not be copied; `(numel,)`."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole tensor of the next scatter, where it need not be copied; `(numel,)`.
 
         Collective: waits until all ranks have read what was there.
         """
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def close(self) -> None:
         """Not collective, with nothing under way: ends threads and connections of this rank."""
@@ -312,7 +312,7 @@ class JointScatter:
             memory = self.lanes.scatter_memory(numel * size, self.dtype).view(size, -1)
             torch.cat(self._wholes, dim=1, out=memory)
             codec = self._codec if min(part.numel() for part in self._parts) >= FEWEST else None
-            self._wholes, self._sums = [], torch.empty(numel, dtype=self.dtype)
+            self._wholes, self._sums = [], torch.empty(numel, dtype=self.dtype, device="cpu")
             self._work = self.lanes.scatter(
                 memory, self._sums, op=self.op, scale=self.scale, codec=codec, label=self._label or 0
             )
@@ -408,7 +408,7 @@ class _OverSockets(ShardLanes):
     def _gather_packed(self, rows: list[torch.Tensor], mine: torch.Tensor, codec: Codec, label: int) -> ShardWork:
         values, me = mine.float(), self.control.rank
         packed = codec.pack(values)
-        parcels = list(torch.empty(len(rows), packed.numel(), dtype=torch.uint8))
+        parcels = list(torch.empty(len(rows), packed.numel(), dtype=torch.uint8, device="cpu"))
         parcels[me] = packed
         came = self._trade([packed] * len(rows), parcels, GATHERS, label)
         if self.losses is not None:
@@ -453,7 +453,7 @@ class _OverSockets(ShardLanes):
     ) -> ShardWork:
         me, count = self.control.rank, target.numel()
         length = packed_bytes(codec, count)
-        sent, received = (list(torch.empty(len(rows), length, dtype=torch.uint8)) for _ in range(2))
+        sent, received = (list(torch.empty(len(rows), length, dtype=torch.uint8, device="cpu")) for _ in range(2))
         for other, row in enumerate(rows):
             if other != me:
                 values = row.float()
@@ -464,7 +464,7 @@ class _OverSockets(ShardLanes):
 
         def add_up() -> None:
             came()
-            total = torch.zeros(count)
+            total = torch.zeros(count, dtype=torch.float32, device="cpu")
             for other, parcel in enumerate(received):
                 total += rows[me] if other == me else codec.unpack(parcel, count)
             target.copy_(total.mul_(scale))
@@ -477,7 +477,7 @@ class _OverSockets(ShardLanes):
         while self._scratch:
             if (memory := self._scratch.pop()).numel() >= size_bytes:
                 return memory
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
         """A scatter is over: what it has used is left for others, but no more than the largest one needs."""
@@ -556,7 +556,8 @@ class _Slots:
     def fill(self, mark: int, label: int) -> FlatBuffer:
         """The slot that `next` gave, into which so much has been put."""
         slot = self._slots[self._next]
-        slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(torch.tensor([mark, label]))
+        marks = torch.tensor([mark, label], dtype=torch.int64, device="cpu")
+        slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(marks)
         return slot
 
     def taken_by(self, work: ShardWork) -> None:
@@ -798,7 +799,7 @@ class _OverNodes(ShardLanes):
     ) -> ShardWork:
         within, across, nodes = self._within[1], self._across[1], self.control.cross_size
         across.losses = self.losses
-        sums = torch.empty(nodes, part.numel(), dtype=part.dtype)
+        sums = torch.empty(nodes, part.numel(), dtype=part.dtype, device="cpu")
         rows = whole.detach().view(nodes, -1)
         added = [within.scatter(each, own, op=op, scale=1.0, label=label) for each, own in zip(rows, sums, strict=True)]
 

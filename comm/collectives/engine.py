@@ -48,7 +48,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
 from sirtaki.comm.control.plane import ControlPlane, gather
 from sirtaki.comm.control.watchdog import Wait, Watchdog
-from sirtaki.comm.device import outside_inference
+from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, ConfigError, MismatchError
@@ -641,7 +641,7 @@ class EagerEngine:
                 except CommError:
                     return  # those who wait have heard of it
 
-    @outside_inference
+    @outside_modes
     def _step(self) -> None:
         """With `_turn`, collective with the other ranks that have something to do: one round."""
         there = self.pending.snapshot(self._pause_s)
@@ -717,7 +717,7 @@ class SparseSum:
         """Blocks until it is there: a sparse tensor, not coalesced."""
         self.wait(None)
         (indices,), (values,) = (work.results for work in self._works)
-        return torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, self._size, device=values.device, check_invariants=False)
 
 
 # ── subsets of the ranks, each with an engine for eager operations of its own; set 0 is all ranks ─────────────────────

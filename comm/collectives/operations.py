@@ -386,7 +386,7 @@ def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
 def zeros_for(signature: Signature) -> Tensors:
     """What a rank that has joined contributes."""
     return [
-        torch.zeros(shape, dtype=getattr(torch, dtype))
+        torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")
         for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
     ]
 
@@ -414,7 +414,7 @@ def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
         return _adasum(signature, inputs, ranks)
     if len(inputs) == 1:
         return [_reduced(inputs[0].reshape(-1), signature, ranks).view(inputs[0].shape)]
-    results: Tensors = [torch.empty(0)] * len(inputs)
+    results: Tensors = list(inputs)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(inputs):
         by_dtype.setdefault(tensor.dtype, []).append(number)

@@ -195,7 +195,7 @@ REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 
 # How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
 _USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NOBODYS = _NOTHING.untyped_storage()
 
 

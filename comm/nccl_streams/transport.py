@@ -598,7 +598,8 @@ class _Opening:
             prefix = PrefixStore(self.prefix, self.store)
             made = dist.ProcessGroupNCCL(prefix, self._rank, self._size, options)
             self.group = NcclGroup(keep_in_forked_children(made))
-            self.group.all_reduce(torch.zeros(1, device=self._device.torch_device), ReduceOp.SUM)
+            first = torch.zeros(1, dtype=torch.float32, device=self._device.torch_device)
+            self.group.all_reduce(first, ReduceOp.SUM)
             self._device.synchronise()
 
     def attempt(self) -> None:

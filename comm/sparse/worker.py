@@ -133,7 +133,7 @@ class SparseLanes:
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """Collective: some whole numbers, as many on each rank, of all ranks."""
-        mine = torch.tensor(counts, dtype=torch.int64).view(torch.uint8)
+        mine = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
         return [part.view(torch.int64).tolist() for part in self.all_gather(mine, [mine.numel()] * self.size)]
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -149,14 +149,16 @@ class SparseLanes:
         received = layout.received_by(self.rank)
         turns, width = self._cut(layout)
         if turns * width == 1:
-            incoming = torch.empty(sum(received), dtype=torch.uint8)
+            incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
             self._wait([self._send(parcels, layout, incoming, 0)])
             return list(torch.split(incoming, received))
-        whole = [torch.empty(length, dtype=torch.uint8) for length in received]
+        whole = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in received]
         filled = [0] * self.size
         for turn in range(turns):
             pieces = [layout.piece(turn * width + number, turns * width) for number in range(width)]
-            arriving = [torch.empty(sum(piece.received_by(self.rank)), dtype=torch.uint8) for piece in pieces]
+            arriving = [
+                torch.empty(sum(piece.received_by(self.rank)), dtype=torch.uint8, device="cpu") for piece in pieces
+            ]
             sent = [_part(parcels, turn * width + number, turns * width) for number in range(width)]
             works = [
                 self._send(out, piece, into, number)
@@ -285,7 +287,7 @@ def coalesced(gradient: torch.Tensor) -> Rows:
     if gradient.is_coalesced():
         return Rows(indices.clone(), values.clone())
     present, place = torch.unique(indices, return_inverse=True)
-    total = torch.zeros(len(present), values.shape[1], dtype=wide(values.dtype))
+    total = torch.zeros(len(present), values.shape[1], dtype=wide(values.dtype), device="cpu")
     total.index_add_(0, place, values.to(total.dtype))
     return Rows(present, total.to(values.dtype))
 
@@ -294,7 +296,7 @@ def merged(parts: Sequence[Rows]) -> Rows:
     """The sum of rows of several ranks, in the order of the ranks, so that it is the same wherever it is made."""
     dtype = parts[0].values.dtype
     present, place = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
-    total = torch.zeros(len(present), parts[0].values.shape[1], dtype=wide(dtype))
+    total = torch.zeros(len(present), parts[0].values.shape[1], dtype=wide(dtype), device="cpu")
     for part, places in zip(parts, torch.split(place, [len(part) for part in parts]), strict=True):
         total.index_add_(0, places, part.values.to(total.dtype))
     return Rows(present, total.to(dtype))
@@ -341,7 +343,7 @@ class RowFormat:
 
     def pack(self, rows: Rows) -> torch.Tensor:
         """A parcel of these rows: bytes."""
-        parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8)
+        parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device="cpu")
         indices, values = self._views(parcel, len(rows))
         indices.copy_(rows.indices)
         values.copy_(rows.values)
@@ -422,7 +424,7 @@ def _sum_in_places(
     rows: Rows, places: torch.Tensor, n_places: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Collective: rows of all ranks, each in its place of a dense buffer: the sums, and how many ranks have each."""
-    buffer = torch.zeros(n_places * (form.width + 1), dtype=form.dtype)
+    buffer = torch.zeros(n_places * (form.width + 1), dtype=form.dtype, device="cpu")
     values, touched = buffer[: n_places * form.width].view(n_places, form.width), buffer[n_places * form.width :]
     values[places] = rows.values
     touched[places] = 1
@@ -451,11 +453,11 @@ def _blocks(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -
     blocks = torch.from_numpy(union)
     places = torch.searchsorted(blocks, rows.indices // per_block)
     if per_block == 1:
-        total = torch.zeros(len(blocks), form.width, dtype=form.dtype)
+        total = torch.zeros(len(blocks), form.width, dtype=form.dtype, device="cpu")
         total[places] = rows.values
         lanes.all_reduce_(total)
         return Reduced(Rows(blocks, total), int(np.unpackbits(everybody).sum()))
-    indices = (blocks[:, None] * per_block + torch.arange(per_block)).view(-1)
+    indices = (blocks[:, None] * per_block + torch.arange(per_block, device="cpu")).view(-1)
     places = places * per_block + rows.indices % per_block
     values, touched = _sum_in_places(rows, places, len(indices), form, lanes)
     return Reduced(_those_touched(values, touched, indices), int(touched.double().sum()))

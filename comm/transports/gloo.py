@@ -364,7 +364,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         """
         with contextlib.suppress(RuntimeError):
             other = (self._rank + 1) % self._size
-            group.recv([torch.empty(1)], other, NO_TRADE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
+            group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], other, NO_TRADE).wait(
+                timedelta(milliseconds=1)
+            )  # type: ignore[attr-defined]
 
     def _end(self, streams: list[ProcessGroupGloo]) -> bool:
         """Ends groups, and waits for the end of their threads, but not long.
@@ -447,9 +449,9 @@ class _Path:
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]
         mine = parts[rank]
         needed = (size - 1) * mine.numel() * mine.itemsize
-        memory = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
+        memory = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8, device="cpu")
         if memory.numel() < needed:
-            memory = torch.empty(needed, dtype=torch.uint8)
+            memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
         others = list(memory[:needed].view(unit.dtype).view(size - 1, mine.numel()))
         summands = [*others[:rank], mine, *others[rank:]]
         came = self._transport.trade(parts, summands, stream=self._number, tag=tag)

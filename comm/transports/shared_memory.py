@@ -256,7 +256,8 @@ def reduce_share(
     Halves are accumulated in float32 and rounded once. `outputs` may be `buffers`.
     """
     halves = buffers[0].dtype in HALF_DTYPES
-    scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=torch.float32 if halves else buffers[0].dtype)
+    dtype = torch.float32 if halves else buffers[0].dtype
+    scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=dtype, device="cpu")
     combine, widen = COMBINE[op], WIDEN[op]
     # NumPy takes less time than torch, but does not know all halves.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
@@ -279,7 +280,7 @@ def reduce_share(
                 output[low:high].copy_(result)
 
 
-NO_BUFFER = FlatBuffer(torch.empty(0))
+NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 @dataclass(slots=True, eq=False)

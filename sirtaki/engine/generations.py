@@ -59,7 +59,7 @@ def load_what_training_needs() -> None:
     Does nothing where PyTorch is not loaded.
     """
     if (torch := sys.modules.get("torch")) is not None:
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
 
 
 def name_of(formed: Formed) -> str:

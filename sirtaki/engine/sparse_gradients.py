@@ -101,12 +101,18 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
         return Times(*control.maximum(np.array(times)).tolist())
 
     def exchange(size: int) -> None:
-        lanes.exchange([torch.zeros(size, dtype=torch.uint8)] * lanes.size, [[size] * lanes.size] * lanes.size)
+        lanes.exchange(
+            [torch.zeros(size, dtype=torch.uint8, device="cpu")] * lanes.size, [[size] * lanes.size] * lanes.size
+        )
 
-    total, places = torch.zeros(ADDED_ROWS, ADDED_WIDTH), torch.arange(ADDED_ROWS)
+    total = torch.zeros(ADDED_ROWS, ADDED_WIDTH, dtype=torch.float32, device="cpu")
+    places = torch.arange(ADDED_ROWS, device="cpu")
 
     def add(_: int) -> None:
         torch.zeros_like(total).index_add_(0, torch.unique(places, return_inverse=True)[1], total)
+
+    def reduce(size: int) -> None:
+        lanes.all_reduce_(torch.zeros(size * lanes.size // 4, dtype=torch.float32, device="cpu"))
 
     begin_s = time.perf_counter()
     exchanges: dict[int, Times] = {}
@@ -118,7 +124,7 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
             continue
         lanes.exchange_streams = lanes.reduce_streams = count
         exchanges[count] = timed(exchange)
-        reductions[count] = timed(lambda size: lanes.all_reduce_(torch.zeros(size * lanes.size // 4)))
+        reductions[count] = timed(reduce)
         late = float(control.maximum(np.array([time.perf_counter() - begin_s]))[0]) > BUDGET_S
         if late and all(usual in exchanges for usual in in_use):
             break
@@ -408,7 +414,9 @@ class SparseReductions:
             if gradient is None:
                 no_rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
                 values = param.new_empty((0, *param.shape[1:]))
-                gradient = torch.sparse_coo_tensor(no_rows, values, param.shape, check_invariants=False)
+                gradient = torch.sparse_coo_tensor(
+                    no_rows, values, param.shape, device=param.device, check_invariants=False
+                )
             self.start(name, gradient, None)
 
     def _warn_of_lost_edits(self) -> None:
@@ -451,6 +459,7 @@ class SparseReductions:
                     rows.indices[None].to(param.device),
                     rows.values.view(len(rows), *param.shape[1:]).to(param.device),
                     param.shape,
+                    device=param.device,
                     check_invariants=False,
                     is_coalesced=True,
                 )

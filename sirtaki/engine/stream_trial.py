@@ -87,7 +87,7 @@ def main() -> None:
     current = job.current()
     if torch.cuda.is_available():
         torch.cuda.set_device(current.control.local_rank)
-    somewhere = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    somewhere = torch.zeros(1, dtype=torch.float32, device="cuda" if torch.cuda.is_available() else "cpu")
     router = open_router(current.control, current.settings, [somewhere])
     trial = try_streams(current.control, router)
     router.close()

@@ -579,7 +579,7 @@ def _gathered(
 
     def gradient(grads: Tensors) -> Tensors:
         averaged = grouped_allreduce(grads, process_set=process_set)
-        rows_of = allgather(torch.tensor([rows]), process_set=process_set)
+        rows_of = allgather(torch.tensor([rows], dtype=torch.int64, device="cpu"), process_set=process_set)
         before = rows_of[: engine_of(process_set).rank].sum(0).tolist()
         return [grad[start : start + count] for grad, start, count in zip(averaged, before, rows, strict=True)]
 
@@ -654,9 +654,9 @@ def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> t
     if splits is None:
         if rows % size:
             call.refuse(ValueError(f"alltoall without splits: {rows} rows cannot be dealt out evenly to {size} ranks"))
-        return torch.full((size,), rows // size, dtype=torch.int32)
+        return torch.full((size,), rows // size, dtype=torch.int32, device="cpu")
     try:
-        given = torch.as_tensor(splits)
+        given = torch.as_tensor(splits, device="cpu")
         if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
             raise TypeError(f"they are {given.dtype}")
         counts = given.detach().to("cpu", torch.int32)
@@ -694,7 +694,7 @@ def alltoall(
         ValueError: the splits do not fit the tensor, or this rank is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
-    rows, received_splits = 0, torch.empty(0)
+    rows, received_splits = 0, torch.empty(0, dtype=torch.int32, device="cpu")
 
     def run(inputs: Tensors) -> Tensors:
         nonlocal rows, received_splits
@@ -820,7 +820,9 @@ def sparse_allreduce_async(
         summed = total.result()
         values = summed._values()
         values = values / engine.size if values.is_floating_point() else values.div(engine.size, rounding_mode="trunc")
-        return torch.sparse_coo_tensor(summed._indices(), values, summed.size(), check_invariants=False)
+        return torch.sparse_coo_tensor(
+            summed._indices(), values, summed.size(), device=values.device, check_invariants=False
+        )
 
     return average
 

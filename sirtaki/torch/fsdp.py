@@ -1374,7 +1374,9 @@ def measure_link(
     )
 
     def took_s(lanes: ShardLanes, n_bytes: int, *, scatters: bool = False) -> float:
-        whole = torch.zeros(lanes.control.size, -(-n_bytes // (4 * lanes.control.size)))
+        whole = torch.zeros(
+            lanes.control.size, -(-n_bytes // (4 * lanes.control.size)), dtype=torch.float32, device="cpu"
+        )
         part, spans_s = whole[0].clone(), []
         for _ in range(2):
             lanes.control.barrier()
@@ -1390,7 +1392,7 @@ def measure_link(
     if not min(gather_s, scatter_s) > 0.0 or (near is not None and not near_s > 0.0):
         return None
     latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
-    small = torch.zeros(control.size, SMALL_BYTES // (4 * control.size))
+    small = torch.zeros(control.size, SMALL_BYTES // (4 * control.size), dtype=torch.float32, device="cpu")
     control.barrier()
     start_s = time.perf_counter()
     for work in [lanes.gather(list(small), small[0].clone()) for _ in range(MESSAGES)]:

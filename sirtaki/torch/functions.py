@@ -48,11 +48,11 @@ def broadcast_object(
 ) -> Any:  # Any: whatever pickles
     """Collective: the root's picklable object, on every rank."""
     is_root = rank() == root_rank
-    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = _count(data)
     broadcast_(length, root_rank, None if name is None else f"{name}.length", process_set)
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, None if name is None else f"{name}.data", process_set)
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
@@ -60,9 +60,14 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: whatever pickles
     """Collective: the picklable objects of all ranks, by rank."""
     data = _pickled(obj)
-    lengths = allgather(torch.tensor([data.numel()]), None if name is None else f"{name}.length")
+    lengths = allgather(_count(data), None if name is None else f"{name}.length")
     gathered = allgather(data, None if name is None else f"{name}.data")
     return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, lengths.tolist())]
+
+
+def _count(data: torch.Tensor) -> torch.Tensor:
+    """Return the number of elements; `(1,)` int64."""
+    return torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
 
 
 def _pickled(obj: Any) -> torch.Tensor:

@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.comm.collectives.operations import is_dtensor
+from sirtaki.comm.modes import outside_changes
 from sirtaki.engine import job
 from sirtaki.engine.reducing.checks import checksums, require_same_model
 from sirtaki.engine.reducing.reducer import reducers_of
@@ -274,6 +275,7 @@ class LocalSGD:
         if self._hook is None:
             raise ConfigError(f"use it as `with {type(self).__name__}(model, optimizer):` around the training loop")
 
+    @outside_changes
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:  # torch's arguments of a hook
         """The optimizer has made a step."""
@@ -296,6 +298,7 @@ class LocalSGD:
 
     # ── a fragment's way ─────────────────────────────────────────────────────────────────────────────────────────
 
+    @outside_changes
     @torch.no_grad()
     def _send(self, *, leaving: bool = False) -> None:
         """The next fragment leaves."""
@@ -320,6 +323,7 @@ class LocalSGD:
         self._flight = _Flight(fragment, handle, sent, fragment.steps, time.perf_counter())
         fragment.steps = self._steps = 0
 
+    @outside_changes
     @torch.no_grad()
     def _merge(self) -> _Tail:
         """Waits for the fragment that is on its way, and merges it into the model; returns what all have said."""
@@ -517,6 +521,7 @@ class DiLoCo(LocalSGD):
             _write(param, origin.lerp(_wire(param), self._blend) if self._blend else origin)
         super()._take(_Fragment(buffers=fragment.buffers), averages[count:], sent[count:])
 
+    @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
         for fragment in self._fragments:  # of which ranks may have kept a part of their own
@@ -610,7 +615,8 @@ def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
     device = values[0].device if values else "cpu"
     singles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float32]
     doubles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float64]
-    return [torch.cat([*singles, torch.tensor(tail, device=device)]), *([torch.cat(doubles)] if doubles else [])]
+    last = torch.tensor(tail, dtype=torch.float32, device=device)
+    return [torch.cat([*singles, last]), *([torch.cat(doubles)] if doubles else [])]
 
 
 def _parts(flats: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

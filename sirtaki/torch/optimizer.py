@@ -221,7 +221,9 @@ class AveragingOptimizer(Distributed):
             if not decides_by_loss:
                 return loss
             # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(torch.as_tensor(loss).detach(), process_set=self._recipe.process_set)
+            if not isinstance(loss, torch.Tensor):
+                loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
+            return allreduce(loss.detach(), process_set=self._recipe.process_set)
 
         return synchronised
 

@@ -531,7 +531,7 @@ def _n_references(tensor: torch.Tensor) -> int:
         return int(storage.nbytes() > tensor.nbytes if _use_count is None else _use_count(storage._cdata))
 
 
-_ALONE = _n_references(torch.empty(1))
+_ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 
 def _has_alias(param: torch.Tensor) -> bool:

@@ -131,7 +131,7 @@ def share(batch: Any, axis: int = 0) -> Any:
         return batch
     rows = shares(list(range(batch.shape[axis] if hasattr(batch, "shape") else len(batch))), size())[rank() :: size()]
     if isinstance(batch, torch.Tensor):
-        return batch.index_select(axis, torch.tensor(rows, device=batch.device))
+        return batch.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=batch.device))
     return batch.take(rows, axis=axis) if hasattr(batch, "take") else [batch[row] for row in rows]
 
 
@@ -236,7 +236,7 @@ def mean(elements: torch.Tensor) -> torch.Tensor:
     """
     if size() == 1:
         return elements.mean()
-    number: torch.Tensor = average(torch.tensor(float(elements.numel()), device=elements.device))
+    number: torch.Tensor = average(torch.tensor(elements.numel(), dtype=torch.float64, device=elements.device))
     return elements.sum() / number
 
 
@@ -306,10 +306,10 @@ def _reduced(value: Any, op: int) -> Any:
     if isinstance(value, dict):
         return {key: _reduced(there, op) for key, there in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(allreduce(torch.tensor(value, dtype=torch.float64), op=op).tolist())
+        return type(value)(allreduce(torch.tensor(value, dtype=torch.float64, device="cpu"), op=op).tolist())
     if op == Sum and isinstance(value, int):
-        return int(allreduce(torch.tensor(value), op=op))
-    return float(allreduce(torch.tensor(float(value), dtype=torch.float64), op=op))
+        return int(allreduce(torch.tensor(value, dtype=torch.int64, device="cpu"), op=op))
+    return float(allreduce(torch.tensor(float(value), dtype=torch.float64, device="cpu"), op=op))
 
 
 def agreed(value: T) -> T:

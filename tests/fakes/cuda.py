@@ -41,6 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from sirtaki.comm import device as product
+from sirtaki.comm import modes
 
 HOST = "host"
 Clock = dict[Any, int]
@@ -446,6 +447,7 @@ class FakeCuda:
             patch.object(dist, "is_nccl_available", lambda: True),
             patch.object(dist, "ProcessGroupNCCL", self.nccl.group_class(), create=True),
             patch.object(threading.Thread, "run", self._observe(threading.Thread.run)),
+            patch.object(modes, "_disable_current_modes", contextlib.nullcontext),  # the checker is no script's mode
             patch.object(ctypes, "CDLL", functools.partial(self.runtime, real=real_library)),
             patch.object(torch.Tensor, "device", property(place), create=True),
             patch.object(torch.Tensor, "is_cuda", property(lambda tensor: place(tensor).type == "cuda"), create=True),

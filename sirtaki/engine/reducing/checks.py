@@ -47,7 +47,7 @@ def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
 
 def _describe(name: str, param: torch.Tensor) -> str:
     strides = dense_strides(param)
-    usual = torch.empty(param.shape, device="meta").stride()
+    usual = torch.empty(param.shape, dtype=param.dtype, device="meta").stride()
     layout = "" if strides == usual else f" with strides {strides}"
     dtype = str(param.dtype).removeprefix("torch.")
     return f"{name!r} of shape {tuple(param.shape)}{layout}, {dtype} on {param.device.type}"

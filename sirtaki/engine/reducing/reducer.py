@@ -53,6 +53,7 @@ from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
+from sirtaki.comm.modes import outside_changes
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
 from sirtaki.machine import free_in_forked_children, in_forked_children
 from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
@@ -138,6 +139,7 @@ class PassEnd:
         self._reducer, self._over = weakref.ref(reducer), False
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
+    @outside_changes
     def __call__(self) -> None:
         """Autograd's call."""
         self._over = True
@@ -328,6 +330,7 @@ class GradientReducer:
 
     # ── its parameters ───────────────────────────────────────────────────────────────────────────────────────────
 
+    @outside_changes
     def attach(self, named: Sequence[Named]) -> None:
         """Collective, between iterations: from now on, these are its parameters, frozen ones too."""
         self._unhook()
@@ -452,6 +455,7 @@ class GradientReducer:
             if 1 in at_once:
                 self._look()
 
+    @outside_changes
     def _look(self) -> None:
         """Launch units that are complete. Compiled autograd calls nothing at the end of a pass, so end it here."""
         self._process_ready()
@@ -645,6 +649,7 @@ class GradientReducer:
         """This rank has written gradients in place before they are reduced, so that `finish` will raise."""
         return self._sync is not None and self._sync.written
 
+    @outside_changes
     def put_off(self) -> None:
         """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
         assert self._sync is not None
@@ -653,6 +658,7 @@ class GradientReducer:
         self._put_in_missing()
         self._sync.flush()
 
+    @outside_changes
     def wait_for(self, number: int) -> list[int]:
         """Blocks until the gradient of a parameter is reduced that has left.
 
@@ -684,6 +690,7 @@ class GradientReducer:
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
+    @outside_changes
     def finish(self, *, due: bool = True, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
 
@@ -778,7 +785,7 @@ class GradientReducer:
     def _reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:
         """Collective: reduces gradients of parameters that have no hook yet; afterwards they are dense."""
         prefix = f"optimizer.{self.key[1]}.thawed"
-        computed = torch.tensor([float(param.grad is not None) for param in params])
+        computed = torch.tensor([param.grad is not None for param in params], dtype=torch.float32, device="cpu")
         wanted = self._sum(computed, f"{prefix}.computed", Reduction()).tolist()
         for number, (param, anywhere) in enumerate(zip(params, wanted, strict=True)):
             if not anywhere and self._settings.unused_as_none:

@@ -24,6 +24,7 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
+from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer
@@ -533,6 +534,7 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
+@outside_modes  # a counter of operations is not to see the product of matrices
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
     """Collective: measures no allowance and every one that the router offers, on one stream of `route`.
 
@@ -542,7 +544,7 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
     """
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
-    matrix = torch.zeros(MATRIX, MATRIX, device=device.torch_device)
+    matrix = torch.zeros(MATRIX, MATRIX, dtype=torch.float32, device=device.torch_device)
     product = torch.empty_like(matrix)
     probes = []
     for threads in (None, *router.threads()):

@@ -36,7 +36,7 @@ from torch.torch_version import TorchVersion
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh, poll_until
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import outside_inference
+from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.shards import ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
@@ -937,7 +937,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @shown
-    @outside_inference
+    @outside_modes
     def allreduce(
         self, tensors: Any, opts: Any = None
     ) -> Work | None:  # Any: one tensor or several, two classes of options
@@ -955,7 +955,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors, options)
 
     @shown
-    @outside_inference
+    @outside_modes
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.all_reduce_coalesced`."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
@@ -981,7 +981,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ── reduce-scatter ───────────────────────────────────────────────────────────────────────────────────────────
 
     @shown
-    @outside_inference
+    @outside_modes
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -997,7 +997,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
 
     @shown
-    @outside_inference
+    @outside_modes
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         """Collective: see `torch.distributed.reduce_scatter_tensor`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -1025,7 +1025,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _scatter(self, flat: torch.Tensor, output: torch.Tensor, start: int, opts: Any) -> Work:
         flat, plain = flat.detach(), _plain(output)
-        target = plain.view(-1) if output.is_contiguous() else torch.empty(output.numel(), dtype=output.dtype)
+        if output.is_contiguous():
+            target = plain.view(-1)
+        else:
+            target = torch.empty(output.numel(), dtype=output.dtype, device="cpu")
 
         def copy_back() -> None:
             plain.copy_(target.view(output.shape))
@@ -1111,7 +1114,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ── all-gather ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @shown
-    @outside_inference
+    @outside_modes
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.all_gather`."""
         opts = AllgatherOptions() if opts is None else opts
@@ -1119,20 +1122,20 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._ask("allgather", outputs, inputs, opts)
         plain = [_plain(tensor) for tensor in outputs[0]]
         apart = [tensor for tensor in plain if not tensor.is_contiguous()]
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in apart]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in apart]
         instead = dict(zip(map(id, apart), copies, strict=True))
         rows = [instead.get(id(tensor), tensor).view(-1) for tensor in plain]
         return self._gather(rows, inputs[0], list(zip(apart, copies, strict=True)), outputs)
 
     @shown
-    @outside_inference
+    @outside_modes
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         """Collective: see `torch.distributed.all_gather_into_tensor`."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or not self._gathers([output], tensor):
             return self._ask("_allgather_base", output, tensor, opts)
         plain = _plain(output)
-        whole = plain if plain.is_contiguous() else torch.empty(plain.shape, dtype=plain.dtype)
+        whole = plain if plain.is_contiguous() else torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         return self._gather(
             whole.view(-1).chunk(self.size()),
             tensor,
@@ -1219,7 +1222,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
     @shown
-    @outside_inference
+    @outside_modes
     def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work | None:  # Any: as above
         """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
         opts = dist.ReduceOptions() if opts is None else opts

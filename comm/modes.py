@@ -1,0 +1,72 @@
+"""Run Sirtaki's tensor operations outside of modes that the script is in.
+
+A mode of PyTorch holds for all operations of a thread: `torch.inference_mode()`, a default device, `torch.autocast`,
+and modes of the script's own (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse operations. What
+Sirtaki does in the training thread is not the script's operation, as little as what DDP's reducer does in C++.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Return `function`, run outside of all modes of the calling thread, so that it does in any thread the same.
+
+    Outside of inference mode, since other threads could not write the tensors that `function` makes.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+        if not (_changes_operations() or torch._C._len_torch_dispatch_stack()):
+            return function(*args, **options)
+        with _without_modes(), _disable_current_modes():
+            return function(*args, **options)
+
+    return outside
+
+
+def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Return `function`, run outside of modes of the calling thread, but for `TorchDispatchMode`.
+
+    For what runs within a backward pass: DDP's reducer is seen by these modes there, and `function` may end one.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+        if not _changes_operations():
+            return function(*args, **options)
+        with _without_modes():
+            return function(*args, **options)
+
+    return outside
+
+
+def _changes_operations() -> bool:
+    return bool(
+        torch._C._len_torch_function_stack() or torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled()
+    )
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Leave inference mode, autocast and all function modes, of which a default device is one; enter them again."""
+    with ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
