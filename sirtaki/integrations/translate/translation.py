@@ -54,7 +54,7 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
     """Put imports behind the script's own, and lines where it begins to do something."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
     in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
-    last = _last_import(source, "" if in_guard else "\n".join(lines))
+    last = _last_import(source, edits, "" if in_guard else "\n".join(lines))
     imports = import_lines(source, last, hvd=hvd, ranks=ranks)
     if isinstance(guard, cst.If) and in_guard:
         edits.after(last, *imports)
@@ -65,23 +65,37 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
         edits.after(last, *imports, *lines)
 
 
-def _last_import(source: Source, lines: str) -> cst.BaseStatement:
-    """Return the last import before functions and classes, or a later one that `lines` need; it may be in a `try`."""
+def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
+    """Return the last import before functions, classes and what changes, or a later one that `lines` need.
+
+    The import may be in a `try`.
+    """
     found: cst.BaseStatement | None = None
-    for statement in source.module.body:
+    for statement in (body := _until_first_change(source, edits)):
         does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
         if does or m.matches(statement, GUARD):
             break
         if any(isinstance(node, cst.Import | cst.ImportFrom) for node in walk(statement)):
             found = statement
-    first = found or source.module.body[0]
-    assert isinstance(first, cst.BaseStatement)
+    first = found or body[0]
     used = {name.value for name in walk(cst.parse_module(lines)) if isinstance(name, cst.Name)}
-    for statement in source.module.body[source.module.body.index(first) + 1 :]:
+    for statement in body[body.index(first) + 1 :]:
         missing = used & source.imported.keys() - _imported_until(source, first)
-        if missing & _imported_by(statement) and isinstance(statement, cst.BaseStatement):
+        if missing & _imported_by(statement):
             first = statement
     return first
+
+
+def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]:
+    """Return the statements at the top before the first one that changes or shows something; at least one."""
+    body = [statement for statement in source.module.body if isinstance(statement, cst.BaseStatement)]
+    for index, statement in enumerate(body):
+        if isinstance(statement, cst.FunctionDef | cst.ClassDef) or m.matches(statement, GUARD):
+            continue
+        shows = any(source.full_name(call.func) == "print" for call in source.all(cst.Call, statement))
+        if edits.touches(statement) or shows:
+            return body[: max(1, index)]
+    return body
 
 
 def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
