@@ -772,8 +772,26 @@ class HandCut:
     def _draws(self) -> Iterator[cst.Call]:
         for call in self._source.all(cst.Call):
             full = self._source.full_name(call.func)
-            if full in DRAWS and self._trains(call) and len(call.args) > 1:
+            draws = full in DRAWS and self._trains(call) and len(call.args) > 1
+            if draws and (not full.endswith(".randint") or self._is_index(call)):
                 yield call
+
+    def _is_index(self, call: cst.Call) -> bool:
+        """Return whether random numbers pick samples: they, or their name, are an index or are looped over."""
+        source = self._source
+        assign = source.parent(call)
+        drawn = {source.symbol(target) for target in targets(assign)} - {None}
+        for there in source.all(cst.CSTNode):
+            picks: list[cst.CSTNode] = []
+            if isinstance(there, cst.SubscriptElement):
+                picks = [there]
+            elif isinstance(there, cst.For | cst.CompFor):
+                picks = [there.iter]
+            for pick in picks:
+                names = (source.symbol(name) for name in source.all(cst.Name, pick))
+                if pick is call or source.contains(pick, call) or any(symbol in drawn for symbol in names):
+                    return True
+        return False
 
     def _split_loops(self) -> Iterator[cst.For]:
         for loop in self._source.all(cst.For):
@@ -793,6 +811,9 @@ class HandCut:
             label = isinstance(parent, cst.Arg) and parent.keyword is name
             part = isinstance(parent, cst.Attribute) and parent.attr is name
             if self._source.symbol(name) in found and not label and not part and self._trains_here(name):
+                if isinstance(parent, cst.Subscript) and not _takes_all_rows(parent):
+                    text = self._source.code(parent)
+                    self._edits.refuse(name, f"cannot tell which rows of all the data each rank should take: `{text}`")
                 yield name
 
     def _whole_arguments(self) -> Iterator[cst.Name]:
@@ -802,19 +823,23 @@ class HandCut:
             for call in self._source.all(cst.Call)
             if called_attribute(call) == "parameters" and isinstance(call.func, cst.Attribute)
         }
+        to_models, to_losses = list[cst.Name](), list[cst.Name]()
         for call in self._source.all(cst.Call):
             if not self._trains_here(call):
                 continue
-            given = call.args
+            given, into = call.args, to_models
             if self._source.code(call.func) not in models:
                 name = self._source.full_name(call.func)
                 made = bool(self._training.flows.holds(call.func, Kind.LOSS))
                 is_named = any(word in name.lower() for word in ("loss", "entropy", "criterion"))
-                given = given[:2] if made or is_named else ()
+                given, into = given[:2] if made or is_named else (), to_losses
             for arg in given:
                 data = _receiver(arg.value)
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
-                    yield data
+                    into.append(data)
+        if to_losses and not to_models:
+            return  # targets alone are not the data
+        yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
         """Whether a backward pass stands in the same function, or loop."""
@@ -837,6 +862,14 @@ class HandCut:
                 if not isinstance(there, cst.FunctionDef):
                     return False
         return False
+
+
+def _takes_all_rows(node: cst.Subscript) -> bool:
+    """Return whether a subscript leaves the first axis whole: `x[:, 0]`, `x[...]`, `x[None]`."""
+    first = node.slice[0].slice
+    if isinstance(first, cst.Slice):
+        return first.lower is None and first.upper is None
+    return isinstance(first.value, cst.Ellipsis) or (isinstance(first.value, cst.Name) and first.value.value == "None")
 
 
 def _receiver(node: cst.BaseExpression) -> cst.Name | None:
