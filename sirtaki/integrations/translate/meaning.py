@@ -11,6 +11,8 @@ from enum import Enum
 import libcst as cst
 import libcst.helpers
 
+from sirtaki.errors import TranslationError
+
 from .source import (
     Edits,
     Flows,
@@ -154,12 +156,34 @@ class Training:
         return not any(source.contains(loop, made) for loop in loops)
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """The names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`."""
+        """Return the names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`.
+
+        Of a name that is given to such a call (`bar = tqdm(loader)`), those in the call.
+        """
         if isinstance(node, cst.Call) and node.args:
             if node in self.flows.sites:
                 return [node]
             return [name for arg in node.args for name in self.loader_names(arg.value)]
-        return [node] if self.flows.holds(node, Kind.LOADER) else []
+        if not self.flows.holds(node, Kind.LOADER):
+            return []
+        symbol, found = self.source.symbol(node), list[cst.BaseExpression]()
+        for assign in self.source.all(cst.Assign):
+            value = assign.value
+            if symbol is None or not any(self.source.symbol(target) == symbol for target in targets(assign)):
+                continue
+            wraps = isinstance(value, cst.Call) and value not in self.flows.sites and not self.flows.callees(value)
+            if not wraps or dotted(value.func) == "iter":  # type: ignore[attr-defined]  # a call
+                continue
+            inner = self.loader_names(value) if not self._names(value, symbol) else []
+            if not inner:
+                raise TranslationError.of(
+                    [(self.source.line(assign), f"hides the loader that is read: `{self.source.code(assign)}`")]
+                )
+            found += inner
+        return found or [node]
+
+    def _names(self, node: cst.CSTNode, symbol: Symbol) -> bool:
+        return any(self.source.symbol(name) == symbol for name in self.source.all(cst.Name, node))
 
     def is_divided(self, node: cst.BaseExpression) -> bool:
         """Whether an expression may be a loader that is divided."""

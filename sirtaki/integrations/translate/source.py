@@ -377,6 +377,11 @@ class Edits:
         """Whether something in an expression changes."""
         return node in self._changes or any(self.changes_in(child) for child in node.children)
 
+    def touches(self, node: cst.CSTNode) -> bool:
+        """Return whether anything changes in a node, or in front of or behind a statement in it."""
+        tables = (self._changes, self._before, self._after, self._around)
+        return any(any(there in table for table in tables) for there in walk(node))
+
     def before(self, statement: cst.BaseStatement, *lines: str) -> None:
         """Statements in front of one; what is there already does not come again."""
         _add(self._before[statement], lines)

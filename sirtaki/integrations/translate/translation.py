@@ -54,7 +54,7 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
     """Put imports behind the script's own, and lines where it begins to do something."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
     in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
-    last = _last_import(source, "" if in_guard else "\n".join(lines))
+    last = _last_import(source, edits, "" if in_guard else "\n".join(lines))
     imports = import_lines(source, last, hvd=hvd, ranks=ranks)
     if isinstance(guard, cst.If) and in_guard:
         edits.after(last, *imports)
@@ -65,23 +65,37 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
         edits.after(last, *imports, *lines)
 
 
-def _last_import(source: Source, lines: str) -> cst.BaseStatement:
-    """Return the last import before functions and classes, or a later one that `lines` need; it may be in a `try`."""
+def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
+    """Return the last import before functions, classes and what changes, or a later one that `lines` need.
+
+    The import may be in a `try`.
+    """
     found: cst.BaseStatement | None = None
-    for statement in source.module.body:
+    for statement in (body := _until_first_change(source, edits)):
         does = isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With)
         if does or m.matches(statement, GUARD):
             break
         if any(isinstance(node, cst.Import | cst.ImportFrom) for node in walk(statement)):
             found = statement
-    first = found or source.module.body[0]
-    assert isinstance(first, cst.BaseStatement)
+    first = found or body[0]
     used = {name.value for name in walk(cst.parse_module(lines)) if isinstance(name, cst.Name)}
-    for statement in source.module.body[source.module.body.index(first) + 1 :]:
+    for statement in body[body.index(first) + 1 :]:
         missing = used & source.imported.keys() - _imported_until(source, first)
-        if missing & _imported_by(statement) and isinstance(statement, cst.BaseStatement):
+        if missing & _imported_by(statement):
             first = statement
     return first
+
+
+def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]:
+    """Return the statements at the top before the first one that changes or shows something; at least one."""
+    body = [statement for statement in source.module.body if isinstance(statement, cst.BaseStatement)]
+    for index, statement in enumerate(body):
+        if isinstance(statement, cst.FunctionDef | cst.ClassDef) or m.matches(statement, GUARD):
+            continue
+        shows = any(source.full_name(call.func) == "print" for call in source.all(cst.Call, statement))
+        if edits.touches(statement) or shows:
+            return body[: max(1, index)]
+    return body
 
 
 def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
@@ -758,8 +772,26 @@ class HandCut:
     def _draws(self) -> Iterator[cst.Call]:
         for call in self._source.all(cst.Call):
             full = self._source.full_name(call.func)
-            if full in DRAWS and self._trains(call) and len(call.args) > 1:
+            draws = full in DRAWS and self._trains(call) and len(call.args) > 1
+            if draws and (not full.endswith(".randint") or self._is_index(call)):
                 yield call
+
+    def _is_index(self, call: cst.Call) -> bool:
+        """Return whether random numbers pick samples: they, or their name, are an index or are looped over."""
+        source = self._source
+        assign = source.parent(call)
+        drawn = {source.symbol(target) for target in targets(assign)} - {None}
+        for there in source.all(cst.CSTNode):
+            picks: list[cst.CSTNode] = []
+            if isinstance(there, cst.SubscriptElement):
+                picks = [there]
+            elif isinstance(there, cst.For | cst.CompFor):
+                picks = [there.iter]
+            for pick in picks:
+                names = (source.symbol(name) for name in source.all(cst.Name, pick))
+                if pick is call or source.contains(pick, call) or any(symbol in drawn for symbol in names):
+                    return True
+        return False
 
     def _split_loops(self) -> Iterator[cst.For]:
         for loop in self._source.all(cst.For):
@@ -779,6 +811,9 @@ class HandCut:
             label = isinstance(parent, cst.Arg) and parent.keyword is name
             part = isinstance(parent, cst.Attribute) and parent.attr is name
             if self._source.symbol(name) in found and not label and not part and self._trains_here(name):
+                if isinstance(parent, cst.Subscript) and not _takes_all_rows(parent):
+                    text = self._source.code(parent)
+                    self._edits.refuse(name, f"cannot tell which rows of all the data each rank should take: `{text}`")
                 yield name
 
     def _whole_arguments(self) -> Iterator[cst.Name]:
@@ -788,19 +823,23 @@ class HandCut:
             for call in self._source.all(cst.Call)
             if called_attribute(call) == "parameters" and isinstance(call.func, cst.Attribute)
         }
+        to_models, to_losses = list[cst.Name](), list[cst.Name]()
         for call in self._source.all(cst.Call):
             if not self._trains_here(call):
                 continue
-            given = call.args
+            given, into = call.args, to_models
             if self._source.code(call.func) not in models:
                 name = self._source.full_name(call.func)
                 made = bool(self._training.flows.holds(call.func, Kind.LOSS))
                 is_named = any(word in name.lower() for word in ("loss", "entropy", "criterion"))
-                given = given[:2] if made or is_named else ()
+                given, into = given[:2] if made or is_named else (), to_losses
             for arg in given:
                 data = _receiver(arg.value)
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
-                    yield data
+                    into.append(data)
+        if to_losses and not to_models:
+            return  # targets alone are not the data
+        yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
         """Whether a backward pass stands in the same function, or loop."""
@@ -823,6 +862,14 @@ class HandCut:
                 if not isinstance(there, cst.FunctionDef):
                     return False
         return False
+
+
+def _takes_all_rows(node: cst.Subscript) -> bool:
+    """Return whether a subscript leaves the first axis whole: `x[:, 0]`, `x[...]`, `x[None]`."""
+    first = node.slice[0].slice
+    if isinstance(first, cst.Slice):
+        return first.lower is None and first.upper is None
+    return isinstance(first.value, cst.Ellipsis) or (isinstance(first.value, cst.Name) and first.value.value == "None")
 
 
 def _receiver(node: cst.BaseExpression) -> cst.Name | None:

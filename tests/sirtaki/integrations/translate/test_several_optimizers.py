@@ -248,8 +248,10 @@ def test_imports_that_a_translation_needs_stand_in_front_of_what_it_adds() -> No
     head, rest = script(BY_MODULE).split("import torch\n", 1)
     wrapped = translate(f"{head}class Before:\n    pass\nimport torch\nimport os\n{rest}").after
     assert undefined_names(wrapped) == set()
-    assert wrapped.index("import torch\n") < wrapped.index("torch.cuda.set_device") if "cuda" in wrapped else True
     assert wrapped.index("import os\n") < wrapped.index("os.environ")
+    late = translate(script(BY_MODULE, before="import json\n")).after  # behind the loader, which is divided
+    assert undefined_names(late) == set()
+    assert late.index("import sirtaki.torch") < late.index("ranks.divided")
 
 
 def test_gradients_are_reduced_in_backward_passes_only_if_all_optimizers_step_after_each() -> None:
