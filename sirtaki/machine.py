@@ -104,6 +104,16 @@ def is_alive(pid: int) -> bool:
         return psutil.LINUX and not Path("/proc/self").exists()  # where it is not mounted nothing can be known
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped, by SIGSTOP or a debugger."""
+    import psutil  # as above
+
+    try:
+        return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+    except psutil.Error:
+        return False
+
+
 # ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A child that a script forks (a data loader's worker, a checkpoint writer) inherits the rank's objects but none of its

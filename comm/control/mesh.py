@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import select
 import socket
@@ -233,6 +234,7 @@ class Connection:
     Attributes:
         rank: who is at the other end.
         heard_s: `time.monotonic()` when something last came.
+        has_spoken: something has come.
         said_bye: the other end has taken its leave: that it closes is no failure.
         ended: nothing more can come.
     """
@@ -247,7 +249,7 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
         self._socket, self.rank = sock, rank
         self.heard_s = time.monotonic()
-        self.said_bye = self.ended = False
+        self.said_bye = self.ended = self.has_spoken = False
         self._sending = free_in_forked_children(threading.Lock())
         self._queue: deque[tuple[list[memoryview], Sending]] = deque()
         self._inbound = bytearray(_INBOUND_BYTES)
@@ -335,7 +337,7 @@ class Connection:
                 self.ended = True
                 return
             taken += count
-            self.heard_s = time.monotonic()
+            self.heard_s, self.has_spoken = time.monotonic(), True
             if direct:
                 self._filled += count
                 self._complete(receiver)
@@ -417,13 +419,17 @@ class Links:
         reading: held while payloads are placed.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], *, heartbeat_s: float | None) -> None:
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], *, heartbeat_s: float | None, first_s: float = 0.0
+    ) -> None:
         """Owns the sockets, one to every other rank, each of which has proved itself.
 
         Args:
             rank: of this process.
             sockets: by the rank at their other end.
             heartbeat_s: a rank that is silent for so long is given up; None = never.
+            first_s: how long a rank may take to send its first message, if that is longer: it may still be connecting
+                to other ranks, and sends nothing until it has met all of them.
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
@@ -442,6 +448,7 @@ class Links:
             self._readable.register(descriptor, select.EPOLLIN)
             self._hung_up.register(descriptor, select.EPOLLRDHUP)
         self._beat_s = heartbeat_s / BEATS if heartbeat_s else None
+        self._first_beats = max(BEATS, math.ceil(first_s / self._beat_s)) if self._beat_s else BEATS
         self._silent_beats = 0
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="sirtaki-mesh", daemon=True)
@@ -585,12 +592,13 @@ class Links:
             self._silent_beats = 0
             return
         self._silent_beats += 1
-        if self._silent_beats >= BEATS:
-            silent_s = BEATS * self._beat_s
+        most = BEATS if before.has_spoken else self._first_beats
+        if self._silent_beats >= most:
+            setting = "SIRTAKI_HEARTBEAT_S" if before.has_spoken else "SIRTAKI_START_TIMEOUT_S"
             self._lose(
                 before.rank,
-                f"rank {before.rank} has sent nothing for {silent_s:.0f} s: it is stopped, hangs in code that holds "
-                "the interpreter, or its network is gone (SIRTAKI_HEARTBEAT_S says how long is too long)",
+                f"rank {before.rank} has sent nothing for {most * self._beat_s:.0f} s: it is stopped, hangs in code "
+                f"that holds the interpreter, or its network is gone ({setting} says how long is too long)",
             )
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────

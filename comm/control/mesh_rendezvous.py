@@ -545,13 +545,18 @@ def meet(
         ConfigError: what the ranks were told does not fit together.
         CommError: some do not come or cannot be reached.
     """
+    deadline_s = time.monotonic() + timeout_s
+
+    def joined(rank: int, sockets: dict[int, socket.socket]) -> MeshCommunicator:
+        left_s = deadline_s - time.monotonic()
+        return MeshCommunicator(Links(rank, sockets, heartbeat_s=heartbeat_s, first_s=left_s))
+
     if meeting.appointment is not None:
         sockets = keep(meeting.appointment, rank=meeting.rank, name=meeting.name, timeout_s=timeout_s)
-        return MeshCommunicator(Links(meeting.rank, sockets, heartbeat_s=heartbeat_s))
+        return joined(meeting.rank, sockets)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
         return alone()
-    deadline_s = time.monotonic() + timeout_s
     name = f"{meeting.name}/{','.join(map(str, meeting.members))}"
     _met[name, meeting.rank] += 1
     prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}"
@@ -571,7 +576,7 @@ def meet(
     except SirtakiError as err:
         table.tell_problem(err)
         raise
-    return MeshCommunicator(Links(own, sockets, heartbeat_s=heartbeat_s))
+    return joined(own, sockets)
 
 
 def _store(meeting: Meeting, deadline_s: float) -> Store:

@@ -85,6 +85,9 @@ ANSWER_S = 3.0
 MOST_FAILURES = 5
 """After so many errors in a row the watchdog gives up."""
 
+MOST_NAMED = 4
+"""How many of the missing ranks a message names."""
+
 LEAVE_GRACE_S = 10.0
 """How long a wait may last once a rank that is waited for has ended its script."""
 
@@ -234,27 +237,38 @@ class Watchdog:
                     )
                 )
             elif shutdown_s is not None and waited_s > shutdown_s:
-                self.fail(StallError(self._report(wait, waited_s)))
+                self.fail(StallError(self._report(wait, waited_s)[0]))
             elif waited_s > self._warning_s and (wait.what, wait.since_s) not in self._warned:
                 self._warned.add((wait.what, wait.since_s))
-                logger.warning("%s", self._report(wait, waited_s))
+                text, is_first = self._report(wait, waited_s)
+                logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", text)
 
-    def _report(self, wait: Wait, waited_s: float) -> str:
-        """Asks all ranks where they are and puts the answers into words."""
+    def _report(self, wait: Wait, waited_s: float) -> tuple[str, bool]:
+        """Ask all ranks where they are.
+
+        Returns:
+            The answers in words, as one line; and whether no lower rank waits for the same, which would say it, too.
+        """
         self._answers = {}
         self._courier.send_all(Tag.WHERE)
         deadline = time.monotonic() + ANSWER_S
         while len(self._answers) < self._courier.size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
             self._read_messages()
-        lines = [f"rank {self._courier.rank} has waited {waited_s:.0f} s for {wait.what}"]
+        missing, waiting = [], [self._courier.rank]
         for rank in range(self._courier.size):
             answer = self._answers.get(rank, "does not answer: it is gone or stopped")
             if rank in self._left:
                 answer = "has ended its script"
-            if rank != self._courier.rank and not answer.startswith(f"waits for {wait.what}"):
-                lines.append(f"  missing: rank {rank} {answer}")
-        return "\n".join(lines)
+            if answer.startswith(f"waits for {wait.what}"):
+                waiting.append(rank)
+            elif rank != self._courier.rank:
+                missing.append(f"rank {rank} {answer}")
+        text = f"rank {self._courier.rank} has waited {waited_s:.0f} s for {wait.what}"
+        if missing:
+            more = f"; and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+            text = "; missing: ".join([text, *missing[:MOST_NAMED]]) + more
+        return text, min(waiting) == self._courier.rank
 
     def fail(self, error: CommError) -> None:
         """Ends the job with this error on all ranks."""

@@ -427,10 +427,10 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         ("LOCAL_SIZE", control.local_size),
         ("CROSS_RANK", control.cross_rank),
         ("CROSS_SIZE", control.cross_size),
-        ("HOSTNAME", control.host_names[control.rank]),
         *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
+    os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])  # a launcher has its own name for it
     _ending = _job
     if not _has_hooks:
         _has_hooks = True

@@ -398,7 +398,8 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
         folder=output_folder(options.output_filename) if options.output_filename else None,
     )
     start_timeout_s = options.start_timeout or START_TIMEOUT_S + local_ranks / usable_cores()
-    supervisor = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=output)
+    others = [host.name for host in job.hosts if not host.is_local]
+    supervisor = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=output, hosts=others)
     return supervisor.run(words, {**environ, **ssh_variables(job, environ)})
 
 

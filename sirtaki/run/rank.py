@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from sirtaki.engine import console
 from sirtaki.engine.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
-from sirtaki.errors import PeerLostError
+from sirtaki.errors import PeerLostError, StallError
 from sirtaki.run.launch import unescape
 
 from .as_horovod import SHIM
@@ -89,7 +89,8 @@ def _fail(err: BaseException) -> None:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
                 trace = trace.tb_next  # a user's traceback begins in the user's script
-            _tell(Event.RAISES, reason=f"{type(err).__name__}: {err}" if isinstance(err, PeerLostError) else "")
+            by_another = isinstance(err, PeerLostError | StallError)
+            _tell(Event.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
             sys.last_value = err  # as the interpreter does; who ends MPI looks there
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))

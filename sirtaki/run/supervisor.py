@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from sirtaki.errors import LaunchError
-from sirtaki.machine import is_alive
+from sirtaki.machine import is_alive, is_stopped
 
 from .leftovers import (
     Janitor,
@@ -44,6 +45,14 @@ START_REPORT_S = 10.0
 
 _NAMED = 8  # of the ranks that have not started
 
+_OF_OTHERS = ("PeerLostError: ", "StallError: ")
+"""A failure with such a reason is due to another rank."""
+
+_STOPPED = "it is stopped, by SIGSTOP or a debugger"
+
+STOPPED_S = 10.0
+"""A rank that is stopped for so long is named."""
+
 _POLL_S = 1.0
 """How often to look for what announces itself by no event: vanished ranks, limits, a killed mpiexec."""
 
@@ -53,12 +62,14 @@ class Supervisor:
 
     Attributes:
         ranks: how many must start.
-        start_timeout_s: within which they must.
+        start_timeout_s: how long the start may go on without progress.
     """
 
-    def __init__(self, *, ranks: int, start_timeout_s: float, output: OutputOptions) -> None:
+    def __init__(self, *, ranks: int, start_timeout_s: float, output: OutputOptions, hosts: Sequence[str] = ()) -> None:
+        """Starts nothing; `hosts` are others than this one."""
         self.ranks = ranks
         self.start_timeout_s = start_timeout_s
+        self._hosts = tuple(hosts)
         self._output = output
         self._lock = threading.Lock()
         self._started: dict[int, Message] = {}
@@ -66,6 +77,7 @@ class Supervisor:
         self._failure: Ending | None = None
         self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
         self._unreached: list[str] = []
+        self._stopped_at: dict[int, float] = {}  # infinite once it has been said
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
@@ -151,8 +163,23 @@ class Supervisor:
             self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
 
+    def _cause_of(self, ending: Ending) -> Ending:
+        """Return the end of the rank that another one's failure is due to, where this host shows it; else `ending`."""
+        if not ending.reason.startswith(_OF_OTHERS):
+            return ending
+        with self._lock:
+            running = [message for rank, message in sorted(self._started.items()) if rank not in self._ended]
+        here = [message for message in running if message.host == socket.gethostname()]
+        if gone := next((message for message in here if not is_alive(message.pid)), None):
+            return killed(gone.rank, gone.host, signal.SIGKILL)
+        if stopped := next((message for message in here if is_stopped(message.pid)), None):
+            reason = f"{_STOPPED}; on rank {ending.rank}: {ending.reason}"
+            return replace(ending, rank=stopped.rank, host=stopped.host, reason=reason)
+        return ending
+
     def _fail(self, ending: Ending) -> None:
         """Says which rank ends the job, once: the others fail because of the first."""
+        ending = self._cause_of(ending)
         with self._lock:
             first, self._failure = self._failure is None and self._signal is None, self._failure or ending
             started = next((message for message in self._started.values() if _is_of(ending, message)), None)
@@ -183,8 +210,8 @@ class Supervisor:
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Returns when mpiexec has ended or must be ended."""
-        started_at = time.monotonic()
-        report_at = started_at + START_REPORT_S
+        start = _Start(mpiexec.pid, self.start_timeout_s, self._hosts)
+        report_at = time.monotonic() + START_REPORT_S
         give_up_at: float | None = None
         while mpiexec.poll() is None and self._signal is None:
             now = time.monotonic()
@@ -192,13 +219,13 @@ class Supervisor:
                 missing = sorted(set(range(self.ranks)) - set(self._started))
                 failed = self._failure is not None
                 vanished = [rank for rank in self._started if rank not in self._ended and self._has_vanished(rank)]
-            if missing and not failed and now > started_at + self.start_timeout_s:
+            if missing and not failed and start.is_over(self.ranks - len(missing), now):
                 named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
                 raise LaunchError(
-                    f"{len(missing)} of {self.ranks} ranks ({named}) did not start within "
-                    f"{self.start_timeout_s:g} s; check that their hosts can be reached by ssh without a password "
-                    "and have the same Python environment, or allow more with --start-timeout"
+                    f"{len(missing)} of {self.ranks} ranks ({named}) did not start within {start.limit_s:g} s"
+                    f"{start.advice(now)}, or allow more with --start-timeout"
                 )
+            self._name_stopped(now)
             if missing and not failed and now > report_at:
                 report_at = now + START_REPORT_S
                 self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
@@ -212,6 +239,19 @@ class Supervisor:
                 return
             self._changed.wait(_POLL_S if self._open_streams else _POLL_S / 20)
             self._changed.clear()
+
+    def _name_stopped(self, now: float) -> None:
+        """Say which ranks of this host have been stopped for a while, each once."""
+        with self._lock:
+            running = [message for rank, message in self._started.items() if rank not in self._ended]
+        for message in running:
+            if message.host != socket.gethostname() or not is_stopped(message.pid):
+                self._stopped_at.pop(message.rank, None)
+            elif now - self._stopped_at.setdefault(message.rank, now) > STOPPED_S:
+                self._stopped_at[message.rank] = float("inf")
+                self._consoles["stderr"].say(
+                    f"rank {message.rank} on {message.host} waits: {_STOPPED}; `kill -CONT {message.pid}` resumes it"
+                )
 
     def _has_vanished(self, rank: int) -> bool:
         message = self._started[rank]
@@ -238,6 +278,62 @@ class Supervisor:
     def _remember(self, number: int) -> None:
         self._signal = number
         self._changed.set()
+
+
+START_PROGRESS = 0.05
+"""The share of the start's limit that processes of this host must compute for, in all, to count as starting."""
+
+START_MOST = 10
+"""How many times as long as its limit a start may last, whatever progress it makes."""
+
+
+class _Start:
+    """The start of a job, which goes on as long as ranks arrive or their processes on this host compute.
+
+    Attributes:
+        limit_s: without progress.
+    """
+
+    def __init__(self, mpiexec: int, limit_s: float, hosts: Sequence[str]) -> None:
+        self._mpiexec, self.limit_s, self._hosts = mpiexec, limit_s, hosts
+        self._begun_s = self._moved_s = time.monotonic()
+        self._there, self._computed_s, self._looked_s = 0, 0.0, 0.0
+
+    def is_over(self, there: int, now: float) -> bool:
+        """Return whether so many ranks are too few by `now`."""
+        if there > self._there:
+            self._there, self._moved_s = there, now
+        if now - self._looked_s > self.limit_s / 20:  # which costs some system calls for each process
+            self._looked_s, (computed_s, _) = now, self._processes()
+            if computed_s - self._computed_s > START_PROGRESS * self.limit_s:
+                self._computed_s, self._moved_s = computed_s, now
+        return now > min(self._moved_s + self.limit_s, self._begun_s + START_MOST * self.limit_s)
+
+    def _processes(self) -> tuple[float, int]:
+        """Return the processor time of all that mpiexec has started on this host, and how many that are."""
+        import psutil  # as in `is_alive`
+
+        computed_s, number = 0.0, 0
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._mpiexec).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    computed_s, number = computed_s + times.user + times.system, number + 1
+        return computed_s, number
+
+    def advice(self, now: float) -> str:
+        """Return what to look at, as the end of a sentence."""
+        if self._hosts:
+            return (
+                f"; check that {', '.join(self._hosts[:_NAMED])} can be reached by ssh without a password and have the "
+                "same Python environment"
+            )
+        if now - self._begun_s > START_MOST * self.limit_s:
+            return ", though they compute; there may be too many for this machine: start fewer"
+        return (
+            f" without progress: the {self._processes()[1]} processes that mpiexec has started on this host wait, for "
+            "example for the disk that Python is loaded from"
+        )
 
 
 @contextlib.contextmanager

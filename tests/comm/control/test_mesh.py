@@ -366,6 +366,30 @@ def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
     close(links)
 
 
+@pytest.mark.lengthy
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_up(comes: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        own = Links(0, {1: listener.accept()[0]}, heartbeat_s=0.3, first_s=30.0 if comes else 1.0)
+    if comes:
+        time.sleep(0.9)
+        assert own.failures.error is None
+        late = Links(1, {0: theirs}, heartbeat_s=0.3)
+        time.sleep(0.6)
+        assert own.failures.error is None
+        with late.reading:  # from its first message on, the heartbeat counts
+            until(lambda: own.failures.error is not None, timeout_s=5.0)
+        assert "SIRTAKI_HEARTBEAT_S" in str(own.failures.error)
+        close([own, late])
+    else:
+        until(lambda: own.failures.error is not None, timeout_s=5.0)
+        assert "rank 1 has sent nothing for 1 s" in str(own.failures.error)
+        assert "SIRTAKI_START_TIMEOUT_S" in str(own.failures.error)
+        theirs.close()
+        close([own])
+
+
 def test_silences_that_are_forgiven_do_not_add_up() -> None:
     links = connected(2, heartbeat_s=30.0)
     for _ in range(3):

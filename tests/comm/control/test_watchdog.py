@@ -149,7 +149,7 @@ def test_a_long_wait_is_a_warning_once_that_names_who_is_missing_and_where(
         pack.waits[0] = since(8.2, "something else")
         until(lambda: len(caplog.records) == 2)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"rank 0 has waited 7 s for {WHAT}\n  missing: rank 2 runs ")
+    assert first.startswith(f"rank 0 has waited 7 s for {WHAT}; missing: rank 2 runs ")
     assert first.endswith("; is in iteration 3")
     assert "rank 1" not in first
     assert f"missing: rank 1 waits for {WHAT}" in second

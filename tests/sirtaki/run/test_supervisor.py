@@ -107,6 +107,73 @@ def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypa
     assert "1 of 2 ranks have started" in capfd.readouterr().err
 
 
+@pytest.fixture
+def stopped_pid():
+    """A process that is stopped."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("kind", ["StallError", "PeerLostError"])
+def test_a_rank_that_is_stopped_is_blamed_for_the_failures_of_others(capfd, stopped_pid, kind):
+    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=stopped_pid)
+    failure = say(Event.FAILED, exit_code=1, reason=f"{kind}: rank 0 has waited 7 s")
+    assert run(told + failure + "exit 1", ranks=2) == 1
+    expected = (
+        f"sirtakirun: rank 1 on {socket.gethostname()} failed (it is stopped, by SIGSTOP or a debugger; on rank 0: "
+        f"{kind}: rank 0 has waited 7 s); all ranks are ended\n"
+    )
+    assert capfd.readouterr().err == expected
+
+
+def test_a_rank_that_is_stopped_is_not_blamed_for_the_errors_of_a_script(capfd, stopped_pid):
+    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=stopped_pid)
+    assert run(told + say(Event.FAILED, exit_code=1, reason="ValueError: a bad batch") + "exit 1", ranks=2) == 1
+    assert "rank 0 on" in capfd.readouterr().err
+
+
+def test_a_killed_rank_is_blamed_though_another_one_says_first_what_it_misses(capfd):
+    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=99999999)
+    assert (
+        run(told + say(Event.FAILED, exit_code=1, reason="PeerLostError: rank 1 has ended") + "exit 1", ranks=2) == 137
+    )
+    said = capfd.readouterr().err
+    assert said.startswith(f"sirtakirun: rank 1 on {socket.gethostname()} failed (killed by SIGKILL")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.lengthy
+def test_a_rank_that_stays_stopped_is_named_once(capfd, stopped_pid, monkeypatch):
+    monkeypatch.setattr(supervisor, "STOPPED_S", 0.1)
+    run(say(Event.STARTED, pid=stopped_pid) + "sleep 1")
+    assert capfd.readouterr().err == (
+        f"sirtakirun: rank 0 on {socket.gethostname()} waits: it is stopped, by SIGSTOP or a debugger; "
+        f"`kill -CONT {stopped_pid}` resumes it\n"
+    )
+
+
+@pytest.mark.lengthy
+def test_a_start_goes_on_while_ranks_arrive_or_compute():
+    arriving = "".join(f"sleep 0.4; {say(Event.STARTED, rank=rank, pid=os.getpid())}" for rank in range(4))
+    assert run(arriving, ranks=4, start_timeout_s=0.8) == 0
+    computes = [sys.executable, "-c", "import time; b = time.time()\nwhile time.time() < b + 2: pass"]
+    computing = f"{computes[0]} {computes[1]} '{computes[2]}'; {say(Event.STARTED, pid=os.getpid())}"
+    assert run(computing, start_timeout_s=0.8) == 0
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    ("hosts", "says"), [((), "1 processes .* on this host wait"), (("far",), "far can be reached by ssh")]
+)
+def test_a_start_without_progress_ends_with_advice_that_fits(hosts, says):
+    job = Supervisor(ranks=1, start_timeout_s=0.3, output=OutputOptions(hydra=True), hosts=hosts)
+    with pytest.raises(LaunchError, match=says) as raised:
+        job.run(["sh", "-c", "sleep 60; true"], os.environ)
+    assert ("ssh" in str(raised.value)) is bool(hosts)
+
+
 @pytest.mark.lengthy
 def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
     marker = f"71.{os.getpid()}"
