@@ -48,6 +48,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
 from sirtaki.comm.control.plane import ControlPlane, gather
 from sirtaki.comm.control.watchdog import Wait, Watchdog
+from sirtaki.comm.device import cuda_device
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
@@ -480,7 +481,9 @@ class Rounds:
             for signature, work in zip(signatures, works, strict=True):
                 self._names.touch(signature.name)
                 if work is not None and work.written is not None:
-                    torch.cuda.current_stream(work.tensors[0].device).wait_event(work.written)
+                    gpu = cuda_device(work.tensors[0].device.index)
+                    gpu.enter_thread()
+                    gpu.order_after(work.written)
             if carried is not None:
                 mine[0].results = result_of(signatures[0], mine[0].tensors, carried)
             else:

@@ -175,6 +175,13 @@ MUTANTS = (
         ON_GPUS,
     ),
     Mutant(
+        "the thread of eager operations uses GPU 0",
+        "comm/collectives/engine.py",
+        "                    gpu.enter_thread()\n",
+        "",
+        ON_GPUS,
+    ),
+    Mutant(
         "the watchdog uses GPU 0",
         ITERATION,
         '''Return whether the device is still working on these iterations. Thread-safe."""

@@ -183,6 +183,9 @@ def eager_operations_give_what_they_give_on_the_host() -> None:
     assert torch.equal(hvd.allgather(mine).cpu(), torch.cat(everyones))
     assert torch.equal(hvd.broadcast(mine, size - 1).cpu(), everyones[-1])
     assert hvd.allreduce(mine).device == torch.device("cuda", 1)
+    handles = [hvd.allreduce_async(mine * factor, op=hvd.Sum) for factor in (1.0, 2.0)]  # by the engine's thread
+    for factor, handle in enumerate(handles, 1):
+        assert torch.equal(hvd.synchronize(handle).cpu(), factor * sum(everyones))
     CUDA.check()
 
 
