@@ -47,7 +47,8 @@ def _spells(rng: np.random.Generator, n_pairs: int, scale: float) -> npt.NDArray
     # A pair takes three iterations: after the change of the setting one is not measured.
     changes = rng.random((n_pairs, 3)) < SPELL_ENDS
     slow = (np.cumsum(changes) + rng.integers(2)) % 2 == 1
-    return _normal(rng, n_pairs, scale) + math.log(1.4) * slow.reshape(n_pairs, 3)[:, [0, 2]].ravel()
+    slowed: npt.NDArray[np.float64] = math.log(1.4) * slow.reshape(n_pairs, 3)[:, [0, 2]].ravel()
+    return _normal(rng, n_pairs, scale) + slowed
 
 
 NOISES: dict[str, Noise] = {

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ import psutil
 
 from bench.gpu.place import Place, open_place
 from bench.lib.harness import RAW, REPOSITORY, RESULTS, Report
+from sirtaki.machine import ReservedPorts
 
 KILL_AFTER_S = 4.0
 """Seconds of a part's limit that are left when its ranks get SIGINT, before they are killed."""
@@ -233,8 +233,12 @@ class Runner:
 
     def run(self, part: Part) -> dict[str, Any] | None:
         """Run a part and append its line. Return the line; None in the process of a rank that has ended its part."""
+        with ReservedPorts(len(PORTS)) as reserved:
+            ports = {name: str(reserved.first + number) for number, name in enumerate(PORTS)}
+            return self._run(part, EVERY_RANK | dict(part.env) | ports)
+
+    def _run(self, part: Part, environment: dict[str, str]) -> dict[str, Any] | None:
         begin_s, limit_s = time.monotonic(), part.limit_s * self._slack
-        environment = EVERY_RANK | dict(part.env) | {name: str(_free_port()) for name in PORTS}
         if part.mps and not self._dry:
             self._mps = self._mps or MultiProcessService(self.folder / "mps")
             environment |= self._mps.environment
@@ -351,13 +355,6 @@ class Runner:
             paths = [self.folder / f"{part.name}.{rank}.txt" for rank in range(part.ranks)]
             line["output_tails"] = [path.read_text(errors="replace")[-3000:] for path in paths if path.exists()]
         return line
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _kill(pid: int) -> None:
