@@ -108,7 +108,10 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
     try:
         peers = open_peers(control, descriptor, os.O_RDWR, problem)
         try:
-            regions = [_mapped(peer, length)[:size_bytes] for peer in peers]
+            regions = [
+                _mapped(peer, length, own=rank == control.rank)[:size_bytes]
+                for rank, peer in zip(control.node_ranks, peers, strict=True)
+            ]
         except (OSError, RuntimeError, MemoryError) as err:
             regions, problem = [], f"{length} bytes of shared memory cannot be mapped: {err}"
         control.agree_on_success(problem)
@@ -119,10 +122,15 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
                 os.close(number)
 
 
-def _mapped(descriptor: int, length: int) -> torch.Tensor:
-    """Map the file behind `descriptor`: shared with the other ranks, but private in children that this one forks."""
+def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
+    """Map the file behind `descriptor`, shared with the other ranks.
+
+    A child that this rank forks gets a private copy of the rank's own region, where `.grad` may be. This keeps a
+    descriptor open, so the regions of the other ranks, of which user code has no tensor, stay shared.
+    """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
-    private_in_forked_children(memory, memory.ctypes.data, length, descriptor)
+    if own:
+        private_in_forked_children(memory, memory.ctypes.data, length, descriptor)
     return torch.from_numpy(memory)  # which keeps the array
 
 

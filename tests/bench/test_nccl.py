@@ -68,13 +68,13 @@ def test_where_nccl_decides_right_probes_leave_nothing_to_tell_it(name: str) -> 
 
 
 @EVERY_JOB
-@pytest.mark.parametrize("seed", range(3))
-def test_where_nccl_decides_right_the_default_stays_whatever_is_tried(name: str, seed: int) -> None:
+def test_where_nccl_decides_right_the_default_stays_whatever_is_tried(name: str) -> None:
+    """But for chance: an equal setting is called faster in at most 3 % of comparisons."""
     landscape = only_nccl(job(modelled(1), name))
     landscape.space = replace(landscape.space, nccl=ALL_WAYS)
-    result = tune(landscape, noise=0.02, seed=seed)
-    assert result.knobs == landscape.default
-    assert result.n_trials > len(NcclWay) / 2
+    results = [tune(landscape, noise=0.02, seed=seed) for seed in range(8)]
+    assert sum(result.knobs != landscape.default for result in results) <= 1
+    assert all(result.n_trials > len(NcclWay) / 2 for result in results)
 
 
 @pytest.mark.lengthy

@@ -246,7 +246,7 @@ def test_a_command_that_does_not_end_is_killed() -> None:
 
 # ── the command lines that start agents ──────────────────────────────────────────────────────────────────────────────
 
-WORDS = [sys.executable, "-m", "sirtaki.run.elastic.agent"]
+WORDS = [sys.executable, "-P", "-m", "sirtaki.run.elastic.agent"]
 
 
 def test_on_this_machine_it_is_a_child() -> None:
@@ -267,7 +267,7 @@ def test_within_a_slurm_allocation_srun_does() -> None:
     words = agent_words(job, "node1", {})
     assert words[0] == "srun"
     assert "--nodelist=node1" in words
-    assert words[-3:] == WORDS
+    assert words[-len(WORDS) :] == WORDS
     assert "--cpu-bind=none" not in words  # which is a warning where nothing binds
     assert "--cpu-bind=none" in agent_words(job, "node1", {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1"})
     assert agent_words(job, "node2", {})[0] == "ssh"
