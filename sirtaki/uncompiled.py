@@ -47,7 +47,7 @@ def exclude_from_compilation() -> None:
 
     Call it before Dynamo can meet hooks that Sirtaki registers.
     """
-    for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
+    for name in [name for name in list(sys.modules) if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         if name not in _excluded and (module := sys.modules.get(name)) is not None:
             _excluded.add(name)
             for function in _functions(module):
