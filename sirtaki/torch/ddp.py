@@ -401,11 +401,13 @@ class AtRest:
     """
 
     def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
-        """Args:
-        reducer: DDP's (Any: it is a class of C++ without types).
-        gradients: what reduces in its place.
-        static: DDP's option `static_graph`.
-        finds_unused: DDP's option `find_unused_parameters`.
+        """Starts nothing.
+
+        Args:
+            reducer: DDP's (Any: it is a class of C++ without types).
+            gradients: what reduces in its place.
+            static: DDP's option `static_graph`.
+            finds_unused: DDP's option `find_unused_parameters`.
         """
         self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
 
