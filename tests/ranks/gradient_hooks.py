@@ -22,6 +22,7 @@ from rank_jobs import cases
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import rpc
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -386,6 +387,39 @@ def hooks_of_sharded_models_do_what_they_do_without_sirtaki() -> None:
                 torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-5)
 
 
+def hooks_on_the_copies_that_replicated_models_compute_with_count() -> None:
+    """FSDP2's `replicate()`: within the forward pass a module's parameter is the copy, whose gradient is reduced."""
+
+    class Watched(nn.Linear):
+        late, hooked = False, False
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.late and not self.hooked:
+                self.hooked = True
+                self.weight.register_post_accumulate_grad_hook(write)
+            return super().forward(inputs)
+
+    models = []
+    for sirtaki in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(Watched(6, 8), nn.Tanh(), Watched(8, 3))
+        for layer in (model[0], model[2]):
+            replicate(layer)
+        replicate(model)
+        if sirtaki:
+            fsdp.attach(model)
+        models.append(model)
+    optimizers = [sgd(model) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model[0].late = model[2].late = step >= 2
+            optimizer.zero_grad()
+            model(batch(dist.get_rank(), step, 5, 6).float()).square().mean().backward()
+            optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-6)
+
+
 # ── torch.distributed.autograd ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -459,6 +493,12 @@ def distributed_autograd_that_cannot_be_averaged_is_refused() -> None:
         dist_autograd.backward(context, [dense_loss(plain, dist.get_rank(), 0)])
         raises(GradientError, "copy gradients", optimizer.step)
     optimizer.close()
+    for shard in (fully_shard, replicate):
+        sharded = nn.Linear(6, 3)
+        shard(sharded)
+        fsdp.attach(sharded)
+        with dist_autograd.context():
+            raises(ConfigError, "do not average gradients", lambda: sharded(torch.ones(2, 6)))  # noqa: B023
 
 
 CASES = cases(globals())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import rpc
 
-from sirtaki.errors import GradientError
+from sirtaki.errors import ConfigError, GradientError
 
 from .checks import Named
 
@@ -18,6 +18,11 @@ KEPT = (
     "torch.distributed.autograd has computed the gradient of {name} and keeps it in its context, where "
     "DistributedOptimizer does not reduce it: copy gradients from dist_autograd.get_gradients(context) to .grad before "
     "step(), or wrap the model in DistributedDataParallel"
+)
+
+SHARDED = (
+    "fully_shard() and replicate() do not average gradients that torch.distributed.autograd computes: call the model "
+    "outside of dist_autograd.context(), or wrap it in DistributedDataParallel"
 )
 
 
@@ -34,6 +39,16 @@ def current_context() -> int | None:
         return int(torch._C._distributed_autograd._current_context()._context_id())
     except RuntimeError:
         return None
+
+
+def refuse_sharded() -> None:
+    """Reject a forward pass of a model of FSDP2 in this thread's distributed autograd context. Non-blocking.
+
+    Raises:
+        ConfigError: there is such a context.
+    """
+    if current_context() is not None:
+        raise ConfigError(SHARDED)
 
 
 def require_gradients_outside(named: Sequence[Named]) -> None:
