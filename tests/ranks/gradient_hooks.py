@@ -10,7 +10,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -22,8 +22,6 @@ from rank_jobs import cases
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import rpc
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +29,15 @@ import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError, GradientError
 from sirtaki.torch import fsdp
 from sirtaki.torch.ddp import AtRest
+
+SHARDS: list[Callable[[nn.Module], object]] = []
+"""`fully_shard` and `replicate`; none with older versions of PyTorch."""
+
+with suppress(ImportError):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    SHARDS += [fully_shard, replicate]
 
 Hook = Callable[[nn.Module], list[object]]
 """Registers hooks, and returns their handles, and what is to be kept with them."""
@@ -367,7 +374,7 @@ def hooks_of_sharded_models_do_what_they_do_without_sirtaki() -> None:
         assert param.grad is not None
         param.grad = param.grad * 2
 
-    for hook in (half, double):
+    for hook in (half, double) if SHARDS else ():
         models = [dense_model().float(), dense_model().float()]
         for model in models:
             for layer in (model[0], model[2]):
@@ -399,6 +406,8 @@ def hooks_on_the_copies_that_replicated_models_compute_with_count() -> None:
                 self.weight.register_post_accumulate_grad_hook(write)
             return super().forward(inputs)
 
+    if not SHARDS:
+        return
     models = []
     for sirtaki in (True, False):
         torch.manual_seed(3)
@@ -493,7 +502,7 @@ def distributed_autograd_that_cannot_be_averaged_is_refused() -> None:
         dist_autograd.backward(context, [dense_loss(plain, dist.get_rank(), 0)])
         raises(GradientError, "copy gradients", optimizer.step)
     optimizer.close()
-    for shard in (fully_shard, replicate):
+    for shard in SHARDS:
         sharded = nn.Linear(6, 3)
         shard(sharded)
         fsdp.attach(sharded)
