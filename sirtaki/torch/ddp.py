@@ -27,19 +27,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate import _ReplicateState
 from torch.distributed._composable.replicate import replicate as composable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
+from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.reducer import GradientReducer, ReducerOptions
 from sirtaki.engine.tuning.warmup import without_others
-from sirtaki.errors import ConfigError, NotInitializedError
+from sirtaki.errors import ConfigError, GradientError, NotInitializedError
 
 from .basics import record_if_wanted
 from .compression import Choice, Compression, reduction_options
@@ -80,13 +83,14 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
     if model.static_graph:
         gradients.count_arrivals()
+    at_rest = AtRest(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
     model.find_unused_parameters = False  # those are found when the pass ends
-    model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
+    model.reducer = at_rest  # type: ignore[assignment]
     model.logger = AttachedLogger(model.logger, gradients.log)  # type: ignore[assignment]
     if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
-        model._post_forward = _Watched(model._post_forward, gradients)  # type: ignore[method-assign]
+        model._post_forward = _Watched(model._post_forward, at_rest)  # type: ignore[method-assign]
     else:
-        model.register_forward_hook(Outputs(gradients))
+        model.register_forward_hook(Outputs(at_rest))
 
 
 def job_over(group: dist.ProcessGroup) -> job.Job | None:
@@ -130,13 +134,13 @@ def _behind_composable(model: nn.Module) -> nn.Module:
 class _Watched:
     """DDP's method that is called with what the model returns; afterwards the backward pass from there is noticed."""
 
-    def __init__(self, method: Callable[[Any], Any], gradients: DdpGradients) -> None:  # Any: outputs of a model
-        self._method, self._gradients = method, gradients
+    def __init__(self, method: Callable[[Any], Any], at_rest: AtRest) -> None:  # Any: outputs of a model
+        self._method, self._at_rest = method, at_rest
 
     def __call__(self, output: Any) -> Any:  # Any: as above
         output = self._method(output)
         if not torch.compiler.is_compiling():
-            self._gradients.watch(output)
+            self._at_rest.watch(output)
         return output
 
 
@@ -160,6 +164,15 @@ TOO_OFTEN = (
     "DistributedDataParallel(static_graph=True) counts them, checkpoint(use_reentrant=False) avoids it"
 )
 
+UNNOTICED = (
+    "the gradient of {name} was computed, but not reduced: torch.distributed.autograd keeps it in a context, and the "
+    "model was called outside of that context; call it within `with dist_autograd.context() as context:`, too"
+)
+
+STATIC = "DistributedDataParallel(static_graph=True) does not go with torch.distributed.autograd where it is attached"
+
+JOINED = "DistributedDataParallel.join() does not go with torch.distributed.autograd where it is attached"
+
 CLOSED = (
     "the gradients of this model are not reduced any more: that ended {reason}; wrap it once more, "
     "DistributedDataParallel(model.module), and attach that"
@@ -169,6 +182,8 @@ CLOSED = (
 class DdpGradients(GradientReducer):
     """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
 
+    undefined_are_zeros = True  # as DDP has it
+    nodes_are_kept = True  # by DDP's reducer
     may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
 
     _due = _begun = False
@@ -176,6 +191,7 @@ class DdpGradients(GradientReducer):
     _graphs: Collection[Graph] = ()  # of the others; only those are here whose backward pass may still come
     _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
+    _watched: Sequence[Named] = ()  # parameters whose gradients are noticed in distributed autograd, too
 
     @cached_property
     def log(self) -> PassLog:
@@ -202,10 +218,45 @@ class DdpGradients(GradientReducer):
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._control.failures.raise_if_failed()
         self.log.now.outputs_ns = time.time_ns()
+        if self._watched is not self.hooked and distributed_autograd.is_possible():
+            self._watch_nodes()
         self._due = True
         self._unseen += 1
         if self._arrivals is not None:
             self._arrivals.begin()
+
+    @property
+    def due(self) -> bool:
+        """The next backward pass is to be synchronised."""
+        return self._due
+
+    def leave(self) -> None:
+        """Leave the next backward pass to DDP's own reducer."""
+        self.settle()
+        self._forget()
+
+    def _watch_nodes(self) -> None:
+        """Have a backward pass refused that leads to parameters whose own hooks are not called."""
+        self._watched, this = self.hooked, weakref.ref(self)
+        for number, (_, param) in enumerate(self.hooked):
+            node = get_gradient_edge(param).node
+            handle = node.register_hook(partial(_refuse_unnoticed, this, number))
+            self._hooks.callback(_remove, handle, node)  # which keeps the node; PyTorch frees it otherwise
+
+    def require_noticed(self, number: int) -> None:
+        """Call for a hooked parameter where its gradient was computed, after its own hook.
+
+        Raises:
+            GradientError: that hook was not called, and the pass is to be synchronised.
+        """
+        name, param = self.hooked[number]
+        if not self._due or not param.requires_grad:
+            return
+        seen = self._arrivals.has(number) if self._arrivals is not None else _contains(self._come, param)
+        if not seen:
+            problem = UNNOTICED.format(name=name)
+            logger.error("%s", problem)  # PyTorch's engine turns the exception into "Error on Node 0: python_error"
+            raise GradientError(problem)
 
     def watch(self, output: object) -> None:
         """Has the backward pass noticed that begins at what the model returns.
@@ -289,6 +340,23 @@ class DdpGradients(GradientReducer):
         self._unseen, self._graphs = 0, ()
 
 
+def _refuse_unnoticed(
+    this: weakref.ref[DdpGradients], number: int, _outputs: object, computed: tuple[torch.Tensor | None, ...]
+) -> None:
+    """A hook of a parameter's AccumulateGrad node."""
+    if computed[0] is not None and (gradients := this()) is not None:
+        gradients.require_noticed(number)
+
+
+def _remove(handle: RemovableHandle, _node: Node) -> None:
+    handle.remove()
+
+
+def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is in the list, most likely as its last one."""
+    return any(each is tensor for each in reversed(tensors))
+
+
 class Graph:
     """Lives as long as what a forward pass has left for its backward pass."""
 
@@ -315,19 +383,33 @@ class Arrivals:
             handle.remove()
         return self._counts
 
+    def has(self, number: int) -> bool:
+        """Return whether the gradient of that parameter has come in this pass."""
+        return self._counts[number] > 0
+
     def _count(self, number: int, _: torch.Tensor) -> None:
         self._counts[number] += 1
 
 
 class AtRest:
-    """What a DDP model holds in place of its reducer, which does nothing any more but answer questions.
+    """What a DDP model holds in place of its reducer, which answers questions, and reduces in distributed autograd.
 
     Its methods are those by which DDP's Python code has gradients reduced (torch/nn/parallel/distributed.py).
+
+    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer reads and writes
+    them there, so it reduces the gradients of every forward pass within such a context.
     """
 
-    def __init__(self, reducer: Any, gradients: DdpGradients) -> None:
-        """`reducer` is DDP's (Any: it is a class of C++ without types)."""
-        self._reducer, self._gradients = reducer, gradients
+    def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
+        """Starts nothing.
+
+        Args:
+            reducer: DDP's (Any: it is a class of C++ without types).
+            gradients: what reduces in its place.
+            static: DDP's option `static_graph`.
+            finds_unused: DDP's option `find_unused_parameters`.
+        """
+        self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
 
     def __getattr__(self, name: str) -> Any:  # Any: as the reducer has it
         if name.startswith("_pybind11_"):  # by which C++ would find the reducer in here, and give it a hook
@@ -342,11 +424,30 @@ class AtRest:
         )
 
     def prepare_for_backward(self, _: object) -> None:
-        """Before each backward pass that is to be synchronised."""
+        """Before each backward pass that is to be synchronised.
+
+        Raises:
+            ConfigError: the forward pass is in distributed autograd, which does not go with the model's options.
+        """
         self._gradients.prepare()
+        if distributed_autograd.current_context() is not None:
+            if self._static:
+                raise ConfigError(STATIC)
+            if not self._finds_unused:
+                self._gradients.leave()
+                self._reducer.prepare_for_backward([])
+
+    def watch(self, output: object) -> None:
+        """Has the backward pass noticed that begins at what the model returns."""
+        if self._finds_unused and distributed_autograd.current_context() is not None:
+            if self._gradients.due:
+                self._gradients.leave()
+                self._reducer.prepare_for_backward(list(_tensors(output)))
+        else:
+            self._gradients.watch(output)
 
     def _rebuild_buckets(self) -> bool:
-        return False
+        return distributed_autograd.current_context() is not None and bool(self._reducer._rebuild_buckets())
 
     def _push_all_rebuilt_params(self) -> None:
         pass
@@ -356,6 +457,8 @@ class AtRest:
 
     def _set_forward_pass_work_handle(self, work: torch.distributed.Work, by_all: bool) -> None:
         """In `join()`, before each forward: `work` adds up who has not joined."""
+        if distributed_autograd.current_context() is not None:
+            raise ConfigError(JOINED)
         self._gradients.divide_by(None if by_all else work)
 
     def _get_zeros_like_grad_buckets(self) -> list[object]:
@@ -367,14 +470,14 @@ class AtRest:
 class Outputs:
     """A forward hook of a DDP model. In a copy of the model, whose reducer is PyTorch's own, it does nothing."""
 
-    def __init__(self, gradients: DdpGradients | None = None) -> None:
-        """`gradients` are the model's; None = nobody's."""
-        self._gradients = gradients
+    def __init__(self, at_rest: AtRest | None = None) -> None:
+        """Args: `at_rest` is the model's; None = PyTorch's own reducer is at work."""
+        self._at_rest = at_rest
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
         """Has the backward pass noticed that begins at `output`; PyTorch calls this."""
-        if self._gradients is not None and not torch.compiler.is_compiling():
-            self._gradients.watch(output)
+        if self._at_rest is not None and not torch.compiler.is_compiling():
+            self._at_rest.watch(output)
 
     def __reduce__(self) -> tuple[type[Outputs], tuple[()]]:
         return Outputs, ()

@@ -79,6 +79,7 @@ from sirtaki.engine.console import (
 from sirtaki.engine.job import is_initialized
 from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside, settings_beside
+from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
@@ -353,6 +354,7 @@ class Attached:
         """The model is called; nothing is under way if gradients have been scattered since it was the last time."""
         if torch._C._current_graph_task_id() != -1:
             return
+        distributed_autograd.refuse_sharded()
         self.wait()  # for what a backward pass that has failed has left
         self.drop_gathered_ahead()
         self.drop_kept()

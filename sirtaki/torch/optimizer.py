@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sirtaki.autotune.sparse import SparseSummary
@@ -846,8 +845,8 @@ class LocalShard(torch.Tensor):
         whole = self._whole()
         return whole is not None and bool(whole.requires_grad)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """On the DTensor; the hook is called with the shard."""
+    def on_leaf(self, hook: Callable[[torch.Tensor], None]) -> tuple[Any, Callable[[Any], None]]:
+        """Return the DTensor, and the hook that it gets, so that `hook` is called with the shard."""
 
         @torch.no_grad()
         def come(whole: Any) -> None:  # Any: see `_whole`
@@ -861,9 +860,7 @@ class LocalShard(torch.Tensor):
                     self.grad = local
             hook(self)
 
-        whole: Any = self._whole()
-        handle: RemovableHandle = whole.register_post_accumulate_grad_hook(come)
-        return handle
+        return self._whole(), come
 
 
 _shards = WeakTensorKeyDictionary()

@@ -29,6 +29,8 @@ from torch import nn
 
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.reducing.hooks import register_last
 from sirtaki.engine.reducing.reducer import ReducerOptions
 from sirtaki.errors import ConfigError
 
@@ -192,6 +194,8 @@ class Replica:
 class ReplicatedGradients(DdpGradients):
     """Keeps the gradients of a replicated model equal on all ranks: an iteration is a backward pass that is due."""
 
+    undefined_are_zeros = False  # as FSDP has it
+    nodes_are_kept = False
     _replicas: Sequence[Replica] = ()
     _groups: Sequence[_Group] = ()
     _mark_ready: Callable[[torch.Tensor], None]
@@ -213,13 +217,16 @@ class ReplicatedGradients(DdpGradients):
 
             return hook
 
-        for replica in replicas:
-            replica.param.unsharded_param.register_post_accumulate_grad_hook(make(replica))
+        self._followed = [
+            register_last(replica.name, replica.param.unsharded_param, make(replica), nodes_are_kept=False)
+            for replica in replicas
+        ]
 
     def before_forward(self, *_: object) -> None:
         """A forward hook: the next backward pass is due, if gradients are recorded and to be synchronised."""
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():  # activations are computed again
             return
+        distributed_autograd.refuse_sharded()
         for group in self._groups:
             if getattr(group, "reduce_scatter_unused_params", False):
                 group.reduce_scatter_unused_params = False  # which would have FSDP reduce what Sirtaki has taken

@@ -62,7 +62,9 @@ from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
 from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
+from . import distributed_autograd
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
+from .hooks import expect, register_last
 
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -264,6 +266,10 @@ class GradientReducer:
 
     may_begin_apart = True
     """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
+    nodes_are_kept = False
+    """Whether PyTorch itself keeps the AccumulateGrad nodes of the parameters."""
+    undefined_are_zeros = False
+    """Whether a gradient counts as computed that is None after the backward pass has led to its parameter, as zeros."""
     failed_in: int | None
     _ends_itself = False  # whether compiled autograd runs this pass
 
@@ -384,8 +390,10 @@ class GradientReducer:
         # Else gradients that come in the expected order can go to the synchroniser as they come.
         self._looks_at_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
-        for _, param in self.hooked:
-            self._hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+        for param in self._frozen:
+            expect(param)
+        for name, param in self.hooked:
+            self._hooks.callback(register_last(name, param, hook, nodes_are_kept=self.nodes_are_kept))
 
     @property
     def all_dense(self) -> bool:
@@ -503,8 +511,12 @@ class GradientReducer:
             return
         name, param = self.hooked[number]
         gradient = param.grad
-        if gradient is None:  # this pass leads here, and has come to nothing, as for a bias in a double backward
-            return
+        if (
+            gradient is None
+        ):  # this pass has come to nothing here, as for a bias in a double backward, or a hook says so
+            if not self.undefined_are_zeros or number not in self._dense_index:
+                return
+            param.grad = gradient = torch.zeros_like(param)
         left[number] = 0
         if self._nan_check is not None:
             self._nan_check.look(name, gradient)
@@ -709,6 +721,8 @@ class GradientReducer:
                 param.grad is not left or _version(left) != version for param, left, version in self._failed_with
             ):
                 self.drop_failed()
+            if not self.begun:
+                distributed_autograd.require_gradients_outside(self.hooked)
             self._job.joining.begins(self, Stage.FINISH)
         late, problem = self.phase is Phase.STEPPED, ""
         if late:
