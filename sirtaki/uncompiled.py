@@ -66,8 +66,8 @@ def exclude_from_compilation() -> None:
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook of modules that does nothing while Dynamo traces a call of a module.
 
-    A hook that is excluded breaks the graph, which `fullgraph=True` forbids. Versions of PyTorch before 2.7 cannot guard
-    hooks on all modules, so that their graphs break.
+    A hook that is excluded breaks the graph, which `fullgraph=True` forbids. Before PyTorch 2.7, Dynamo cannot guard
+    hooks on all modules, and graphs break.
     """
     if _exclude_each is _skip_code:
         excluded: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]

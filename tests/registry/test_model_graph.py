@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.torch_version import TorchVersion
 from torch.nn.modules import module as torch_module
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from sirtaki.registry import model_graph as recorder_module
