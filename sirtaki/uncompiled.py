@@ -66,8 +66,12 @@ def exclude_from_compilation() -> None:
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook of modules that does nothing while Dynamo traces a call of a module.
 
-    A hook that is excluded breaks the graph, which `fullgraph=True` forbids.
+    A hook that is excluded breaks the graph, which `fullgraph=True` forbids. Before PyTorch 2.7, Dynamo cannot guard
+    hooks on all modules, and graphs break.
     """
+    if _exclude_each is _skip_code:
+        excluded: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        return excluded
 
     def call(*args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -99,11 +103,16 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
             if found.__module__ == module and found is not namespace:
                 yield from _functions(found)
             continue
-        for function in _behind(found):
-            while function is not None and getattr(function, "__module__", None) == module:
-                if isinstance(function, FunctionType):
-                    yield function
-                function = getattr(function, "__wrapped__", None)
+        held = list[Any](_behind(found))
+        while held:
+            function = held.pop()
+            if getattr(function, "__module__", None) != module:
+                continue
+            held.append(getattr(function, "__wrapped__", None))
+            if isinstance(function, FunctionType):
+                yield function
+                with suppress(ValueError):  # a cell that is empty still
+                    held += [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _behind(found: Any) -> tuple[Any, ...]:

@@ -364,9 +364,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         """
         with contextlib.suppress(RuntimeError):
             other = (self._rank + 1) % self._size
-            group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], other, NO_TRADE).wait(
-                timedelta(milliseconds=1)
-            )  # type: ignore[attr-defined]
+            nothing = torch.empty(1, dtype=torch.float32, device="cpu")
+            group.recv([nothing], other, NO_TRADE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
 
     def _end(self, streams: list[ProcessGroupGloo]) -> bool:
         """Ends groups, and waits for the end of their threads, but not long.

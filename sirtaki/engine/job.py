@@ -27,6 +27,7 @@ from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
@@ -388,6 +389,7 @@ def is_initialized() -> bool:
     return _job is not None
 
 
+@outside_modes  # memory that is made in inference mode could not be written outside of it
 def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None) -> None:
     """Collective: starts Sirtaki on all ranks; harmless if it has been started.
 

@@ -5,7 +5,6 @@ of Sirtaki, and nothing that Sirtaki calls.
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +134,7 @@ def _trains_alike(
 ) -> None:
     """`make` gives what computes gradients of a batch, and makes the step unless `steps`; the model is made ready by
     `prepare` before it is wrapped."""
+    warnings.simplefilter("ignore")  # PyTorch's own, where it compiles
     for way, wrap in ways.items():
         compiled, model, alone = Compiled(), network(), network()
         prepare(model, compiled)
@@ -231,7 +231,7 @@ def a_model_in_one_graph() -> None:
     def prepare(model: nn.Module, compiled: Compiled) -> None:
         model.compile(backend=compiled.backend, fullgraph=True)
 
-    _trains_alike(lambda model, *_: lambda inputs: _loss(model, inputs).backward(), WAYS, prepare=prepare)
+    _trains_alike(lambda model, *_: lambda inputs: _loss(model, inputs).backward(), ALL_WAYS, prepare=prepare)
 
 
 def each_block_by_itself() -> None:
@@ -278,10 +278,7 @@ MORE = cases(globals())
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     ddp.attach(DistributedDataParallel(network()))  # the job begins here
-    main_warnings, warnings.simplefilter = warnings.simplefilter, lambda *_: None  # PyTorch's own, where it compiles
-    main([case for case in (*CASES, *MORE) if case.__name__ in sys.argv] or [*CASES, *MORE])
-    warnings.simplefilter = main_warnings
+    main([*CASES, *MORE])
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.modules import module as torch_module
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from sirtaki.registry import model_graph as recorder_module
@@ -361,6 +362,10 @@ def test_it_can_be_stopped_and_started_again(recorder: ModelGraphRecorder) -> No
     assert recorder.model_name == "Sequential"
 
 
+NEW = TorchVersion(torch.__version__) >= "2.7"
+"""Whether hooks on all modules break no graph."""
+
+
 class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +397,7 @@ def test_a_compiled_model_is_compiled_once_all_the_same(recorder: ModelGraphReco
         for _ in range(3):
             model(torch.randn(2, 4)).sum().backward()
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    if how == "in place":  # the hook is compiled, too, and does nothing: the parameters stand in for the graph
+    if how == "in place" and NEW:  # the hook is compiled, too, and does nothing: the parameters stand in for the graph
         assert recorder.graph is not None
         assert recorder.model_name == ""
         return
@@ -401,6 +406,7 @@ def test_a_compiled_model_is_compiled_once_all_the_same(recorder: ModelGraphReco
 
 
 @pytest.mark.lengthy
+@pytest.mark.skipif(not NEW, reason="this PyTorch cannot guard hooks on all modules")
 def test_a_function_that_calls_the_model_is_compiled_once_in_one_graph(recorder: ModelGraphRecorder) -> None:
     from torch import _dynamo
 

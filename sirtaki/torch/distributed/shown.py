@@ -180,4 +180,5 @@ class FlightEntries:
             alone._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             alone._set_group_name(self._name)
             alone._set_group_desc(f"{collective} by sirtaki between {self._ranks} ranks")
-        alone._get_backend(torch.device("cpu")).allreduce([torch.empty(numel, dtype=dtype)], dist.AllreduceOptions())
+        shown = torch.empty(numel, dtype=dtype, device="cpu")
+        alone._get_backend(torch.device("cpu")).allreduce([shown], dist.AllreduceOptions())
