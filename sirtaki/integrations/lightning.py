@@ -14,6 +14,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from sirtaki.engine.launchers import started_by_mpi
 from sirtaki.errors import ConfigError
 from sirtaki.torch_backend import NAME, register
 
@@ -32,6 +33,21 @@ def _lightning(module: str) -> Any:  # Any: a package that need not be there
                 raise
     raise ModuleNotFoundError(NEEDED)
 
+
+def _detect_launchers() -> None:
+    """Teach Lightning to tell the launchers of a process by its environment, as far as it does not.
+
+    Ranks of `sirtakirun` are like those of torchrun. And Lightning loads and initialises MPI to find out whether an
+    mpiexec has started a process, which takes 16 MiB of /dev/shm in each process, whatever has started it.
+    """
+    environments = _lightning("plugins.environments")
+    torchrun, mpi = environments.TorchElasticEnvironment, environments.MPIEnvironment
+    is_torchrun, is_mpi = torchrun.detect, mpi.detect
+    torchrun.detect = staticmethod(lambda: is_torchrun() or all(os.environ.get(name) for name in _PLACE))
+    mpi.detect = staticmethod(lambda: started_by_mpi() and is_mpi())
+
+
+_detect_launchers()
 
 _strategies = _lightning("strategies")
 _DDPStrategy: Any = _strategies.DDPStrategy

@@ -38,7 +38,8 @@ _OUTER_JOB = (
     "MPI_LOCAL",
     "TORCHELASTIC_",
 )
-_OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+"""Variables of a rank, below `HOROVOD_`, which an outer job may have left."""
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 """Where an unchanged DDP script's `init_process_group()` meets."""
 
@@ -54,7 +55,7 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESH
 
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment without what an outer job has left in it, and with what is added."""
-    outer = {f"HOROVOD_{name}" for name in _OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
+    outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
     if "RANK" in environ:  # so this is a rank itself, of torchrun's or ours, and they meet elsewhere
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}

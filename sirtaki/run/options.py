@@ -225,7 +225,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki in the ranks")
     add("--verbose", action="store_true", help="say what is started and with what")
     add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line wins")
-    add("--start-timeout", type=_seconds, metavar="S", help="seconds for all ranks to start (60, more for a crowd)")
+    add(
+        "--start-timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds without progress after which a start is given up (60, more for a crowd)",
+    )
     add(
         "--network-interfaces",
         "--network-interface",

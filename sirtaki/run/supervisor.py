@@ -77,6 +77,7 @@ class Supervisor:
         self._failure: Ending | None = None
         self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
         self._unreached: list[str] = []
+        self._verdict = ""
         self._stopped_at: dict[int, float] = {}  # infinite once it has been said
         self._signal: int | None = None
         self._changed = threading.Event()
@@ -115,6 +116,8 @@ class Supervisor:
                 self._janitor.dismiss()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
+            if self._verdict:  # last, where users look
+                self._consoles["stderr"].say(self._verdict)
         if self._signal is not None:
             return 128 + self._signal
         if self._failure is not None:
@@ -178,7 +181,7 @@ class Supervisor:
         return ending
 
     def _fail(self, ending: Ending) -> None:
-        """Says which rank ends the job, once: the others fail because of the first."""
+        """Keeps which rank ends the job, to be said at the end: the others fail because of the first."""
         ending = self._cause_of(ending)
         with self._lock:
             first, self._failure = self._failure is None and self._signal is None, self._failure or ending
@@ -188,9 +191,7 @@ class Supervisor:
             rank = ending.rank if started is None else started.rank
             who = "a rank" if rank is None else f"rank {rank}"
             where = f" on {host}" if host else ""
-            self._consoles["stderr"].say(
-                f"{who}{where} failed ({ending.reason}){self._others(rank)}; all ranks are ended"
-            )
+            self._verdict = f"{who}{where} failed ({ending.reason}){self._others(rank)}; all ranks are ended"
         self._changed.set()
 
     def _others(self, failed: int | None) -> str:

@@ -1,5 +1,8 @@
 """Lightning trains over Sirtaki as over Gloo, started by anything, and goes on from its checkpoints."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,20 @@ def test_training_goes_on_from_a_checkpoint_and_adds_up_passes(tmp_path: Path) -
     later = fit("sirtakirun", tmp_path, *accumulate, "--ckpt_path", checkpoint, epochs=4)
     assert (sorted(first), sorted(later)) == ([1, 2], [3, 4])
     assert later[4] < later[3] < first[2]
+
+
+@pytest.mark.parametrize("place", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+@pytest.mark.parametrize("strategy", ["'sirtaki'", "sirtaki.lightning.SirtakiStrategy()"])
+def test_mpi_is_not_loaded_to_find_the_launcher(place: dict[str, str], strategy: str) -> None:
+    program = (
+        "import sys, lightning, sirtaki.lightning\n"
+        f"lightning.Trainer(strategy={strategy}, accelerator='cpu', devices=1, logger=False)\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+    )
+    place = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if place else {}
+    # As where mpiexec has started it: only the variables of torch's place may count then.
+    environ = {**os.environ, **place, **({"OMPI_COMM_WORLD_SIZE": "1"} if place else {})}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=300)
 
 
 def test_a_communication_hook_does_not_go_with_tuning() -> None:

@@ -1,6 +1,7 @@
 """Jobs of real ranks under mpiexec."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -241,6 +242,28 @@ def test_only_the_script_sees_modules_of_its_folder(environ, tmp_path, options):
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     assert re.sub(r"\[\S+\] ", "", job.stdout) == 2 * f"beside False {tmp_path}\n"
+
+
+OF_MPIEXEC = re.compile(r"(OMPI|PMIX|PRTE|PMI|HYDRA|HYDI|MPI|MPIR|GFORTRAN|PMI2)_.*|OLDPWD|PWD|SHLVL|_")
+
+
+@pytest.mark.parametrize("options", [(), ("--min-np", 2)])
+def test_every_variable_that_differs_in_a_rank_is_in_the_reference(environ, launch, tmp_path, options):
+    (tmp_path / "script.py").write_text(
+        "import json, os, sirtaki.torch as hvd\n"
+        "before = dict(os.environ)\n"
+        "hvd.init()\n"
+        "print(json.dumps([hvd.rank(), before, dict(os.environ)]))\n"
+    )
+    job = launch("-np", 2, *options, "--no-prefix", "python", "script.py")
+    assert job.returncode == 0, job.stderr
+    _, told = (Path(ROOT) / "docs/reference/settings.md").read_text().split("## Variables that Sirtaki sets")
+    listed = set(re.findall(r"`([A-Z_]+)`", told.split("\n## ")[0]))
+    for _, before, after in map(json.loads, job.stdout.splitlines()):
+        changed = {name for name in {*environ, *after} if environ.get(name) != after.get(name)}
+        assert {name for name in changed if not OF_MPIEXEC.fullmatch(name)} <= listed
+        if options:
+            assert before["HOROVOD_HOSTNAME"] == after["HOROVOD_HOSTNAME"] == "localhost"
 
 
 def test_a_search_path_without_the_scripts_folder_stays_without(launch, tmp_path):
