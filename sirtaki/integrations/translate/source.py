@@ -630,8 +630,8 @@ class Flows:
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
             else:  # also of `for i, optimizer in enumerate(optimizers)`
-                for target in self.source.all(cst.Name, node.target):
-                    self._put(target, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
+                for each in self.source.all(cst.Name, node.target):
+                    self._put(each, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:

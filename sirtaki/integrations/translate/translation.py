@@ -88,7 +88,7 @@ def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
 
 def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]:
     """Return the statements at the top before the first one that changes or shows something; at least one."""
-    body = [statement for statement in source.module.body if isinstance(statement, cst.BaseStatement)]
+    body: list[cst.BaseStatement] = list(source.module.body)
     for index, statement in enumerate(body):
         if isinstance(statement, cst.FunctionDef | cst.ClassDef) or m.matches(statement, GUARD):
             continue
@@ -99,7 +99,7 @@ def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]
 
 
 def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
-    body = list(source.module.body)
+    body: list[cst.BaseStatement] = list(source.module.body)
     return set[str]().union(*map(_imported_by, body[: body.index(last) + 1] if last in body else body))
 
 
@@ -781,7 +781,7 @@ class HandCut:
         source = self._source
         assign = source.parent(call)
         drawn = {source.symbol(target) for target in targets(assign)} - {None}
-        for there in source.all(cst.CSTNode):
+        for there in walk(source.module):
             picks: list[cst.CSTNode] = []
             if isinstance(there, cst.SubscriptElement):
                 picks = [there]
@@ -869,7 +869,8 @@ def _takes_all_rows(node: cst.Subscript) -> bool:
     first = node.slice[0].slice
     if isinstance(first, cst.Slice):
         return first.lower is None and first.upper is None
-    return isinstance(first.value, cst.Ellipsis) or (isinstance(first.value, cst.Name) and first.value.value == "None")
+    inner = first.value if isinstance(first, cst.Index) else None
+    return isinstance(inner, cst.Ellipsis) or (isinstance(inner, cst.Name) and inner.value == "None")
 
 
 def _receiver(node: cst.BaseExpression) -> cst.Name | None:
