@@ -143,10 +143,14 @@ def install(folder: Path) -> int:
         names = ", ".join(str(each) for each, file in zip(wanted, files, strict=True) if file is None)
         print(f"{folder} lacks wheels of {names}: python3 bench/gpu_wheels.py fetch {folder}")
         return 1
-    if chosen := [*map(str, files), *helped]:
-        subprocess.run([*pip, *chosen], check=True)
+    chosen = [*map(str, files), *helped]
+    commands = [[*pip, *chosen]] if chosen else []
     if not here():
-        subprocess.run([*pip, "--no-build-isolation", "--editable", str(REPOSITORY)], check=True)
+        commands.append([*pip, "--no-build-isolation", "--editable", str(REPOSITORY)])
+    for command in commands:
+        if subprocess.run(command, check=False).returncode != 0:
+            print(f"pip could not install {' '.join(command[len(pip) :])}; {sys.version.split()[0]} is this Python")
+            return 1
     print(f"installed: {len(chosen)} wheels and {REPOSITORY}" if chosen else "everything was installed already")
     return 0
 

@@ -3,7 +3,9 @@
 import os
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy starts threads, as ranks are forked from this process
+# Ranks are forked from this process: NumPy must not start threads here, nor PyTorch ask CUDA whether there is a GPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from bench.gpu.runner import main
 
