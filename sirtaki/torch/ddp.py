@@ -28,9 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed._composable.contract import _get_registry
-from torch.distributed._composable.replicate import _ReplicateState
-from torch.distributed._composable.replicate import replicate as composable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -86,7 +83,7 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     at_rest = AtRest(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
     model.find_unused_parameters = False  # those are found when the pass ends
     model.reducer = at_rest  # type: ignore[assignment]
-    model.logger = AttachedLogger(model.logger, gradients.log)  # type: ignore[assignment]
+    model.logger = AttachedLogger(model.logger, gradients.log)
     if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
         model._post_forward = _Watched(model._post_forward, at_rest)  # type: ignore[method-assign]
     else:
@@ -123,7 +120,11 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
 
 def _behind_composable(model: nn.Module) -> nn.Module:
     """Return the DDP model that works behind a module of `replicate()`. Other modules are returned as they are."""
-    state = composable.state(model) if "replicate" in (_get_registry(model) or {}) else None
+    if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
+        return model
+    from torch.distributed._composable.replicate import _ReplicateState, replicate  # with FSDP2, which takes long
+
+    state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
     if not state.has_initialized:  # else the first forward pass would make it

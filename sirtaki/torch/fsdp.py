@@ -156,7 +156,7 @@ def attach(
         )
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
-        raise ConfigError("attach() takes a model that fully_shard() has been called on, and this one is not sharded")
+        raise ConfigError("attach() takes a model after fully_shard() or replicate(), and this one is not sharded")
     found = list(_sharded(modules))
     replicas = [each.group for each in found if is_replicated(each.group)]
     sharded = [each for each in found if each.group not in replicas]
@@ -1575,12 +1575,12 @@ def _before_updates(attached: Attached) -> RemovableHandle:
 
 
 def attached(model: nn.Module) -> Attached | None:
-    """What carries the shards of that model; None if it is not attached."""
+    """Return what carries the shards of that model. None if it is not attached, or replicated."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         for group in getattr(state, "_fsdp_param_groups", ()):
-            if found := getattr(group, _MARK, None):
-                return cast(Attached, found)
+            if isinstance(found := getattr(group, _MARK, None), Attached):
+                return found
     return None
 
 

@@ -80,8 +80,9 @@ def attach(model: nn.Module, groups: Sequence[_Group], compression: Choice) -> R
     named = [(replica.name, replica.stand_in) for replica in replicas]
     gradients = ReplicatedGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
     gradients.follow(groups, replicas)
-    model.register_forward_pre_hook(gradients.before_forward)
-    model.register_forward_hook(gradients.after_forward)
+    left_uncompiled: Callable[[Any], Any] = torch.compiler.disable
+    model.register_forward_pre_hook(left_uncompiled(gradients.before_forward))
+    model.register_forward_hook(left_uncompiled(gradients.after_forward))
     return gradients
 
 
@@ -235,7 +236,7 @@ class ReplicatedGradients(DdpGradients):
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
         """A forward hook: have the backward pass noticed that begins at `output`."""
-        if torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+        if torch._C._current_graph_task_id() == -1:
             self.watch(output)
 
     def _come_from(self, replica: Replica) -> None:

@@ -69,6 +69,18 @@ def a_model_trains_as_in_one_process() -> None:
         trains_alike(dense_model(), **options)
 
 
+def ddps_logging_data_has_the_times_of_sirtakis_steps() -> None:
+    model = attached(dense_model())
+    for step in range(3):
+        dense_loss(model, dist.get_rank(), step).backward()
+    known = model._get_ddp_logging_data()
+    assert (known["iteration"], known["comm_hook"], known["world_size"]) == (3, "sirtaki", len(ranks()))
+    for name in ("forward_compute_time", "backward_compute_time", "backward_comm_time"):
+        assert 0 < known[name] < 60e9, name
+        assert 0 < known[f"avg_{name}"] < 60e9, name
+    assert known["backward_comm_time_end"] > known["backward_compute_time_end"] > known["backward_compute_time_start"]
+
+
 def gradients_may_be_asked_for_through_the_output() -> None:
     """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
     for loss in LOSSES:

@@ -17,6 +17,7 @@ from rank_jobs import cases
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -133,6 +134,32 @@ def mixed_precision_reduces_in_its_own_dtype() -> None:
 
 def dense_loss_in(dtype: torch.dtype, model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch(rank, step, 5, 6).to(dtype)).float().square().mean()
+
+
+def compiled_models_train_as_in_one_process() -> None:
+    alone = dense_model()
+    model = replicated(copy.deepcopy(alone))
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        for one in (model, alone):
+            one.zero_grad()
+        dense_loss(compiled, dist.get_rank(), step).backward()
+        backward_alone(alone, dense_loss, step)
+        same_everywhere(model, alone, f"after compiled step {step}")
+
+
+def shards_of_one_rank_each_are_replicas() -> None:
+    alone = dense_model()
+    model = copy.deepcopy(alone)
+    fully_shard(model, mesh=init_device_mesh("cpu", (len(ranks()), 1), mesh_dim_names=("replicate", "shard")))
+    fsdp.attach(model)
+    for step in range(2):
+        lost = dense_loss(model, dist.get_rank(), step)
+        with CommDebugMode() as seen:
+            lost.backward()
+        backward_alone(alone, dense_loss, step)
+        same_everywhere(model, alone, f"after pass {step}")
+        assert seen.get_total_counts() == 0
 
 
 def a_factor_to_divide_by_is_the_users() -> None:

@@ -51,7 +51,7 @@ from sirtaki.machine import finalize, free_in_forked_children, in_forked_childre
 from sirtaki.torch_backend import NAME
 from sirtaki.uncompiled import exclude_from_compilation
 
-from .shown import FlightEntries, shown
+from .shown import RELEASES_INTERPRETER, FlightEntries, shown
 
 # ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
 #
@@ -825,12 +825,8 @@ def _attach_reduced() -> None:
             logger.info("a model under DDP is not attached: %s", err)
 
 
-RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
-"""Whether PyTorch lets other threads run while it destroys a group (pytorch/pytorch 154976). Earlier ones wait for
-Gloo's threads, of which one may need the interpreter to free the last tensor: for ever. Gloo's group is therefore kept
-until the next group is made."""
-
-_ended: list[Any] = []  # Any: Gloo's groups, whose class is PyTorch's own
+_ended: list[Any] = []  # groups of Gloo's (Any: whose class is PyTorch's) where the interpreter is not released, until
+# the next group is made
 
 _told = False
 

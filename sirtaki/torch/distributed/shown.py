@@ -21,7 +21,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import HashStore, Work
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
@@ -37,13 +38,26 @@ class Shown(Protocol):
         ...
 
 
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+BEFORE_2_13 = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Names of collectives in earlier PyTorch."""
+
+
 def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concatenate[G, P], Work | None]:
     """Decorate a collective of a process group, so that dispatch modes and the profiler see it."""
     name = method.__name__
 
     @functools.wraps(method)
     def collective(group: G, *args: P.args, **kwargs: P.kwargs) -> Work | None:
-        if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if _active_modes() or _is_profiled():
             return _show(group, name, functools.partial(method, group, *args, **kwargs), args, kwargs)
         return method(group, *args, **kwargs)
 
@@ -57,7 +71,8 @@ def _show(
         return call()
     bottom = _Bottom(call, functools.partial(_as_event, group.plain, name, [*args, *kwargs.values()]))
     with bottom.below_all():
-        work: Work | None = getattr(group.plain, name)(*args, **kwargs)
+        known = name if hasattr(dist.ProcessGroup, name) else BEFORE_2_13[name]
+        work: Work | None = getattr(group.plain, known)(*args, **kwargs)
     return bottom.work if bottom.called else work
 
 
@@ -128,9 +143,9 @@ def _as_event(
 
     It cannot have NCCL's name, for which the profiler looks up what only PyTorch's C++ can leave there.
     """
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not _is_profiled():
         return nullcontext()
-    outputs, inputs = ([*_tensors(args[0])], [*_tensors(args[1])] if len(args) > 1 else [])
+    outputs, inputs = ([*_tensors(args[place : place + 1])] for place in (0, 1))
     inputs = inputs or outputs
     fields = {
         "Collective name": name,
@@ -138,7 +153,7 @@ def _as_event(
         "Out msg nelems": sum(tensor.numel() for tensor in outputs),
         "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
         "Group size": plain.size(),
-        "Rank": dist.get_rank(),
+        "Rank": plain.rank(),
         "Process Group Name": plain.group_name,
         "Process Group Description": plain.group_desc,
     }
@@ -159,6 +174,13 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of te
             yield from _tensors(each)
 
 
+RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
+"""Whether PyTorch lets other threads run while it destroys a group (pytorch/pytorch 154976). Earlier ones wait for
+Gloo's threads, of which one may need the interpreter to free the last tensor: for ever."""
+
+_kept: list[dist.ProcessGroup] = []  # where the interpreter is not released
+
+
 class FlightEntries:
     """Entries of large tensors in PyTorch's flight recorder, beside those of Gloo's own collectives.
 
@@ -170,15 +192,18 @@ class FlightEntries:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Write entries of this group, with its name."""
         self._name, self._ranks = group.group_name, group.size()
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, Any] = {}  # Any: process groups, whose stub lacks methods
 
     def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
         """Write an entry of a collective that begins: `collective` is part of its group's description."""
         if (alone := self._groups.get(collective)) is None:
-            alone = self._groups[collective] = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks it
-            gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+            made: Any = dist.ProcessGroup  # Any: the stub lacks the constructor without a store
+            alone = self._groups[collective] = made(0, 1)
+            gloo = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
             alone._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            alone._set_group_name(self._name)
+            alone._set_group_name(f"{self._name}.{collective}")
+            if not RELEASES_INTERPRETER:
+                _kept.append(alone)
             alone._set_group_desc(f"{collective} by sirtaki between {self._ranks} ranks")
         shown = torch.empty(numel, dtype=dtype, device="cpu")
         alone._get_backend(torch.device("cpu")).allreduce([shown], dist.AllreduceOptions())
