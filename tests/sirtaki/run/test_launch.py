@@ -244,7 +244,7 @@ def test_only_the_script_sees_modules_of_its_folder(environ, tmp_path, options):
     assert re.sub(r"\[\S+\] ", "", job.stdout) == 2 * f"beside False {tmp_path}\n"
 
 
-OF_MPIEXEC = re.compile(r"(OMPI|OPAL|PMIX|PRTE|PMI|HYDRA|HYDI|MPI|MPIR|GFORTRAN|PMI2)_.*|LD_LIBRARY_PATH|OLDPWD|PWD|SHLVL|_")
+OF_MPIEXEC = re.compile(r"(OMPI|OPAL|PMIX|PRTE|PMI|HYDRA|HYDI|MPI|MPIR)_.*|LD_LIBRARY_PATH|OLDPWD|PWD|SHLVL|_")
 
 
 @pytest.mark.parametrize("options", [(), ("--min-np", 2)])
