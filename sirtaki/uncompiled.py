@@ -15,9 +15,9 @@ compiled, and load nothing:
 A function that is made at run time has no such attribute. This is meant for `GradientReducer`'s hook: compiled autograd
 inlines it, which breaks the graph of a pass at its first and its last gradient, not at each.
 
-All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13 and 2.4. Versions before
-2.7 exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole
-(`trace_rules.add`). Where a version has neither, frames are compiled that need not be.
+All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13. Versions before 2.7
+exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole (`trace_rules.add`);
+this was not checked in a compiled job. Where a version has neither, frames are compiled that need not be.
 """
 
 from __future__ import annotations
