@@ -5,7 +5,8 @@ members of a pair, so that the ratio within a pair is what counts. The test is W
 logarithms of these ratios: a measurement counts by its rank and never by its size, so that no single outlier decides.
 
 The comparison is judged at one or two numbers of pairs that are fixed in advance (group-sequential, Pocock). A test
-after every pair would prove luck. Giving up early proves nothing, and is therefore possible after any pair.
+after every pair would call chance results proved. Giving up early proves nothing, so it is possible at any pair from
+the third one on (`GUESS_PAIRS`).
 
 [Note: error rate] A setting that is as fast as the baseline is called faster in at most 3 % of all comparisons, both
 looks together. `python -m bench.paired` shows this rate, and the power, for four kinds of noise.
@@ -43,7 +44,8 @@ adjacent measurements of the same setting (ABBA) are correlated if a neighbour s
 GUESS_PAIRS, GUESS_RATE = 3, 0.125
 """Pairs and one-sided error rate of a guess. Three pairs suffice if the candidate is slower, or faster, in each.
 
-A guess that the candidate does not gain enough ends every comparison. A guess that it does ends those without a proof.
+A guess that the candidate gains too little ends every comparison. A guess that it gains enough ends only comparisons
+with `guess=True`, with LIKELY.
 """
 
 UNSTEADY = 3.0
@@ -51,8 +53,8 @@ UNSTEADY = 3.0
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
-"""Noise of one measurement that raises a doubt: the first limit always, the second if it is so many times the noise
-before."""
+"""Limits on the noise of one measurement. Noise above `SHARED_NOISE` always raises a doubt. Noise above `USUAL_NOISE`
+raises one if it is also more than `TIMES_NOISE` times `noise_before`."""
 
 _Sent = TypeVar("_Sent")
 _Received = TypeVar("_Received")
@@ -272,7 +274,7 @@ class PairedComparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Result with the pairs measured until now. FASTER is possible at a look only."""
+        """Result with the pairs measured until now. FASTER is possible only at a look, or after the last look."""
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:
             return Verdict.FAILED

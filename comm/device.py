@@ -58,7 +58,7 @@ class Device:
         return self._nothing
 
     def make_stream(self) -> Any:
-        """Return a high-priority stream that no other caller of this method has. None on the host."""
+        """Return a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 is used up."""
         return None
 
     def notice_stream(self) -> None:
@@ -75,7 +75,7 @@ class Device:
         """Keep the memory of tensors until the work that is on the current stream now has been done."""
 
     def release(self) -> None:
-        """Free the memory that `keep` holds, after ordering the streams that may reuse it behind its readers."""
+        """Make the streams that may reuse the memory wait for packing, which reads it; then free what `keep` holds."""
 
     def record_event(self, *, timed: bool = False) -> Event:
         """Record an event on the current stream. Only timed events can be passed to `elapsed_s`."""

@@ -38,7 +38,7 @@ def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return `function`, run outside of modes of the calling thread, but for `TorchDispatchMode`.
 
-    For what runs within a backward pass: DDP's reducer is seen by these modes there, and `function` may end one.
+    For code in a backward pass. There, a `TorchDispatchMode` also sees DDP's reducer, and `function` may exit the mode.
     """
 
     @functools.wraps(function)
@@ -59,7 +59,10 @@ def _changes_operations() -> bool:
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    """Leave inference mode, autocast and all function modes, of which a default device is one; enter them again."""
+    """Leave inference mode, autocast (CPU and CUDA) and all function modes for the body, then enter them again.
+
+    A default device is a function mode. Gradient recording stays off if inference mode was on.
+    """
     with ExitStack() as stack:
         while torch._C._len_torch_function_stack():
             stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())

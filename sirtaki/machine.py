@@ -14,6 +14,7 @@ import datetime
 import fcntl
 import itertools
 import math
+import mmap
 import os
 import signal
 import socket
@@ -117,9 +118,9 @@ def is_stopped(pid: int) -> bool:
 # ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A child that a script forks (a data loader's worker, a checkpoint writer) inherits the rank's objects but none of its
-# threads, and is no rank. So nothing of the rank may act in it: exit handlers and finalizers belong to the process that
-# made them, locks are free though their holder does not exist there, and shared memory is a private copy. Processes
-# that execute a new program inherit nothing of this.
+# threads, and it is not a rank. The functions below make sure that in such a child the rank's exit handlers and
+# finalizers do not run, locks are free although their holder does not exist, and shared memory is a private copy.
+# Processes that execute a new program inherit none of these objects.
 
 T = TypeVar("T")
 
@@ -211,7 +212,7 @@ def _never_destroy(owner: object) -> None:
 _PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 1 | 2, 2 | 16
 
 
-def private_in_forked_children(owner: object, address: int, length: int, descriptor: int) -> None:
+def private_in_forked_children(owner: object, address: int, length: int, descriptor: int | None) -> None:
     """Make a shared mapping of a file private in forked children, so that what they write there reaches no rank.
 
     The child's mapping is copied on write. Nothing is copied by the fork itself.
@@ -220,16 +221,18 @@ def private_in_forked_children(owner: object, address: int, length: int, descrip
         owner: lives as long as the mapping.
         address: of the mapping.
         length: of the mapping, in bytes.
-        descriptor: of the file; a duplicate stays open as long as `owner` lives.
+        descriptor: of the file; a duplicate stays open as long as `owner` lives. None = children find zeros there.
     """
-    kept = os.dup(descriptor)
-    finalize(owner, os.close, kept)
+    kept, flags = -1, _MAP_PRIVATE_FIXED | mmap.MAP_ANONYMOUS
+    if descriptor is not None:
+        kept, flags = os.dup(descriptor), _MAP_PRIVATE_FIXED
+        finalize(owner, os.close, kept)
     libc = ctypes.CDLL(None, use_errno=True)  # before the fork, after which no lock may be taken
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
     def map_privately(_: object) -> None:
-        if libc.mmap(address, length, _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, kept, 0) != address:
+        if libc.mmap(address, length, _PROT_READ_WRITE, flags, kept, 0) != address:
             os._exit(1)  # rather than write into the gradients of the job
 
     in_forked_children(owner, map_privately)

@@ -12,8 +12,9 @@ compiled, and load nothing:
 - A code object says that its frames, and all frames that they call, are not evaluated (`set_code_exec_strategy`).
 - A function's attribute `_torchdynamo_disable` says that it is not inlined; `torch.compiler.disable` sets it, too.
 
-A function that is made at run time has no such attribute. This is meant for `GradientReducer`'s hook: compiled autograd
-inlines it, which breaks the graph of a pass at its first and its last gradient, not at each.
+A function that is created at run time lacks this attribute. That is intended for the hook of `GradientReducer`.
+Compiled autograd inlines the hook, so the graph of a pass breaks only at the first and the last gradient. A marked hook
+would break the graph at every gradient.
 
 All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13. Versions before 2.7
 exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole (`trace_rules.add`);
@@ -81,7 +82,10 @@ def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def something_is_compiled() -> bool:
-    """Return whether Dynamo has compiled a function of this process. With `fullgraph=True` it counts graphs only."""
+    """Return whether Dynamo has compiled a function in this process.
+
+    Any counter of Dynamo shows it. With `fullgraph=True`, Dynamo increments only the counters of graphs.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and any(dynamo.counters.values())
 

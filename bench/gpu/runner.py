@@ -440,11 +440,11 @@ class MultiProcessService:
 
 
 def main() -> int:
-    """Run the parts that are asked for. Return 0 if all passed, 1 if not, and 2 if there is no GPU."""
+    """Run the selected parts. Return 0 if all of them passed, else 1. Status 2 (no GPU) comes from `bench/gpu.sh`."""
     flags = argparse.ArgumentParser(prog="bench/gpu.sh", description=sys.modules["bench.gpu"].__doc__)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS], help="these parts")
-    flags.add_argument("--dry-run", action="store_true", help="without a GPU: a part that is skipped is a failure")
+    flags.add_argument("--dry-run", action="store_true", help="run without a GPU, on a fake one")
     flags.add_argument("--out", type=Path, default=RAW / "gpu", metavar="FOLDER", help="for results (%(default)s)")
     flags.add_argument("--slack", type=float, default=1.0, metavar="FACTOR", help="multiply all limits")
     flags.add_argument("--save", action="store_true", help="keep the results of passed parts in bench/results/gpu")

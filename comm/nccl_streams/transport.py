@@ -3,9 +3,10 @@
 Each communicator is a `ProcessGroupNCCL` object of torch's. These objects are built directly, so the user's own default
 process group is not touched.
 
-Before NCCL 2.26 all operations of all communicators of a device had to be put into one order by the caller. Since then
-`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host has issued them; with CUDA 12.3 or newer
-(driver and runtime) they overlap even so. Without that several streams can deadlock, so there is one.
+Before NCCL 2.26, the caller had to order the operations of all communicators of a GPU. From 2.26 on,
+`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host launches them. With CUDA 12.3 or newer
+(driver and runtime), the operations still overlap. If one of these conditions is not met, several
+streams could deadlock or would not overlap, so only one stream is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -38,15 +39,16 @@ from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 # ── units over several NCCL communicators at once, each on a CUDA stream of its own ───────────────────────────────────
 #
-# A stream has a communicator for each number of CTAs, and each algorithm and protocol, that plans ask for, since NCCL
-# fixes these when a communicator is made. They are one stream all the same: a unit waits for the one before it on its
-# stream, whichever communicator carried that (LIBRA's stages follow one another). A pool opens and closes communicators
-# in one order on all ranks, as they take memory on the GPU.
+# NCCL fixes CTAs, algorithm and protocol when it creates a communicator. A stream number therefore has one communicator
+# for each combination that plans use. Units with the same stream number still run one after the other, on one CUDA
+# stream, whichever communicator reduces them (LIBRA's stages are sequential). Communicators take GPU memory, so a pool
+# closes unused ones. It opens and closes them in the same order on all ranks.
 #
-# Nothing here blocks the host: a unit is put on the CUDA stream of its stream number, after what has been packed so
-# far, and a caller that waits for it makes *its CUDA stream* wait. NCCL needs the same order of operations on all
-# ranks, over all communicators of a GPU, from one thread at a time; the synchroniser keeps the order, a lock the rest.
-# All of it runs in tests without a GPU (tests/fakes/cuda.py).
+# Launching a unit and waiting for it do not block the host. `_carry` launches a unit on the CUDA stream of its stream
+# number, after the packing work queued so far. `NcclWork.wait` makes the caller's current CUDA stream wait. Opening new
+# streams does block the host. NCCL requires the same order of operations on all ranks, over all communicators of a GPU,
+# and launches from one thread at a time. The synchroniser keeps the order; the lock `ISSUING` admits one thread.
+# All of this runs in tests without a GPU (tests/fakes/cuda.py).
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +154,12 @@ class Opener(Protocol):
 
 
 class CommunicatorPool:
-    """The communicators that are open; those that were needed longest ago are closed for others.
+    """A pool of open NCCL communicators, which closes the least recently used ones to make room.
 
     Attributes:
         limit: so many may be open.
         open: by key, longest unused first.
+        cuda_streams: CUDA stream of each stream number, the same one for the flat and the hierarchical algorithm.
     """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
@@ -169,12 +172,8 @@ class CommunicatorPool:
         """
         self.opener, self.limit, self._worst = opener, limit, worst
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
-        self._per_stream: Counter[tuple[int, Scope]] = Counter()
+        self.cuda_streams: dict[int, Any] = {}
         self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
-
-    def count(self, stream: int, scope: Scope) -> int:
-        """How many communicators are open for this stream, which differ in CTAs or way."""
-        return self._per_stream[stream, scope]
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
         """Collective, with nothing in flight: opens those of `keys` that are not open, in their order.
@@ -194,7 +193,6 @@ class CommunicatorPool:
             if key not in self.open:
                 self._make_room(wanted, key)
                 self.open[key] = self._make(key)
-                self._per_stream[key.stream, key.scope] += 1
 
     def _make(self, key: CommunicatorKey) -> Group:
         free_before, total = self.opener.memory_bytes()
@@ -215,13 +213,12 @@ class CommunicatorPool:
             self._close(unused)
 
     def _expected_share(self) -> float:
-        """Of memory, once one more like those that are open is open, too."""
+        """Return the expected share of GPU memory after opening one more communicator of average size."""
         return self._taken_share * (len(self.open) + 1) / len(self.open)
 
     def _close(self, key: CommunicatorKey) -> None:
         self._taken_share -= self._taken_share / len(self.open)
         self.open.pop(key).close()
-        self._per_stream[key.stream, key.scope] -= 1
         logger.debug("NCCL %s is closed", key)
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
@@ -231,10 +228,10 @@ class CommunicatorPool:
             self._close(key)
 
     def check(self) -> None:
-        """Raises what has gone wrong by itself in any of them; any thread may ask.
+        """Check all open communicators for asynchronous NCCL errors. Thread-safe.
 
         Raises:
-            CommError: naming the communicator.
+            CommError: a communicator has failed; the message names it.
         """
         for key, group in list(self.open.items()):
             if error := group.error():
@@ -288,7 +285,6 @@ class NcclTransport(Transport):
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
         self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
-        self._cuda_streams: dict[int, Any] = {}
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """The communicators that these streams need."""
@@ -319,9 +315,10 @@ class NcclTransport(Transport):
             return NcclWork(device, begin, device.record_event(timed=timed))
 
     def _cuda_stream(self, number: int) -> Any:  # Any: a stream of the device
-        if number not in self._cuda_streams:
-            self._cuda_streams[number] = self._device.make_stream()
-        return self._cuda_streams[number]
+        streams = self._pool.cuda_streams
+        if number not in streams:
+            streams[number] = self._device.make_stream()
+        return streams[number]
 
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
         return self._pool.open[_key(stream, scope)]
@@ -342,7 +339,10 @@ class NcclTransport(Transport):
 
 
 def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
-    """Within a node parts are scattered and gathered, for which NCCL has no trees: there it decides for itself."""
+    """Return the key of a stream's communicator. Inside a node, NCCL chooses algorithm and protocol itself.
+
+    The collectives there are reduce-scatter and all-gather, for which NCCL has no tree algorithm.
+    """
     way = None if scope is Scope.NODE else stream.nccl
     return CommunicatorKey(stream.number, ctas_for(stream.threads), scope, way)
 
@@ -396,7 +396,7 @@ MAX_STREAMS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclVersions:
-    """The versions that decide.
+    """Versions and settings that determine whether several communicators may run at the same time.
 
     Attributes:
         nccl: as (major, minor, patch).
@@ -429,13 +429,13 @@ class NcclVersions:
 
     @property
     def why_one_stream(self) -> str:
-        """What forbids several, in words; empty if nothing does."""
+        """Reason why only one stream is possible, for the log; empty if several are possible."""
         if self.nccl[:2] < ORDERED_NCCL:
             return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
         if self.launch_order == TOO_LATE:
             return (
-                f"process groups were in use before sirtaki.torch was imported, so NCCL may have started without "
-                f"{LAUNCH_ORDER}=1: import sirtaki.torch first, or set the variable"
+                f"CUDA and process groups were in use before sirtaki.torch was imported, so NCCL may have started "
+                f"without {LAUNCH_ORDER}=1: import sirtaki.torch first, or set the variable"
             )
         if self.launch_order != "1":
             return f"{LAUNCH_ORDER} is {self.launch_order or 'not set'}, and it must be 1 before NCCL starts"
@@ -471,8 +471,8 @@ def ask_for_launch_order() -> None:
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_HANDLING = "0"
-"""torch says that a communicator has failed and leaves the rest to us, who can name the ranks; by default it ends the
-process. It must not abort the communicator either: what waits for it on the GPU would go on with wrong gradients."""
+"""PyTorch only reports the failure of a communicator. By default it would end the process before Sirtaki can name the
+ranks. It must not abort the communicator either, because work that waits for it would continue with wrong gradients."""
 
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
 """dtypes that NCCL's pre-multiplied sum takes through every version of torch."""
@@ -670,8 +670,9 @@ class NcclOpener:
     def open_first(self) -> str:
         """Open the communicator of stream 0, which `open` returns later. Collective.
 
-        A rank whose attempt fails says so in the store. The others, which NCCL would keep waiting for that rank, abort
-        their attempts.
+        A rank whose attempt fails writes this to the store. The other ranks poll the store and abort their attempts,
+        because NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, they abort only after
+        the timeout.
 
         Returns:
             Why NCCL cannot be used between these ranks, the same on all of them; empty if it can.
@@ -725,7 +726,7 @@ def told(key: CommunicatorKey) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the process groups that are built inside; the user's own ones keep what they had."""
+    """Set environment variables while process groups are built in the body, then restore the user's values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -748,7 +749,9 @@ def ways_left(control: ControlPlane, environ: Mapping[str, str] = os.environ) ->
 
 
 def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:
-    """Collective: what makes NCCL communicators between these ranks' GPUs; None, and a line in the log, if they can't.
+    """Return an opener of NCCL communicators between these ranks' GPUs. Collective.
+
+    If NCCL cannot be used, log the reason and return None.
 
     Args:
         control: the ranks.
@@ -759,32 +762,32 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
     mine = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(mine)
     if "" in gpus:
-        _say_why_not("this rank's torch has no NCCL" if not mine else "a rank's torch has no NCCL")
+        _say_why_not(control, f"PyTorch has no NCCL on rank {gpus.index('')}")
         return None
     if len(set(gpus)) < len(gpus) and not forced:
         shared = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         ranks = [str(rank) for rank, gpu in enumerate(gpus) if gpu == shared]
-        _say_why_not(f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
+        _say_why_not(control, f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
         return None
     versions = NcclVersions.here()
     reasons = [reason for reason in control.all_gather(versions.why_one_stream) if reason]
     max_streams = 1 if reasons else versions.max_streams
     opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways_left(control))
     if problem := opener.open_first():  # such as a MIG slice, a driver that is too old, no shared memory in a container
-        if control.rank == 0:
-            _say_why_not(f"NCCL could not be started ({problem})")
+        _say_why_not(control, f"NCCL could not be started ({problem})")
         return None
     if reasons:
         logger.info("one NCCL stream only: %s", reasons[0])
     return opener
 
 
-def _say_why_not(reason: str) -> None:
-    logger.warning("gradients are copied through host memory instead of NCCL: %s", reason)
+def _say_why_not(control: ControlPlane, reason: str) -> None:
+    if control.rank == 0:
+        logger.warning("gradients are copied through host memory instead of NCCL: %s", reason)
 
 
 def _identity(device: CudaDevice, host: int) -> str:
-    """Of the GPU on that host, equal on two ranks exactly if they share it."""
+    """Return an id of the GPU. Two ranks share a GPU if and only if their ids are equal."""
     found: Any = torch.cuda.get_device_properties(device.torch_device)  # Any: fields depend on torch's version
     for name in ("uuid", "pci_bus_id"):
         if hasattr(found, name):

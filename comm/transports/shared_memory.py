@@ -125,12 +125,11 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
     """Map the file behind `descriptor`, shared with the other ranks.
 
-    A child that this rank forks gets a private copy of the rank's own region, where `.grad` may be. This keeps a
-    descriptor open, so the regions of the other ranks, of which user code has no tensor, stay shared.
+    A child that this rank forks gets a private copy of the rank's own region, where `.grad` may be. That keeps a
+    descriptor open. In the regions of the other ranks, of which user code has no tensor, a child finds zeros.
     """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
-    if own:
-        private_in_forked_children(memory, memory.ctypes.data, length, descriptor)
+    private_in_forked_children(memory, memory.ctypes.data, length, descriptor if own else None)
     return torch.from_numpy(memory)  # which keeps the array
 
 

@@ -1,4 +1,4 @@
-"""For models of PyTorch's `replicate()` on FSDP2's machinery: Sirtaki reduces their gradients as those of DDP.
+"""Reduce the gradients of models wrapped in PyTorch's FSDP2-based `replicate()` with Sirtaki's reducer for DDP.
 
 from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -9,12 +9,13 @@ sirtaki.torch.fsdp.attach(model)
 Such a model keeps a whole copy of each parameter (`sharded_param`), and computes with another one (`unsharded_param`).
 FSDP averages the gradients of a module in one all-reduce at the end of the module's backward pass, and waits for it.
 
-Attached, a hook takes each gradient as soon as autograd has computed it, so that FSDP finds none to reduce. The reducer
-of DDP models carries it from there, tuned. For each parameter the reducer has a stand-in without memory of its own, of
-the dtype in which gradients are to be reduced. At the end of the backward pass the parameter's `.grad` is the result.
+After `attach`, a hook takes each gradient away from FSDP once autograd has computed it, so FSDP finds none to reduce.
+The reducer for DDP models all-reduces it and tunes its settings. The reducer sees a stand-in tensor for each parameter,
+which has no memory of its own and has the dtype of the reduction. At the end of the backward pass, the parameter's
+`.grad` is the reduced gradient.
 
-FSDP keeps what a pass without synchronisation has computed (`set_requires_gradient_sync(False)`); the next pass that is
-synchronised takes it.
+FSDP keeps the gradients of passes without synchronisation (`set_requires_gradient_sync(False)`). The next synchronised
+pass adds them to its own.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _materialised(group: _Group) -> Sequence[Any]:  # Any: FSDP's parameters, of
         group.wait_for_unshard()
         group.reshard()
     except RuntimeError as err:
-        raise ConfigError(f"attach() comes once the parameters are initialised: {err}") from err
+        raise ConfigError(f"attach() must be called once the parameters are initialised: {err}") from err
     found: Sequence[Any] = group.fsdp_params
     return found
 
@@ -202,7 +203,7 @@ class ReplicatedGradients(DdpGradients):
     _mark_ready: Callable[[torch.Tensor], None]
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        """Keep the hook: autograd does not see the stand-ins, so that `_come_from` calls it."""
+        """Store the reducer's hook. `_come_from` calls it, because autograd never sees the stand-ins."""
         self._mark_ready = super()._make_hook()
         return self._mark_ready
 
@@ -261,7 +262,7 @@ class ReplicatedGradients(DdpGradients):
             replica.give()
 
     def fail(self) -> None:
-        """A pass has raised: gradients that the parameters had before it leave the buffers with the stand-ins'."""
+        """Clean up after a backward pass that has raised. Move earlier gradients out of the reducer's buffers."""
         super().fail()
         for replica in self._replicas:
             gradient = replica.param.sharded_param.grad

@@ -12,7 +12,7 @@ host, and reports
   buffers that are not aligned to 16 bytes, a second GPU's context, an error that was not cleared, and calls that
   invalidate another thread's graph capture.
 
-An event counts as reached only when the host has waited for it or for something later: the slowest GPU there may be.
+`Event.query` returns True only after the host has waited for the event or for later work, as on an infinitely slow GPU.
 NCCL groups have the attributes that PyTorch's release has (tests/formats/nccl_attributes.json), and reduce over Gloo.
 """
 
@@ -46,7 +46,7 @@ from sirtaki.comm import modes
 HOST = "host"
 Clock = dict[Any, int]
 MEMORY = torch.device("cpu", 0)
-"""What the GPU's memory is for PyTorch: dispatch tells it from `torch.device("cpu")` when memory is allocated."""
+"""Device of fake GPU tensors. Index 0 distinguishes it from `torch.device("cpu")` in the arguments of factories."""
 
 RELEASES = json.loads((Path(__file__).parents[1] / "formats" / "nccl_attributes.json").read_text())["releases"]
 SYNCHRONOUS_ON_CURRENT_STREAM = (2, 8)
@@ -301,7 +301,7 @@ class FakeCuda:
             self._thread.observed = False
 
     def _observe(self, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        """Of a thread that is started from now on."""
+        """Return `Thread.run` with the checker's dispatch mode active, for threads that are started from now on."""
 
         def observed_run(thread: threading.Thread) -> None:
             with self.observed():

@@ -1,6 +1,6 @@
-"""Which gradients torch.distributed.autograd computes: it keeps them in a context of its own, and leaves `.grad` alone.
+"""Detect gradients of `torch.distributed.autograd`, which are kept in its context and not in `.grad`.
 
-It calls the hooks of AccumulateGrad nodes, on which DDP relies, but no post-accumulate-grad hooks.
+Distributed autograd calls hooks of AccumulateGrad nodes, on which DDP relies, but no post-accumulate-grad hooks.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 Hook = Callable[[torch.Tensor], None]
 
 STEPPED_IN_HOOK = (
-    "a hook has updated {name} and set its gradient to None before the gradient was reduced, as an optimizer that "
-    "steps in a hook does: each rank would train by its local gradients; call step() after backward()"
+    "a hook has updated {name} and set its gradient to None before the gradient was reduced. Each rank would train "
+    "with its local gradients. An optimizer must not step in a hook: call step() after backward()"
 )
 
 CHANGED_IN_HOOK = (
@@ -112,7 +112,7 @@ def _count_references(leaf: torch.Tensor) -> int:
 def _references_without_user(kept: bool) -> int:
     """Count the references to a node of which only PyTorch knows; newer versions keep its Python object, too."""
     with torch.enable_grad():
-        leaf = torch.ones((), requires_grad=True)
+        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         graph = leaf.view_as(leaf) if kept else None
         count = _count_references(leaf)
         del graph
@@ -131,7 +131,7 @@ class _UpdateGuard:
 
     @property
     def begun(self) -> bool:
-        """Whether a gradient was accumulated for which this was not called yet."""
+        """True from `begin` until this guard is called."""
         return self._version is not None
 
     def begin(self, param: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class _HooksInOrder(OrderedDict[int, Hook]):
 
     def __init__(self) -> None:
         super().__init__()
-        # By the key of the guard's hook before the user's: the key of the one after them, and the guard.
+        # Maps the key of `guard.begin` (before the user's hooks) to the key of the guard (after them) and the guard.
         self._own: dict[int, tuple[int, _UpdateGuard]] = {}
 
     def add_last(self, guard: _UpdateGuard) -> Callable[[], None]:

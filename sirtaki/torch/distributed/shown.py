@@ -7,7 +7,7 @@ Python is called before the dispatcher, so they see nothing of it.
 `shown` has such a group send a collective through the dispatcher, too, while a mode or the profiler is active on this
 thread. A plain `ProcessGroup` over the same backends calls the operator. Below all modes of the user, `_Bottom` takes
 the operator's place and calls the group's own method, so the ranks do the same whether or not one of them is watched.
-Otherwise a collective costs two questions more.
+Without an active mode or profiler, a collective costs two extra checks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _show(
 
 
 _inside = threading.local()
-"""Has `here` while this thread is in a collective that is shown: one that is made of others is shown as one."""
+"""`here` is True while this thread runs a collective that is shown. Collectives that it calls are not shown again."""
 
 
 class _Ended(Work):
@@ -141,7 +141,7 @@ def _as_event(
 ) -> AbstractContextManager[object]:  # Any: arguments of a collective
     """Return an event for the profiler, `sirtaki:allreduce`, with the fields of NCCL's events `record_param_comms`.
 
-    It cannot have NCCL's name, for which the profiler looks up what only PyTorch's C++ can leave there.
+    The name must differ from NCCL's, because for that name the profiler expects data that only PyTorch's C++ can set.
     """
     if not _is_profiled():
         return nullcontext()
