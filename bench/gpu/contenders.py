@@ -117,11 +117,8 @@ class Attached(Ddp):
         if current.size == 1:  # what attach() does for several ranks
             options = ReducerOptions(reduction=Reduction(), unused_as_none=True)
             named = list(self.model.named_parameters())
-            gradients = ddp.DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
-            model.find_unused_parameters = False
-            model.reducer = ddp.AtRest(model.reducer, gradients)  # type: ignore[assignment]
-            model.register_forward_hook(ddp.Outputs(gradients))
-            self._gradients = gradients
+            self._gradients = ddp.DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+            ddp.install(model, self._gradients)
 
     def close(self) -> None:
         """See `OneRank`. Collective."""

@@ -77,7 +77,11 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
     options = ReducerOptions(reduction=reduction, unused_as_none=True, arms=arms)
-    gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+    install(model, DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options))
+
+
+def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
+    """Let `gradients` reduce the model's gradients in place of DDP's reducer. Not collective."""
     if model.static_graph:
         gradients.count_arrivals()
     at_rest = AtRest(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
