@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from bench.gpu.contenders import Attached, Contender, Ddp, OneRank, Optimizer, o
 from bench.gpu.models import GpuModel, models_for
 from bench.gpu.runner import Run
 from bench.lib.harness import ratios
+from sirtaki.comm.plan import alignment
 
 CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": Ddp, "optimizer": Optimizer, "attached": Attached}
 STEPS = 5
@@ -63,14 +64,26 @@ def measure(
 
 
 def pack(run: Run, name: str, model: torch.nn.Module) -> None:
-    """Time packing all gradients of a model, and unpacking, against a copy of as many bytes."""
+    """Time packing all gradients of a model, and unpacking, against a copy of as many bytes.
+
+    Gradients are aligned as in Sirtaki's flat buffers. "misaligned" packs them without gaps, the first one 4 bytes off.
+    """
     place = run.place
     gradients = [torch.randn_like(param) for param in model.parameters()]
     sizes = [gradient.numel() for gradient in gradients]
-    flat, other = (torch.empty(sum(sizes), device=place.torch_device) for _ in range(2))
-    views = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
+    piece = alignment("cuda", 4)
+    padded = [-(-size // piece) * piece for size in sizes]
+    flat, other = (torch.empty(sum(padded), device=place.torch_device) for _ in range(2))
+
+    def laid_out(buffer: torch.Tensor, room: Sequence[int]) -> list[torch.Tensor]:
+        parts = zip(buffer.split(list(room)), gradients, strict=True)
+        return [part[: gradient.numel()].view_as(gradient) for part, gradient in parts]
+
+    views = laid_out(flat, padded)
+    close = laid_out(torch.empty(1 + sum(sizes), device=place.torch_device)[1:], sizes)
     works: dict[str, Callable[[], object]] = {
         "pack": lambda: torch._foreach_copy_(views, gradients),
+        "misaligned": lambda: torch._foreach_copy_(close, gradients),
         "unpack": lambda: torch._foreach_copy_(gradients, views),
         "copy": lambda: other.copy_(flat),
     }
@@ -80,7 +93,8 @@ def pack(run: Run, name: str, model: torch.nn.Module) -> None:
     for _ in range(9):
         for what, work in works.items():
             samples[what].append(place.seconds(work, 10))
-    row = {"model": name, "mib": flat.numel() * 4 / 2**20}
+    slower = ratios(samples["misaligned"], samples["pack"]).median
+    row = {"model": name, "mib": flat.numel() * 4 / 2**20, "misaligned_of_pack": slower}
     for what in ("pack", "unpack"):
         share = ratios(samples["copy"], samples[what]).median
         row |= {f"{what}_of_copy": share, f"{what}_gb_per_s": 8e-9 * flat.numel() / statistics.median(samples[what])}
