@@ -138,7 +138,8 @@ class Ranks:
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
                 [*mpiexec, "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
-                env=environment(self._folder / "cache", {}),
+                # By itself mpi4py finalizes MPI in children that programs fork, too.
+                env=environment(self._folder / "cache", {"MPI4PY_RC_FINALIZE": "0"}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
