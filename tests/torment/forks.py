@@ -72,10 +72,11 @@ class _Read(torch.utils.data.Dataset[bytes]):
 def seen_by_child(replica: Replica, how: str) -> Values:
     """Fork a child, which reads all parameters. Return what it has read, once it has ended."""
     if how == "loader":
-        loader = torch.utils.data.DataLoader(
+        loader: torch.utils.data.DataLoader[bytes] = torch.utils.data.DataLoader(
             _Read(replica), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
         )
-        first, second = list(loader)
+        with torch.device("cpu"):  # PyTorch draws the workers' seed on the default device
+            first, second = list(loader)
         assert first == second
         return cast(Values, pickle.loads(first))
     reader, writer = os.pipe()

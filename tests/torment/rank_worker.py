@@ -125,17 +125,19 @@ class Script:
         if spec.plan_seed is not None:
             options["arms"] = [self._plans(spec.plan_seed, partial(self._wanted, number))]
         names = {id(param): name for name, param in self._replica.parameters.items()}
-        return hvd.DistributedOptimizer(
-            self._replica.optimizer(spec),
-            named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
-            compression=self._compression(spec.lossy, fp16=spec.fp16),
-            backward_passes_per_step=spec.passes,
-            op=OPERATORS[spec.op],
-            gradient_predivide_factor=spec.predivide,
-            groups=spec.groups or None,
-            sparse_as_dense=spec.sparse_as_dense,
-            **options,
-        )
+        plain = self._replica.optimizer(spec)
+        with self._calls():
+            return hvd.DistributedOptimizer(
+                plain,
+                named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
+                compression=self._compression(spec.lossy, fp16=spec.fp16),
+                backward_passes_per_step=spec.passes,
+                op=OPERATORS[spec.op],
+                gradient_predivide_factor=spec.predivide,
+                groups=spec.groups or None,
+                sparse_as_dense=spec.sparse_as_dense,
+                **options,
+            )
 
     def _plans(self, seed: int, params: Callable[[], Sequence[torch.Tensor]]) -> RandomPlans:
         transport = TransportKind(dict(self._program.environment).get("transport", "shared_memory"))
@@ -339,7 +341,8 @@ class AttachedScript(Script):
         arms = None
         if spec.plan_seed is not None:
             arms = [self._plans(spec.plan_seed, lambda: [p for p in self._model.parameters() if p.requires_grad])]
-        ddp.attach(self._model, arms=arms, compression=self._compression(spec.lossy, fp16=False))
+        with self._calls():
+            ddp.attach(self._model, arms=arms, compression=self._compression(spec.lossy, fp16=False))
 
     def _wrap(self, number: int) -> Optimizer:
         return self._replica.optimizer(self._specs[number])
@@ -409,7 +412,7 @@ class Worker:
     def play(self, program: Program) -> tuple[str, object]:
         """Collective: ("done", trace), ("raised", its traceback), or ("idle", None) on ranks that are not wanted."""
         try:
-            with entered(program.defaults, DEFAULTS):
+            with entered(program.defaults, {**DEFAULTS, **CALLS}):
                 self._prepare(program)
             if self._world.rank >= program.ranks:
                 return "idle", None

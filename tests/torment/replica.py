@@ -137,6 +137,8 @@ RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.2, amsgrad=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-2, foreach=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02, eps=1e-2),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05, t0=2),
     "across": Across,
     "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=0.02, eps=1e-2),
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=2),
@@ -458,7 +460,7 @@ def _written(model: nn.Module) -> dict[str, torch.Tensor]:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return dict(torch.load(file, weights_only=False).named_parameters())
+    return dict(torch.load(file, map_location="cpu", weights_only=False).named_parameters())
 
 
 READERS: dict[str, Callable[[nn.Module], Mapping[str, torch.Tensor]]] = {
@@ -569,7 +571,7 @@ class Replica:
         self, action: Backward, model: Callable[..., torch.Tensor] | None, *, plain: bool
     ) -> Callable[..., torch.Tensor] | None:
         if action.compiled == "model" and not plain:
-            return self._compile("model", model or self.output)
+            return self._compile("model", self.output if model is None else model)
         return model
 
     def _loss_of(
@@ -580,7 +582,8 @@ class Replica:
         plain: bool,
         model: Callable[..., torch.Tensor] | None,
     ) -> torch.Tensor:
-        return (model or self.output)(action, first, words, plain=plain).square().mean()
+        forward = self.output if model is None else model  # a compiled DistributedDataParallel has no truth value
+        return forward(action, first, words, plain=plain).square().mean()
 
     def output(self, action: Backward, first: torch.Tensor, words: torch.Tensor, *, plain: bool) -> torch.Tensor:
         """What the blocks make of a batch."""
@@ -717,7 +720,7 @@ class Replica:
     def load(self, optimizers: Sequence[Optimizer]) -> None:
         """Reads them again."""
         assert self._saved is not None
-        model, *states = torch.load(io.BytesIO(self._saved), weights_only=True)
+        model, *states = torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=True)
         self.blocks.load_state_dict(model)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))

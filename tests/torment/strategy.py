@@ -265,7 +265,7 @@ class Iterations(Choices):
 
 # ── Programs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad")
+DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad", "nadam", "asgd")
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"transport": "gloo"},
