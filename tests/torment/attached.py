@@ -241,6 +241,7 @@ class AttachedReference(Played):
     def _epoch(self, action: actions.Epoch) -> None:
         """In `model.join()`: `zero_grad(), backward(), step()` for each batch; then all are as the last rank is."""
         legal(not self._failed and not self._started and any(action.batches), "not now")
+        legal("replicate" not in (self._program.attached or ()), "replicate() has no join()")
         weights = [replica.values(self._program.parameters) for replica in self._replicas]
         alike = all(np.array_equal(mine[name], each[name]) for each in weights for mine in weights for name in mine)  # type: ignore[arg-type]
         states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self._replicas))]

@@ -399,6 +399,8 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "functions": _CountsFunctions,
     "operators": _CountsOperators,
 }
+DTYPES = {"bfloat16", "float64"}
+"""Those of these that are default dtypes."""
 CALLS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
