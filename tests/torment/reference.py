@@ -707,7 +707,13 @@ class Played:
 
     def _fork(self, action: actions.Fork) -> None:
         for rank in action.on or range(len(self._replicas)):
-            self._look(rank, f"child: {action.how}", self._replicas[rank].values(self._replicas[rank].parameters))
+            replica = self._replicas[rank]
+            if action.how == "trains":
+                try:
+                    replica.look_aside(actions.Aside(forward=True), self._number)
+                except RuntimeError as err:
+                    raise IllegalError("PyTorch cannot compute it") from err
+            self._look(rank, f"child: {action.how}", replica.values(replica.parameters))
 
     def _hook(self, action: actions.Hook) -> None:
         for replica in self._replicas:
