@@ -7,7 +7,7 @@ the joined batch:
   `backward()` returns, and whatever is done to it then holds;
 * otherwise it is reduced by `synchronize()` or `step()`, from what was computed: a replaced `.grad` is overwritten;
 * a `.grad` that was set to None after it came stays None on that rank, and counts for the others all the same;
-* hooks of the user's change what is reduced; a `.grad` that one of them sets to None counts as zeros;
+* hooks of the user's change what is reduced; a gradient that one of them sets to None did not come;
 * a gradient that did not come counts as it is, or as zeros; frozen parameters are left alone, thawed ones join;
 * a parameter of two optimizers is reduced once;
 * ranks that have joined count as zeros in the average over all.
@@ -249,10 +249,12 @@ class Lockstep:
     def accumulate(self, gradients: Gradients) -> None:
         """Adds gradients up, and reduces those of optimizers that have all of theirs on all ranks now."""
         for rank, mine in enumerate(gradients):
-            for name, grad in mine.items():
+            for name, grad in list(mine.items()):
                 param = self.replicas[rank].parameters[name]
                 param.grad = like_parameter(grad.detach(), param) if param.grad is None else param.grad + grad
                 self.replicas[rank].accumulated(name)
+                if param.grad is None:
+                    del mine[name]
         came = {name for mine in gradients for name in mine} & self.watched
         self.local |= came
         self.began |= came
@@ -264,10 +266,8 @@ class Lockstep:
                     wrapped.left[rank][name] -= 1
                     if wrapped.left[rank][name] == 0 and rank in wrapped.members:
                         param = self.replicas[rank].parameters[name]
-                        if param.grad is None and len(wrapped.members) > 1:  # a hook's doing
-                            param.grad = torch.zeros_like(param)
-                        if param.grad is not None:
-                            self.computed[rank][name] = param.grad.clone()
+                        assert param.grad is not None
+                        self.computed[rank][name] = param.grad.clone()
         active = [rank for rank, mine in enumerate(gradients) if mine]
         for wrapped in self.optimizers:
             if self._all_came(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
