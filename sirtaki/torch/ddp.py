@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.modes import outside_modes
 from sirtaki.engine import job
 from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.reducing.checks import Named
@@ -122,6 +123,7 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
     return current
 
 
+@outside_modes
 def _behind_composable(model: nn.Module) -> nn.Module:
     """Return the DDP model that works behind a module of `replicate()`. Other modules are returned as they are."""
     if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):

@@ -1,9 +1,9 @@
 """Programs over DistributedDataParallel with `ddp.attach`: how they are drawn, and what one process says of them.
 
-Gradients are those of `.backward()` on each rank, added to what `.grad` holds. Within `no_sync()` they stay there; any
-other backward pass ends with the mean over all ranks of what `.grad` holds, a rank without one counting as zeros; a
-parameter that has none on any rank keeps none. Passes of `torch.autograd.grad` change nothing. A rank that has joined
-counts as zeros. The optimizers are plain ones.
+Gradients are those of `.backward()` on each rank, added to what `.grad` holds, and changed by the user's hooks. Within
+`no_sync()` they stay there; any other backward pass ends with the mean over all ranks of what `.grad` holds, a rank
+without one counting as zeros; a parameter that has none on any rank keeps none. Passes of `torch.autograd.grad` change
+nothing. A rank that has joined counts as zeros. The optimizers are plain ones.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from hypothesis import strategies as st
 
 from . import program as actions
 from .program import Action, Backward, BlockKind, OptimizerSpec, Program
-from .reference import Played, legal, like_parameter, rounded, total_of
+from .reference import Played, legal, like_parameter, require_compilable, rounded, total_of
 from .replica import LOSSY, Optimizer, Replica
 from .strategy import DENSE_RULES, Iterations
 
 # ── How they are drawn ───────────────────────────────────────────────────────────────────────────────────────────────
 
-OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view")
+OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "replicate")
 
 
 @st.composite
-def attached_programs(draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None) -> Program:
+def attached_programs(
+    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = False
+) -> Program:
     """A program for `ranks` ranks."""
-    return _Draw(draw, ranks, compiles=False).program(environment or {})
+    return _Draw(draw, ranks, compiles=compiles).program(environment or {})
 
 
 class _Draw(Iterations):
@@ -49,15 +51,15 @@ class _Draw(Iterations):
             mine = [name for name in self.names if int(name.split(".")[0]) % 2 == owner or self.maybe(10)]
             if mine:
                 sparse = set(mine) & set(self.sparse)
-                rule = self.one(("sgd", "adagrad") if sparse else ("across", *DENSE_RULES))
+                rule = self.one(self.rules("sgd", "adagrad") if sparse else self.rules("across", *DENSE_RULES))
                 spec = OptimizerSpec(rule=rule, parameters=tuple(mine), lossy=lossy, plan_seed=seed)
                 self.optimizers.append(spec)
         if not self.optimizers:
             self.optimizers.append(OptimizerSpec(rule="sgd", parameters=self.names, lossy=lossy, plan_seed=seed))
+        hooks = self.early_hooks()
         made: list[Action] = []
         for _ in range(self.draw(st.integers(2, 9))):
             made += self._of_ddp() if self.maybe(70) else self._in_between()
-        dense = [name for name in self.names if name not in self.sparse]
         tuned = {} if seed is None else {"warmup_iterations": "1000"}
         return Program(
             ranks=self.n_ranks,
@@ -65,8 +67,10 @@ class _Draw(Iterations):
             optimizers=tuple(self.optimizers),
             actions=(*made, actions.Recall(), actions.Wait()),
             frozen=frozen,
-            hooked=self.some(dense) if dense and self.maybe(10) else (),
+            hooks=hooks,
             environment=tuple(sorted({**environment, **tuned}.items())),
+            defaults=self.defaults,
+            backend=self.one(("aot_eager", "eager")),
             attached=self.some(OPTIONS, 0) if self.maybe(60) else (),
         )
 
@@ -83,6 +87,8 @@ class _Draw(Iterations):
         for number, one in enumerate(passes):
             if self.maybe(8):
                 made.append(self._aside())
+            if self.maybe(4):
+                made.append(self.hook())
             if self.maybe(6):
                 fails_at = self.one(range(len(self.blocks)))
                 made += [Backward(fails_at=fails_at, apart=self.maybe(30)), actions.ZeroGrad()]
@@ -91,13 +97,20 @@ class _Draw(Iterations):
             if self.maybe(10):
                 made.append(self.eager())
         made += self._touch()
-        made += [actions.Step(optimizer=number) for number in range(len(self.optimizers)) if not self.maybe(4)]
+        made += [
+            actions.Step(optimizer=number, compiled=self.compiles and self.maybe(40))
+            for number in range(len(self.optimizers))
+            if not self.maybe(4)
+        ]
         return made
 
     def _in_between(self) -> list[Action]:
         number = self.one(range(len(self.optimizers)))
         choices: list[Callable[[], list[Action]]] = [
             lambda: [actions.Nudge()],
+            lambda: [self.hook()],
+            lambda: [actions.Unhook(parameters=self.some(self.names))],
+            lambda: [self.fork()],
             lambda: [actions.Save(), *self._of_ddp(), actions.Load()],
             lambda: [self.eager()],
             lambda: [self._aside()],
@@ -134,6 +147,8 @@ class AttachedReference(Played):
         reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
         legal(not self._failed, "what the failed pass has left is unknown")
         legal(not (reentrant and (action.inputs or penalised)), "not with reentrant checkpoints")
+        legal(not (action.nested and penalised), "no second derivative")
+        require_compilable(action, self._replicas)
         fused = any(spec.rule.startswith("fused") for spec in self._program.optimizers)
         legal(not (penalised and fused), "PyTorch's own fused updates misread gradients of other strides")
         found: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -153,6 +168,9 @@ class AttachedReference(Played):
             for name, grad in mine:
                 param = self._replicas[rank].parameters[name]
                 param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
+                self._replicas[rank].accumulated(name)
+                if param.grad is None and not action.apart and len(self._replicas) > 1:  # a hook's doing
+                    param.grad = torch.zeros_like(param)
         if not action.apart and len(self._replicas) > 1:
             for name in self._program.parameters:
                 self._average(name, active)
@@ -223,6 +241,7 @@ class AttachedReference(Played):
     def _epoch(self, action: actions.Epoch) -> None:
         """In `model.join()`: `zero_grad(), backward(), step()` for each batch; then all are as the last rank is."""
         legal(not self._failed and not self._started and any(action.batches), "not now")
+        legal("replicate" not in (self._program.attached or ()), "replicate() has no join()")
         weights = [replica.values(self._program.parameters) for replica in self._replicas]
         alike = all(np.array_equal(mine[name], each[name]) for each in weights for mine in weights for name in mine)  # type: ignore[arg-type]
         states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self._replicas))]

@@ -87,7 +87,8 @@ class Backward(Action):
         skipped: blocks that the forward pass leaves out, on the ranks `on`.
         inputs: `backward(inputs=…)`; empty = all parameters.
         checkpoint: activations are computed again: "", "reentrant" or "plain".
-        compiled: blocks are compiled.
+        nested: a backward pass within this one. A key of `replica.NESTED`, "" = none.
+        compiled: what is compiled: "", each of the "blocks", the "model", the "loss" or the whole "step".
         penalty: the loss holds a gradient, so that there is a double backward.
         slopes: the same of the parameters that the pass is for, where they are dense.
         retain: `retain_graph=True`.
@@ -101,7 +102,8 @@ class Backward(Action):
     on: tuple[int, ...] = ()
     inputs: tuple[str, ...] = ()
     checkpoint: str = ""
-    compiled: bool = False
+    nested: str = ""
+    compiled: str = ""
     penalty: bool = False
     slopes: bool = False
     retain: bool = False
@@ -113,10 +115,15 @@ class Backward(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Action):
-    """`optimizer.step()`; with `closure`, which zeroes gradients and makes this backward pass."""
+    """`optimizer.step()`; with `closure`, which zeroes gradients and makes this backward pass.
+
+    Attributes:
+        compiled: `step` is compiled.
+    """
 
     optimizer: int
     skip_synchronize: bool = False
+    compiled: bool = False
     closure: Backward | None = None
 
 
@@ -141,6 +148,42 @@ class Edit(Action):
 
     how: str
     parameters: tuple[str, ...]
+    on: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook(Action):
+    """Registers a hook of the user's that changes gradients.
+
+    Attributes:
+        at: "tensor" (`register_hook`), "accumulated" (`register_post_accumulate_grad_hook`), or, for the blocks of the
+            parameters, "module" (`register_full_backward_hook`) or "module_pre" (`register_full_backward_pre_hook`).
+        how: a key of `replica.EDITS` for "accumulated", else of `replica.CHANGES`.
+        on: ranks that register the hook.
+    """
+
+    at: str
+    how: str
+    parameters: tuple[str, ...]
+    on: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unhook(Action):
+    """Removes all hooks on these parameters, and on their blocks."""
+
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork(Action):
+    """Forks a child that reads the parameters, and waits for it. `how` is a key of `forks.CHILDREN`.
+
+    Attributes:
+        on: ranks that fork.
+    """
+
+    how: str
     on: tuple[int, ...] = ()
 
 
@@ -306,10 +349,13 @@ class Program:
         ranks: world size.
         blocks: the model's, one after the other.
         frozen: parameters that want no gradient at first.
-        hooked: parameters with a tensor hook of the user's own.
+        hooks: those that are registered before the optimizers or the model are wrapped.
         environment: settings of the job, without `SIRTAKI_` and in lower case.
+        defaults: modes and defaults of the process while the job begins and trains. Keys of `replica.DEFAULTS`.
+        backend: of `torch.compile`.
         attached: options of DistributedDataParallel, whose gradients `ddp.attach` reduces for plain optimizers;
-            None = each optimizer is a DistributedOptimizer.
+            "replicate" among them = the model is wrapped by `replicate()`. None = each optimizer is a
+            DistributedOptimizer.
     """
 
     ranks: int
@@ -317,8 +363,10 @@ class Program:
     optimizers: tuple[OptimizerSpec, ...]
     actions: tuple[Action, ...]
     frozen: tuple[str, ...] = ()
-    hooked: tuple[str, ...] = ()
+    hooks: tuple[Hook, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[str, ...] = ()
+    backend: str = "aot_eager"
     attached: tuple[str, ...] | None = None
 
     @property
@@ -340,7 +388,8 @@ class Program:
         data = json.loads(text)
         data["blocks"] = tuple(BlockKind(kind) for kind in data["blocks"])
         data["optimizers"] = tuple(OptimizerSpec(**_tuples(spec)) for spec in data["optimizers"])
-        data["actions"] = tuple(_action(action) for action in data["actions"])
+        for name in ("actions", "hooks"):
+            data[name] = tuple(_action(action) for action in data.get(name, ()))
         return cls(**_tuples(data))
 
 

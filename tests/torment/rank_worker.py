@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Connection
@@ -29,11 +30,13 @@ import torch.distributed as dist
 from fakes import hasty, restless
 from mpi4py import MPI
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torment import program as actions
+from torment.forks import seen_by_child
 from torment.program import Backward, Program
 from torment.reference import Entry
-from torment.replica import LOSSY, OPERATIONS, Failed, Optimizer, Replica, Values
+from torment.replica import CALLS, DEFAULTS, LOSSY, OPERATIONS, Failed, Optimizer, Replica, Values, entered
 
 import sirtaki.torch as hvd
 from sirtaki.autotune.knobs import Cut, Knobs
@@ -122,17 +125,19 @@ class Script:
         if spec.plan_seed is not None:
             options["arms"] = [self._plans(spec.plan_seed, partial(self._wanted, number))]
         names = {id(param): name for name, param in self._replica.parameters.items()}
-        return hvd.DistributedOptimizer(
-            self._replica.optimizer(spec),
-            named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
-            compression=self._compression(spec.lossy, fp16=spec.fp16),
-            backward_passes_per_step=spec.passes,
-            op=OPERATORS[spec.op],
-            gradient_predivide_factor=spec.predivide,
-            groups=spec.groups or None,
-            sparse_as_dense=spec.sparse_as_dense,
-            **options,
-        )
+        plain = self._replica.optimizer(spec)
+        with self._calls():
+            return hvd.DistributedOptimizer(
+                plain,
+                named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
+                compression=self._compression(spec.lossy, fp16=spec.fp16),
+                backward_passes_per_step=spec.passes,
+                op=OPERATORS[spec.op],
+                gradient_predivide_factor=spec.predivide,
+                groups=spec.groups or None,
+                sparse_as_dense=spec.sparse_as_dense,
+                **options,
+            )
 
     def _plans(self, seed: int, params: Callable[[], Sequence[torch.Tensor]]) -> RandomPlans:
         transport = TransportKind(dict(self._program.environment).get("transport", "shared_memory"))
@@ -147,16 +152,11 @@ class Script:
     # ── one action each ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _backward(self, action: Backward) -> None:
-        loss = self._replica.loss(action, self._number * 100)
-        inputs = self._inputs(action)
         try:
-            loss.backward(retain_graph=action.retain, inputs=inputs)
+            self._replica.backward(action, self._number * 100)
         except Failed:
             if action.fails_at is None:
                 raise
-
-    def _inputs(self, action: Backward) -> Any:
-        return [param for param in self._replica.select(action.inputs) if param.requires_grad] or None
 
     def _step(self, action: actions.Step) -> None:
         optimizer, closure = self.optimizers[action.optimizer], action.closure
@@ -165,30 +165,47 @@ class Script:
 
             def compute() -> Any:
                 optimizer.zero_grad()
-                loss = self._replica.loss(wanted, self._number * 100)
-                loss.backward(inputs=self._inputs(wanted))
-                return loss
+                return self._replica.backward(wanted, self._number * 100)
 
             optimizer.step(compute)
-        elif action.skip_synchronize:
-            with optimizer.skip_synchronize():
-                optimizer.step()
+        else:
+            with self._calls(), optimizer.skip_synchronize() if action.skip_synchronize else contextlib.nullcontext():
+                self._update(optimizer, compiled=action.compiled)
+        self._stepped(action.optimizer)
+
+    def _update(self, optimizer: Optimizer, *, compiled: bool) -> None:
+        if compiled:
+            self._replica.compiled_step(optimizer)
         else:
             optimizer.step()
-        self._stepped(action.optimizer)
+
+    def _calls(self) -> ExitStack:
+        """Enter the modes in which this script calls what communicates."""
+        return entered(self._program.defaults, CALLS)
 
     def _stepped(self, number: int) -> None:
         self._look(f"optimizer {number}", self._replica.values(self._specs[number].parameters))
         self._look(f"optimizer {number}", self._replica.gradients(self._specs[number].parameters))
 
     def _synchronize(self, action: actions.Synchronize) -> None:
-        self.optimizers[action.optimizer].synchronize()
+        with self._calls():
+            self.optimizers[action.optimizer].synchronize()
 
     def _zerograd(self, action: actions.ZeroGrad) -> None:
         if action.optimizer is None:
             self._replica.blocks.zero_grad(action.set_to_none)
         else:
             self.optimizers[action.optimizer].zero_grad(action.set_to_none)
+
+    def _hook(self, action: actions.Hook) -> None:
+        self._replica.hook(action)
+
+    def _unhook(self, action: actions.Unhook) -> None:
+        self._replica.unhook(action.parameters)
+
+    def _fork(self, action: actions.Fork) -> None:
+        if self._rank in action.on or not action.on:
+            self._look(f"child: {action.how}", seen_by_child(self._replica, action.how))
 
     def _edit(self, action: actions.Edit) -> None:
         self._replica.edit(action)
@@ -259,20 +276,24 @@ class Script:
         self._replica.nudge()
 
     def _broadcast(self, action: actions.Broadcast) -> None:
-        if action.optimizer is None:
-            hvd.broadcast_parameters(self._replica.blocks.state_dict(), root_rank=action.root)
-        else:
-            hvd.broadcast_optimizer_state(self.optimizers[action.optimizer], root_rank=action.root)
+        with self._calls():
+            if action.optimizer is None:
+                hvd.broadcast_parameters(self._replica.blocks.state_dict(), root_rank=action.root)
+            else:
+                hvd.broadcast_optimizer_state(self.optimizers[action.optimizer], root_rank=action.root)
         self._replica.blocks.zero_grad()
 
     def _eager(self, action: actions.Eager) -> None:
-        self._started.append((action.what, OPERATIONS[action.what].start(hvd, self._rank, self._number)))
+        with self._calls():
+            self._started.append((action.what, OPERATIONS[action.what].start(hvd, self._rank, self._number)))
         if not action.later:
             self._wait(actions.Wait())
 
     def _wait(self, action: actions.Wait) -> None:
         for what, handle in self._started:
-            self._look(f"eager {what}", {"result": handle().numpy().copy()})
+            with self._calls():
+                result = handle()
+            self._look(f"eager {what}", {"result": result.numpy().copy()})
         self._started = []
 
     def _epoch(self, action: actions.Epoch) -> None:
@@ -281,7 +302,7 @@ class Script:
                 optimizer = self.optimizers[number]
                 optimizer.zero_grad()
                 inputs = Backward(inputs=self._specs[number].parameters)
-                self._replica.loss(inputs, self._number * 100 + batch).backward(inputs=self._inputs(inputs))
+                self._replica.backward(inputs, self._number * 100 + batch)
                 optimizer.step()
                 self._stepped(number)
         last = hvd.join()
@@ -311,11 +332,17 @@ class AttachedScript(Script):
         """Collective."""
         super().__init__(program)
         spec = program.optimizers[0]
-        self._model = DistributedDataParallel(Whole(self._replica), **dict.fromkeys(program.attached or (), True))
+        options = dict.fromkeys(program.attached or (), True)
+        self._replicated = options.pop("replicate", False)
+        self._model: Any = Whole(self._replica)  # Any: DistributedDataParallel, or what replicate() makes of a module
+        self._model = (
+            replicate(self._model, **options) if self._replicated else DistributedDataParallel(self._model, **options)
+        )
         arms = None
         if spec.plan_seed is not None:
             arms = [self._plans(spec.plan_seed, lambda: [p for p in self._model.parameters() if p.requires_grad])]
-        ddp.attach(self._model, arms=arms, compression=self._compression(spec.lossy, fp16=False))
+        with self._calls():
+            ddp.attach(self._model, arms=arms, compression=self._compression(spec.lossy, fp16=False))
 
     def _wrap(self, number: int) -> Optimizer:
         return self._replica.optimizer(self._specs[number])
@@ -325,17 +352,29 @@ class AttachedScript(Script):
         del self._model
 
     def _backward(self, action: Backward) -> None:
-        with self._model.no_sync() if action.apart else contextlib.nullcontext():
-            loss = self._replica.loss(action, self._number * 100, model=self._model)
+        with self._apart() if action.apart else contextlib.nullcontext():
             try:
-                loss.backward(inputs=self._inputs(action))
+                self._replica.backward(action, self._number * 100, self._model)
             except Failed:
                 if action.fails_at is None:
                     raise
 
     def _step(self, action: actions.Step) -> None:
-        self.optimizers[action.optimizer].step()
+        with self._calls():
+            self._update(self.optimizers[action.optimizer], compiled=action.compiled)
         self._stepped(action.optimizer)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        if not self._replicated:
+            with self._model.no_sync():
+                yield
+            return
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
 
     def _aside(self, action: actions.Aside) -> None:
         if self._rank in action.on or not action.on:
@@ -345,7 +384,7 @@ class AttachedScript(Script):
         with self._model.join():
             for batch in range(action.batches[self._rank]):
                 self._model.zero_grad()
-                self._replica.loss(Backward(), self._number * 100 + batch, model=self._model).backward()
+                self._replica.backward(Backward(), self._number * 100 + batch, self._model)
                 for number, optimizer in enumerate(self.optimizers):
                     optimizer.step()
                     self._stepped(number)
@@ -368,26 +407,31 @@ class Worker:
         self._world: MPI.Intracomm = MPI.COMM_WORLD
         self._running: tuple[object, ...] | None = None  # world size and settings
         self._played = 0
+        self._pid = os.getpid()
 
     def play(self, program: Program) -> tuple[str, object]:
         """Collective: ("done", trace), ("raised", its traceback), or ("idle", None) on ranks that are not wanted."""
         try:
-            self._prepare(program)
+            with entered(program.defaults, {**DEFAULTS, **CALLS}):
+                self._prepare(program)
             if self._world.rank >= program.ranks:
                 return "idle", None
             overlaps = "overlap_forward" in dict(program.environment)
             hasty.be(overlaps or any(spec.lossy for spec in program.optimizers))  # nothing is compressed while profiled
-            script = (Script if program.attached is None else AttachedScript)(program)
-            trace = script.play()
-            script.close()
+            with entered(program.defaults, DEFAULTS):
+                script = (Script if program.attached is None else AttachedScript)(program)
+                trace = script.play()
+                script.close()
             del script
             gc.collect()
         except BaseException:  # whatever it is, the one who asked wants to know
+            if os.getpid() != self._pid:  # a child that leaves
+                raise
             return "raised", traceback.format_exc()
         return "done", trace
 
     def _prepare(self, program: Program) -> None:
-        wanted = (program.ranks, program.environment, program.attached is None)
+        wanted = (program.ranks, program.environment, program.attached is None, program.defaults)
         self._played += 1
         if self._running == wanted and self._played % PROGRAMS_PER_INIT:
             return
@@ -400,7 +444,7 @@ class Worker:
             given.update(restless.WARM_UP)
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
-        os.environ.update({**DEFAULTS, **given})
+        os.environ.update({**USUAL, **given})
         gc.freeze()  # all that is imported by now need not be looked through after each program
         if self._world.rank < program.ranks:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
@@ -410,7 +454,7 @@ class Worker:
 
 
 RETUNES = "SIRTAKI_TEST_RETUNE" in os.environ
-DEFAULTS = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
+USUAL = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
 
 
 def serve(connection: Connection) -> None:
@@ -428,6 +472,7 @@ def serve(connection: Connection) -> None:
             break
         connection.send(worker.play(Program.from_json(text)))
     hvd.shutdown()
+    MPI.Finalize()
 
 
 def end_with(pid: int) -> None:

@@ -7,6 +7,7 @@ the joined batch:
   `backward()` returns, and whatever is done to it then holds;
 * otherwise it is reduced by `synchronize()` or `step()`, from what was computed: a replaced `.grad` is overwritten;
 * a `.grad` that was set to None after it came stays None on that rank, and counts for the others all the same;
+* hooks of the user's change what is reduced; a gradient that one of them sets to None did not come;
 * a gradient that did not come counts as it is, or as zeros; frozen parameters are left alone, thawed ones join;
 * a parameter of two optimizers is reduced once;
 * ranks that have joined count as zeros in the average over all.
@@ -248,9 +249,12 @@ class Lockstep:
     def accumulate(self, gradients: Gradients) -> None:
         """Adds gradients up, and reduces those of optimizers that have all of theirs on all ranks now."""
         for rank, mine in enumerate(gradients):
-            for name, grad in mine.items():
+            for name, grad in list(mine.items()):
                 param = self.replicas[rank].parameters[name]
                 param.grad = like_parameter(grad.detach(), param) if param.grad is None else param.grad + grad
+                self.replicas[rank].accumulated(name)
+                if param.grad is None:
+                    del mine[name]
         came = {name for mine in gradients for name in mine} & self.watched
         self.local |= came
         self.began |= came
@@ -261,9 +265,9 @@ class Lockstep:
                 for name in wrapped.hooked & mine.keys():
                     wrapped.left[rank][name] -= 1
                     if wrapped.left[rank][name] == 0 and rank in wrapped.members:
-                        grad = self.replicas[rank].parameters[name].grad
-                        assert grad is not None
-                        self.computed[rank][name] = grad.clone()
+                        param = self.replicas[rank].parameters[name]
+                        assert param.grad is not None
+                        self.computed[rank][name] = param.grad.clone()
         active = [rank for rank, mine in enumerate(gradients) if mine]
         for wrapped in self.optimizers:
             if self._all_came(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
@@ -437,7 +441,8 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
     reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
     legal(not (reentrant and (action.inputs or penalised or action.retain)), "not with reentrant checkpoints")
     legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
-    legal(not (action.compiled and (penalised or action.checkpoint == "reentrant")), "not compiled")
+    require_compilable(action, lockstep.replicas)
+    legal(not (action.nested and penalised), "no second derivative")
     legal(not (action.again and (penalised or action.fails_at is not None)), "a loss has been made")
     unreduced = max(2, lockstep.n_ranks)  # on some rank gradients stay as PyTorch has computed them
     apart = any(w.spec.rule.startswith("fused") and len(w.members) < unreduced for w in lockstep.optimizers)
@@ -467,6 +472,14 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
             for name in wrapped.hooked & gradients[rank].keys():
                 legal(wrapped.left[rank][name] > 0, "more than backward_passes_per_step times")
     return gradients
+
+
+def require_compilable(action: Backward, replicas: Sequence[Replica]) -> None:
+    """Raises IllegalError if the pass is compiled and PyTorch cannot compile it."""
+    special = action.penalty or action.slopes or action.retain or action.again or action.fails_at is not None
+    legal(not (action.compiled and (special or action.nested or action.checkpoint == "reentrant")), "not compiled")
+    hooked = any(replica.hooks_modules for replica in replicas)
+    legal(not (action.compiled and hooked), "PyTorch compiles no hooks on modules")
 
 
 # ── `step(closure)` in one process: the closure is called on all replicas, and its gradients are reduced ─────────────
@@ -691,6 +704,24 @@ class Played:
     def _outside(self, action: actions.Outside) -> None:
         for rank, replica in enumerate(self._replicas):
             self._look(rank, f"read by {action.how}", replica.read(action.how))
+
+    def _fork(self, action: actions.Fork) -> None:
+        for rank in action.on or range(len(self._replicas)):
+            replica = self._replicas[rank]
+            if action.how == "trains":
+                try:
+                    replica.look_aside(actions.Aside(forward=True), self._number)
+                except RuntimeError as err:
+                    raise IllegalError("PyTorch cannot compute it") from err
+            self._look(rank, f"child: {action.how}", replica.values(replica.parameters))
+
+    def _hook(self, action: actions.Hook) -> None:
+        for replica in self._replicas:
+            replica.hook(action)
+
+    def _unhook(self, action: actions.Unhook) -> None:
+        for replica in self._replicas:
+            replica.unhook(action.parameters)
 
     def _aside(self, action: actions.Aside) -> None:
         for rank in action.on or range(len(self._replicas)):

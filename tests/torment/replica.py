@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
-from .program import Aside, Backward, BlockKind, Convert, Edit, OptimizerSpec, Program, RequireGrad
+from .program import Aside, Backward, BlockKind, Convert, Edit, Hook, OptimizerSpec, Program, RequireGrad
 
 # ── The eager operations that a program makes in between: what a rank gives, how it is done, and what mu ─────────────
 
@@ -23,7 +29,8 @@ Handle = Callable[[], torch.Tensor]
 
 def given(rank: int, number: int, rows: int = 4) -> torch.Tensor:
     """What a rank gives to operation `number`, `(rows, 3)`."""
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(31 * number + rank + 1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(31 * number + rank + 1)
+    return torch.randn(rows, 3, generator=generator, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,8 @@ RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.2, amsgrad=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-2, foreach=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02, eps=1e-2),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05, t0=2),
     "across": Across,
     "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=0.02, eps=1e-2),
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=2),
@@ -156,6 +165,62 @@ class _Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise Failed
+
+
+def _slope_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that a backward pass within another one computes, of a leaf that is nobody else's."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        torch.tanh(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    return 0.1 * leaf.grad
+
+
+class _Nests(torch.autograd.Function):
+    """The identity, whose backward pass runs another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] + _slope_of(*ctx.saved_tensors)
+
+
+def _nests_in_hook(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        x = x.clone()
+        kept = x.detach()
+        x.register_hook(lambda gradient: gradient + _slope_of(kept))
+    return x
+
+
+def _fails_in_hook(x: torch.Tensor) -> torch.Tensor:
+    """A hook whose backward pass raises, and which catches that."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        try:
+            with torch.enable_grad():
+                _Fails.apply(kept.clone().requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+        except Failed:
+            return gradient + 0.1
+        raise AssertionError("the inner pass has not failed")
+
+    if x.requires_grad:
+        x = x.clone()
+        kept = x.detach()
+        x.register_hook(hook)
+    return x
+
+
+NESTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "function": lambda x: _Nests.apply(x),  # type: ignore[no-untyped-call]  # torch's
+    "hook": _nests_in_hook,
+    "caught": _fails_in_hook,
+}
+"""What an activation goes through, so that a backward pass begins and ends within the one of the loss."""
 
 
 class _Block(nn.Module):
@@ -252,6 +317,106 @@ IN_PLACE = ("scale", "clamp", "noise", "zero", "clip_norm", "clip_norm_foreach",
 """Those that count as a write of the tensor."""
 
 
+HOOK_EDITS = ("replace", "clone", "scale", "clamp", "data", "zero", "null")
+"""Those that hooks make, of one local gradient."""
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "clamp": lambda gradient: gradient.clamp(-0.5, 0.5),
+    "scale": lambda gradient: gradient * 0.5,
+    "watch": lambda gradient: None,
+    "zero": torch.zeros_like,
+}
+"""What hooks on tensors and modules make of a gradient."""
+
+
+def _accumulated(how: str, param: torch.Tensor) -> None:
+    if param.grad is not None:  # else another hook has set it to None
+        EDITS[how]([param])  # type: ignore[list-item]  # it is a parameter
+
+
+def _tensor_hook(how: str, gradient: torch.Tensor) -> torch.Tensor | None:
+    return CHANGES[how](gradient)
+
+
+def _module_hook(how: str, _: nn.Module, gradients: Sequence[torch.Tensor | None], *outputs: object) -> Any:
+    changed = tuple(CHANGES[how](each) if each is not None and each.is_floating_point() else each for each in gradients)
+    return None if how == "watch" else changed
+
+
+# ── Defaults and modes of the process ────────────────────────────────────────────────────────────────────────────────
+
+
+class _CountsFunctions(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _CountsOperators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "bfloat16": lambda: _dtype(torch.bfloat16),
+    "float64": lambda: _dtype(torch.float64),
+    "meta": lambda: _device("meta"),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "deterministic": _deterministic,
+    "functions": _CountsFunctions,
+    "operators": _CountsOperators,
+}
+DTYPES = {"bfloat16", "float64"}
+"""Those of these that are default dtypes."""
+CALLS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+"""Modes in which a script calls `step()`, `synchronize()` and eager operations, and nothing else."""
+
+
+def entered(names: Iterable[str], modes: Mapping[str, Callable[[], AbstractContextManager[object]]]) -> ExitStack:
+    """Enter those of these modes that have one of the names."""
+    stack = ExitStack()
+    for name in names:
+        if name in modes:
+            stack.enter_context(modes[name]())
+    return stack
+
+
 def _swap_data(model: nn.Module) -> object:
     for param in model.parameters():
         param.data = param.data.clone()
@@ -297,7 +462,7 @@ def _written(model: nn.Module) -> dict[str, torch.Tensor]:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return dict(torch.load(file, weights_only=False).named_parameters())
+    return dict(torch.load(file, map_location="cpu", weights_only=False).named_parameters())
 
 
 READERS: dict[str, Callable[[nn.Module], Mapping[str, torch.Tensor]]] = {
@@ -329,18 +494,19 @@ class Replica:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), torch.device("cpu"):
             torch.manual_seed(1)
             self.blocks = nn.ModuleList(_Block(kind) for kind in program.blocks)
         self.parameters = dict(self.blocks.named_parameters())
-        for name in program.hooked:
-            self.parameters[name].register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+        self._hooks: list[tuple[Hook, str, RemovableHandle]] = []  # and the parameter that it is on
+        for hook in program.hooks:
+            self.hook(hook)
         for name in program.frozen:
             self.parameters[name].requires_grad_(False)
         self.retained: torch.Tensor | None = None
         self.kept: list[tuple[str, torch.Tensor]] = []
         self._saved: bytes | None = None
-        self._compiled: dict[int, Callable[..., torch.Tensor]] = {}
+        self._compiled: dict[object, Callable[..., Any]] = {}
 
     def select(self, names: Iterable[str]) -> list[nn.Parameter]:
         """Parameters by name."""
@@ -363,11 +529,11 @@ class Replica:
             if self.retained is None:
                 raise RuntimeError("no loss was retained")
             return self.retained
-        generator = torch.Generator().manual_seed(7919 * number + self.rank)
-        dtype = next((param.dtype for param in self.parameters.values()), torch.float64)
-        first = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        words = torch.randint(0, WORDS, (ROWS, 2), generator=generator)
-        loss = (model or self.output)(action, first, words, plain=plain).square().mean()
+        first, words = self._batch(number)
+        loss_of = self._loss_of
+        if action.compiled == "loss" and not plain:
+            loss_of = self._compile("loss", self._loss_of)
+        loss = loss_of(action, first, words, plain, self._model_for(action, model, plain=plain))
         if action.penalty:
             (slope,) = torch.autograd.grad(loss, first, create_graph=True)
             loss = loss + slope.square().sum()
@@ -379,6 +545,48 @@ class Replica:
         self.retained = loss if action.retain else None
         return loss
 
+    def backward(self, action: Backward, number: int, model: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+        """Make a forward and a backward pass on batch `number`, as a script does. Return the loss."""
+        inputs = [param for param in self.select(action.inputs) if param.requires_grad] or None
+        if action.compiled != "step":
+            loss = self.loss(action, number, model=model)
+            loss.backward(retain_graph=action.retain, inputs=inputs)
+            return loss
+
+        def step(first: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+            loss = self._loss_of(action, first, words, False, model) * action.scale
+            loss.backward(inputs=inputs)
+            return loss.detach()
+
+        self.retained = None
+        found: torch.Tensor = self._compile(("step", action), step)(*self._batch(number))
+        return found
+
+    def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7919 * number + self.rank)
+        dtype = next((param.dtype for param in self.parameters.values()), torch.float64)
+        with torch.device("cpu"):
+            first = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+            return first, torch.randint(0, WORDS, (ROWS, 2), generator=generator)
+
+    def _model_for(
+        self, action: Backward, model: Callable[..., torch.Tensor] | None, *, plain: bool
+    ) -> Callable[..., torch.Tensor] | None:
+        if action.compiled == "model" and not plain:
+            return self._compile("model", self.output if model is None else model)
+        return model
+
+    def _loss_of(
+        self,
+        action: Backward,
+        first: torch.Tensor,
+        words: torch.Tensor,
+        plain: bool,
+        model: Callable[..., torch.Tensor] | None,
+    ) -> torch.Tensor:
+        forward = self.output if model is None else model  # a compiled DistributedDataParallel has no truth value
+        return forward(action, first, words, plain=plain).square().mean()
+
     def output(self, action: Backward, first: torch.Tensor, words: torch.Tensor, *, plain: bool) -> torch.Tensor:
         """What the blocks make of a batch."""
         left_out = action.skipped if self.rank in action.on or not action.on else ()
@@ -386,21 +594,70 @@ class Replica:
         for place, block in enumerate(self.blocks):
             if place == action.fails_at and not plain:
                 x = _Fails.apply(x)  # type: ignore[no-untyped-call]  # torch's
+            if action.nested and place == len(self.blocks) // 2:
+                x = NESTED[action.nested](x)
             if place in left_out:
                 continue
-            run = self._compile(place) if action.compiled and not plain else block
+            run = self._compile(place, block) if action.compiled == "blocks" and not plain else block
             if action.checkpoint and not plain:
                 x = checkpoint(run, x, words, use_reentrant=action.checkpoint == "reentrant")
             else:
                 x = run(x, words)
         return x
 
-    def _compile(self, place: int) -> Callable[..., torch.Tensor]:
+    def _compile(self, key: object, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._compiled:
             torch.compiler.reset()  # or else there would soon be too many kinds of blocks for it
-        if place not in self._compiled:
-            self._compiled[place] = torch.compile(self.blocks[place], backend="aot_eager")
-        return self._compiled[place]
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(function, backend=self.program.backend)
+        return self._compiled[key]
+
+    def compiled_step(self, optimizer: Optimizer) -> None:
+        """Call the compiled `step` of an optimizer."""
+        self._compile(("optimizer", id(optimizer)), optimizer.step)()
+
+    # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hook(self, action: Hook) -> None:
+        """Register a hook on those of its parameters that want a gradient, or on their blocks."""
+        if action.on and self.rank not in action.on:
+            return
+        hooked: set[str] = set()
+        for name in action.parameters:
+            param, block = self.parameters[name], name.split(".")[0]
+            module = self.blocks[int(block)]
+            if action.at.startswith("module"):
+                if block in hooked:
+                    continue
+                change = partial(_module_hook, action.how)
+                pre = action.at == "module_pre"
+                handle = (module.register_full_backward_pre_hook if pre else module.register_full_backward_hook)(change)
+                hooked.add(block)
+            elif not param.requires_grad:
+                continue
+            elif action.at == "tensor":
+                handle = param.register_hook(partial(_tensor_hook, action.how))
+            else:
+                handle = param.register_post_accumulate_grad_hook(partial(_accumulated, action.how))
+            self._hooks.append((action, name, handle))
+
+    def unhook(self, names: Iterable[str]) -> None:
+        """Remove the hooks on these parameters, and on the blocks whose hook was registered for them."""
+        gone = [each for each in self._hooks if each[1] in names]
+        self._hooks = [each for each in self._hooks if each[1] not in names]
+        for _, _, handle in gone:
+            handle.remove()
+
+    def accumulated(self, name: str) -> None:
+        """Do what hooks of the user's do once a gradient was added to `.grad`, where autograd has not done so."""
+        for action, hooked, _ in self._hooks:
+            if hooked == name and action.at == "accumulated":
+                _accumulated(action.how, self.parameters[name])
+
+    @property
+    def hooks_modules(self) -> bool:
+        """Whether modules have hooks."""
+        return any(action.at.startswith("module") for action, _, _ in self._hooks)
 
     def _dense(self, names: Sequence[str] = ()) -> list[tuple[str, nn.Parameter]]:
         """Those of these parameters, or of all, whose gradients are dense."""
@@ -425,8 +682,9 @@ class Replica:
 
     def edit(self, action: Edit) -> None:
         """Changes gradients of those parameters that have one, if this rank is meant."""
-        if self.rank in action.on or not action.on:
-            EDITS[action.how]([param for param in self.select(action.parameters) if param.grad is not None])
+        params = [param for param in self.select(action.parameters) if param.grad is not None]
+        if params and (self.rank in action.on or not action.on):
+            EDITS[action.how](params)
 
     def keeps(self, names: Sequence[str], how: str) -> list[tuple[str, torch.Tensor]]:
         """The dense gradients of these parameters, as a script keeps them."""
@@ -464,7 +722,7 @@ class Replica:
     def load(self, optimizers: Sequence[Optimizer]) -> None:
         """Reads them again."""
         assert self._saved is not None
-        model, *states = torch.load(io.BytesIO(self._saved), weights_only=True)
+        model, *states = torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=True)
         self.blocks.load_state_dict(model)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))

@@ -9,8 +9,22 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from . import program as actions
+from .forks import CHILDREN
 from .program import Action, Backward, BlockKind, OptimizerSpec, Program
-from .replica import EDITS, IN_PLACE, KEEPS, LOSSY, OPERATIONS, READERS, SCALE
+from .replica import (
+    CALLS,
+    CHANGES,
+    DEFAULTS,
+    EDITS,
+    HOOK_EDITS,
+    IN_PLACE,
+    KEEPS,
+    LOSSY,
+    NESTED,
+    OPERATIONS,
+    READERS,
+    SCALE,
+)
 
 # ── The choices that drawn programs are made of. What `maybe` refuses is what Hypothesis shrinks to ──────────────────
 
@@ -18,7 +32,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices for one program of `n_ranks` ranks, which `compiles` blocks or not: that takes seconds."""
+    """Choices for one program of `n_ranks` ranks, which `compiles` or not: that takes seconds."""
 
     def __init__(self, draw: st.DrawFn, n_ranks: int, *, compiles: bool) -> None:
         self.draw, self.n_ranks, self.compiles = draw, n_ranks, compiles
@@ -63,6 +77,33 @@ class Iterations(Choices):
     def __init__(self, draw: st.DrawFn, n_ranks: int, *, compiles: bool) -> None:
         super().__init__(draw, n_ranks, compiles=compiles)
         self.optimizers: list[OptimizerSpec] = []
+        self.defaults: tuple[str, ...] = ()
+        if self.maybe(15):
+            self.defaults += self.some(tuple(DEFAULTS))[:2]
+        if self.maybe(8):
+            self.defaults += (self.one(tuple(CALLS)),)
+
+    def rules(self, *names: str) -> tuple[str, ...]:
+        """Those of these rules that PyTorch has with the defaults of this process."""
+        kept = tuple(name for name in names if name in ("sgd", "momentum", "across"))
+        return kept if "meta" in self.defaults else names
+
+    def early_hooks(self) -> tuple[actions.Hook, ...]:
+        """Hooks that are registered before anything is wrapped."""
+        return tuple(self.hook() for _ in range(self.one((1, 1, 2)))) if self.maybe(20) else ()
+
+    def hook(self) -> actions.Hook:
+        """A hook of the user's."""
+        at = self.one(("tensor", "accumulated", "accumulated", "module", "module_pre"))
+        if self.compiles and at.startswith("module"):
+            at = "tensor"
+        how = self.one(HOOK_EDITS) if at == "accumulated" else self.one(tuple(CHANGES))
+        dense = tuple(name for name in self.names if name not in self.sparse) or self.names
+        return actions.Hook(at=at, how=how, parameters=self.some(dense), on=self.ranks() if self.maybe(15) else ())
+
+    def fork(self) -> actions.Fork:
+        """A child that reads parameters and leaves."""
+        return actions.Fork(how=self.one(tuple(CHILDREN)), on=self.ranks() if self.maybe(50) else ())
 
     def iteration(self) -> list[Action]:
         """Zero, backward, step, and what is done in between."""
@@ -95,6 +136,7 @@ class Iterations(Choices):
             passes -= 1
         scaled = self.maybe(5)
         for number in range(passes):
+            made += [self.hook()] if self.maybe(4) else []
             made += self._passes(inputs, scale=SCALE if scaled else 1.0)
             if number + 1 < passes and self.maybe(10):
                 made.append(self.eager())
@@ -167,9 +209,10 @@ class Iterations(Choices):
             checkpoint=checkpoint,
             skipped=skipped,
             on=on,
-            penalty=self.maybe(5),
-            slopes=self.maybe(5),
-            compiled=self.compiles and self.maybe(1) and self.maybe(30),
+            penalty=not self.compiles and self.maybe(5),
+            slopes=not self.compiles and self.maybe(5),
+            nested=self.one(tuple(NESTED)) if self.maybe(8) else "",
+            compiled=self.one(("blocks", "model", "loss", "step")) if self.compiles and self.maybe(60) else "",
         )
 
     def _touch(self) -> list[Action]:
@@ -181,6 +224,8 @@ class Iterations(Choices):
             made.append(actions.Read(parameters=self.some(self.names)))
         if self.maybe(6):
             made.append(self._aside())
+        if self.maybe(3):
+            made.append(self.fork())
         if self.maybe(25):
             made.append(self._edit())
         if self.maybe(5):
@@ -204,7 +249,7 @@ class Iterations(Choices):
 
     def _step(self, number: int) -> list[Action]:
         if not self.maybe(20):
-            return [actions.Step(optimizer=number)]
+            return [actions.Step(optimizer=number, compiled=self.compiles and self.maybe(40))]
         made: list[Action] = [actions.Synchronize(optimizer=number)]
         if self.maybe(50):
             made += self._touch()
@@ -220,7 +265,7 @@ class Iterations(Choices):
 
 # ── Programs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad")
+DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad", "nadam", "asgd")
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"transport": "gloo"},
@@ -242,7 +287,7 @@ def environments_of(world: int) -> list[dict[str, str]]:
 
 @st.composite
 def programs(
-    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = True
+    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = False
 ) -> Program:
     """A program for `ranks` ranks."""
     return _Draw(draw, ranks, compiles=compiles).program(environment or {})
@@ -263,9 +308,7 @@ class _Draw(Iterations):
         tunes = self.maybe(35)
         self._make_optimizers(tunes)
         frozen = self.some(self.names) if self.maybe(20) else ()
-        dense = [name for name in self.names if name not in self.sparse]
-        hooked = self.some(dense) if dense and self.maybe(10) else ()
-        optimizers = tuple(self.optimizers)
+        hooks, optimizers = self.early_hooks(), tuple(self.optimizers)
         made: list[Action] = []
         for _ in range(self.draw(st.integers(2, 9))):
             made += self._phase()
@@ -278,8 +321,10 @@ class _Draw(Iterations):
             optimizers=optimizers,
             actions=(*made, actions.Recall(), actions.Wait()),
             frozen=frozen,
-            hooked=hooked,
+            hooks=hooks,
             environment=tuple(sorted({**environment, **tuned}.items())),
+            defaults=self.defaults,
+            backend=self.one(("aot_eager", "eager")),
         )
 
     def _make_optimizers(self, tunes: bool) -> None:
@@ -324,13 +369,13 @@ class _Draw(Iterations):
     def _spec(self, names: list[str], options: dict[str, object], seed: int | None) -> OptimizerSpec:
         sparse = [name for name in names if name in self.sparse]
         if sparse and len(sparse) == len(names):
-            rule = self.one(("sgd", "adagrad", "sparse_adam"))
+            rule = self.one(self.rules("sgd", "adagrad", "sparse_adam"))
         elif sparse:
-            rule = self.one(("sgd", "adagrad"))
-        elif self.maybe(5) and "op" not in options:
+            rule = self.one(self.rules("sgd", "adagrad"))
+        elif self.maybe(5) and "op" not in options and "meta" not in self.defaults:
             rule = self.one(("lbfgs", "lbfgs_search"))
         else:
-            rule = "across" if self.maybe(10) else self.one(DENSE_RULES)
+            rule = "across" if self.maybe(10) else self.one(self.rules(*DENSE_RULES))
         groups = self.one((1, 2, 5)) if self.maybe(8) else 0
         return OptimizerSpec(rule=rule, parameters=tuple(names), plan_seed=seed, groups=groups, **options)  # type: ignore[arg-type]
 
@@ -360,6 +405,9 @@ class _Draw(Iterations):
             lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))],
             lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)), optimizer=number)],
             lambda: [actions.Convert(to="flat")],
+            lambda: [self.hook()],
+            lambda: [actions.Unhook(parameters=self.some(self.names))],
+            lambda: [self.fork()],
             lambda: [self.eager()],
             lambda: [self._aside()],
             lambda: [self._keep(number), *self.iteration(), actions.Recall()],

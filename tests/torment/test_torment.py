@@ -1,6 +1,6 @@
 """Whatever a script may do between two steps, ranks train as one process does on the joined batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from rank_jobs import Launcher
 from torment.attached import AttachedReference, attached_programs
-from torment.program import Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
+from torment.program import Backward, BlockKind, Hook, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
 from torment.tormentor import BrokenError, Ranks, compare, torment
@@ -65,7 +65,7 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, setting: str, ranks: Ranks) -> None:
     environment = dict([setting.split("=")]) if setting else {}
-    draw_and_torment(ranks, programs(world, environment=environment, compiles=False), count)
+    draw_and_torment(ranks, programs(world, environment=environment), count)
 
 
 @pytest.mark.timeout(600)
@@ -85,6 +85,17 @@ def test_drawn_programs_over_ddp_train_as_one_process_does(
     world: int, count: int, environment: dict[str, str], ranks: Ranks
 ) -> None:
     draw_and_torment(ranks, attached_programs(world, environment=environment), count)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("world", "count"), [pytest.param(2, 3, marks=pytest.mark.integration), pytest.param(2, 60, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("drawn", [programs, attached_programs])
+def test_drawn_programs_that_are_compiled_train_as_one_process_does(
+    world: int, count: int, drawn: Callable[..., SearchStrategy[Program]], ranks: Ranks
+) -> None:
+    draw_and_torment(ranks, drawn(world, compiles=True), count)
 
 
 @pytest.mark.slow
@@ -112,7 +123,7 @@ def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(tran
 @pytest.mark.lengthy
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(program=programs(3))
+@given(program=programs(3, compiles=True) | programs(3))
 def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = Reference(program).played
@@ -122,7 +133,7 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
 @pytest.mark.lengthy
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(program=attached_programs(3))
+@given(program=attached_programs(3, compiles=True) | attached_programs(3))
 def test_programs_over_ddp_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = AttachedReference(program).played
@@ -186,6 +197,29 @@ def test_the_reference_is_training_on_the_joined_batch() -> None:
         found = next(values for _, _, values in reversed(trace) if "0.weight" in values)
         for name, value in wanted.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-12)
+
+
+def test_the_reference_changes_gradients_as_hooks_do_in_one_process() -> None:
+    """Both kinds of hooks on a parameter, and one on its block: by autograd itself, on each rank, before the mean."""
+    from torment.replica import Replica
+
+    hooks = (
+        Hook(at="tensor", how="clamp", parameters=("0.weight",)),
+        Hook(at="accumulated", how="scale", parameters=("0.weight",)),
+        Hook(at="module_pre", how="scale", parameters=("0.bias",), on=(1,)),
+    )
+    hooked = replace(TRAINED, hooks=hooks)
+    trace = Reference(hooked).trace
+    grads = []
+    for rank in range(2):
+        replica = Replica(hooked, rank)
+        replica.backward(Backward(), 0)
+        grads.append(replica.gradients(TRAINED.parameters))
+    for mine in trace:
+        found = mine[-1][2]
+        for name, value in found.items():
+            np.testing.assert_allclose(value, (grads[0][name] + grads[1][name]) / 2, rtol=1e-12)
+    assert not np.allclose(trace[0][-1][2]["0.weight.grad"], Reference(TRAINED).trace[0][-1][2]["0.weight.grad"])
 
 
 def test_a_rank_that_raises_is_told_of_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from rank_jobs import environment, found_mpiexec
 from .attached import AttachedReference
 from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
 from .reference import Entry, Played, Reference
+from .replica import DEFAULTS, DTYPES, entered
 
 # ── Ranks that live as long as they work: MPI is started once for hundreds of programs, and again after ──────────────
 
@@ -138,7 +139,8 @@ class Ranks:
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
                 [*mpiexec, "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
-                env=environment(self._folder / "cache", {}),
+                # By itself mpi4py finalizes MPI in children that programs fork, too.
+                env=environment(self._folder / "cache", {"MPI4PY_RC_FINALIZE": "0"}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -195,7 +197,11 @@ def torment(program: Program, ranks: Ranks) -> Played:
     Raises:
         WrongError: with the program as JSON, so that it can be kept.
     """
-    return replay(Reference(program) if program.attached is None else AttachedReference(program), ranks)
+    with entered(
+        DTYPES & set(program.defaults), DEFAULTS
+    ):  # some states of PyTorch's optimizers have the default dtype
+        reference = Reference(program) if program.attached is None else AttachedReference(program)
+    return replay(reference, ranks)
 
 
 def replay(reference: Known, ranks: Ranks) -> Known:

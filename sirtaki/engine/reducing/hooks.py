@@ -72,21 +72,44 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
     users = list(hooks.items())
     hooks.clear()  # handles of the user's hooks refer to this very dictionary
     hooks.update([(first.id, guard.begin), *users])
-    node = get_gradient_edge(leaf).node
+    on_node = _NodeHook(leaf, guard)
 
-    def on_node(_outputs: object, _inputs: object) -> None:
-        if guard.begun:  # nothing was accumulated otherwise: the parameter is frozen, or this is distributed autograd
-            guard(leaf)
-
-    handle = node.register_hook(on_node)
-
-    def remove(
-        _node: object = node,
-    ) -> None:  # the caller keeps the node so: PyTorch frees it otherwise, with its hooks
-        handle.remove()
+    def remove() -> None:
+        on_node.remove()
         first.remove()
 
     return remove
+
+
+class _NodeHook:
+    """Hook on the AccumulateGrad node of one parameter, of which PyTorch makes another one with each new dtype."""
+
+    def __init__(self, leaf: torch.Tensor, guard: _UpdateGuard) -> None:
+        self._leaf, self._guard = leaf, guard
+        self._register()
+        # A hook on the tensor runs before PyTorch looks which hooks the node has.
+        self._first: RemovableHandle = leaf.register_hook(self._follow)  # type: ignore[no-untyped-call]  # torch's
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._first.remove()
+        self._handle.remove()
+
+    def _register(self) -> None:
+        self._kind = self._leaf.dtype, self._leaf.device
+        self._node = get_gradient_edge(self._leaf).node  # PyTorch frees it otherwise, with its hooks
+        self._handle = self._node.register_hook(self._on_node)
+
+    def _follow(self, _: torch.Tensor) -> None:
+        if self._kind != (self._leaf.dtype, self._leaf.device):
+            self._handle.remove()
+            self._register()
+
+    def _on_node(self, _outputs: object, _inputs: object) -> None:
+        if (
+            self._guard.begun
+        ):  # nothing was accumulated otherwise: the parameter is frozen, or this is distributed autograd
+            self._guard(self._leaf)
 
 
 def expect(param: torch.Tensor) -> None:
