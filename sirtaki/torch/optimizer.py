@@ -484,6 +484,9 @@ class OverlappedOptimizer(AveragingOptimizer):
             NotInitializedError: `close` or `shutdown` was called.
             ConfigError: a closure is given, or the optimizer turns out not to update each parameter by itself.
         """
+        if torch.is_inference_mode_enabled():  # else updates that are put off could not write to states of this step
+            with torch.inference_mode(False), torch.no_grad():
+                return self.step(closure)
         self._stop_watching()
         if closure is not None and self._refuses:
             raise ConfigError("overlap_forward does not go with step(closure): call the closure before step()")

@@ -303,7 +303,8 @@ class Script:
                 optimizer.zero_grad()
                 inputs = Backward(inputs=self._specs[number].parameters)
                 self._replica.backward(inputs, self._number * 100 + batch)
-                optimizer.step()
+                with self._calls():
+                    optimizer.step()
                 self._stepped(number)
         last = hvd.join()
         assert action.batches[last] == max(action.batches), f"join() says that rank {last} was the last one"
@@ -386,7 +387,8 @@ class AttachedScript(Script):
                 self._model.zero_grad()
                 self._replica.backward(Backward(), self._number * 100 + batch, self._model)
                 for number, optimizer in enumerate(self.optimizers):
-                    optimizer.step()
+                    with self._calls():
+                        optimizer.step()
                     self._stepped(number)
         for optimizer in self.optimizers:
             hvd.broadcast_optimizer_state(optimizer, root_rank=action.batches.index(max(action.batches)))

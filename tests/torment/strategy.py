@@ -122,7 +122,8 @@ class Iterations(Choices):
         inputs: tuple[str, ...] = ()
         if len(chosen) < len(self.optimizers) or self.maybe(5):
             inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
-        closures = [spec.rule.startswith("lbfgs") or self.maybe(6) for spec in specs]
+        called = "inference" not in self.defaults and self.maybe(6)  # a closure's backward pass is not for that mode
+        closures = [spec.rule.startswith("lbfgs") or called for spec in specs]
         if all(closures):
             return [
                 *made,
@@ -372,7 +373,7 @@ class _Draw(Iterations):
             rule = self.one(self.rules("sgd", "adagrad", "sparse_adam"))
         elif sparse:
             rule = self.one(self.rules("sgd", "adagrad"))
-        elif self.maybe(5) and "op" not in options and "meta" not in self.defaults:
+        elif self.maybe(5) and "op" not in options and not {"meta", "inference"} & set(self.defaults):
             rule = self.one(("lbfgs", "lbfgs_search"))
         else:
             rule = "across" if self.maybe(10) else self.one(self.rules(*DENSE_RULES))
