@@ -40,10 +40,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+import sirtaki
 from sirtaki.comm import device as product
 from sirtaki.comm import modes
 
 HOST = "host"
+PACKAGE = f"{Path(sirtaki.__file__).parent}/"
 Clock = dict[Any, int]
 MEMORY = torch.device("cpu", 0)
 """Device of fake GPU tensors. Index 0 distinguishes it from `torch.device("cpu")` in the arguments of factories."""
@@ -249,8 +251,8 @@ class FakeCuda:
             self._clock(actor)[actor] = self._moment
 
     def _report(self, where: list[str], text: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/tests/" not in frame.filename]
-        ours = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "/sirtaki/" in frame.filename]
+        frames = traceback.extract_stack()
+        ours = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if frame.filename.startswith(PACKAGE)]
         report = f"{text} ({' < '.join(reversed(ours[-4:])) or 'test'})"
         if report not in where:
             where.append(report)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import sirtaki
 import sirtaki.torch as hvd
-import sirtaki.torch.distributed  # noqa: F401
+import sirtaki.torch.distributed
 from sirtaki.torch import ddp
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -61,6 +63,9 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+PACKAGE = f"{Path(sirtaki.__file__).parent}/"
+
+
 class Seeing(TorchFunctionMode):
     """Counts the functions of PyTorch that Sirtaki's code calls."""
 
@@ -70,7 +75,7 @@ class Seeing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if "/sirtaki/" in caller:
+        if caller.startswith(PACKAGE):
             self.seen[f"{caller}: {getattr(func, '__name__', func)}"] += 1
         return func(*args, **(kwargs or {}))
 

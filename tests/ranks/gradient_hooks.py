@@ -307,7 +307,7 @@ def an_optimizer_that_steps_in_hooks_is_refused() -> None:
             call, optimizer = way(model)
             if not before:
                 of_each(step)(model)
-            raises(GradientError, "steps in a hook", dense_loss(call, dist.get_rank(), 0).backward)
+            raises(GradientError, "must not step in a hook", dense_loss(call, dist.get_rank(), 0).backward)
             if hasattr(optimizer, "close"):
                 optimizer.close()
 
