@@ -80,6 +80,7 @@ def seen_by_child(replica: Replica, how: str) -> Values:
         assert first == second
         return cast(Values, pickle.loads(first))
     reader, writer = os.pipe()
+    process = None
     if how == "process":
         process = multiprocessing.get_context("fork").Process(target=_report, args=(replica, writer))
         process.start()
@@ -99,6 +100,10 @@ def seen_by_child(replica: Replica, how: str) -> Values:
             if not (part := pipe.read(1 << 16)):
                 break
             parts.append(part)
+    if process is not None:  # which multiprocessing is to know of, or else it waits for it in later children
+        process.join(max(0.0, deadline_s - time.monotonic()))
+        assert process.exitcode == 0, f"the child has ended with {process.exitcode}"
+        return cast(Values, pickle.loads(b"".join(parts)))
     _, status = _waited(child, deadline_s)
     assert status == 0, f"the child has ended with {status}"
     return cast(Values, pickle.loads(b"".join(parts)))
