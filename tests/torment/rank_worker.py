@@ -310,7 +310,8 @@ class Script:
         assert action.batches[last] == max(action.batches), f"join() says that rank {last} was the last one"
         hvd.broadcast_parameters(self._replica.blocks.state_dict(), root_rank=last)
         for number in sorted({number for step in action.order for number in step}):
-            hvd.broadcast_optimizer_state(self.optimizers[number], root_rank=last)
+            with self._calls():
+                hvd.broadcast_optimizer_state(self.optimizers[number], root_rank=last)
         self._replica.blocks.zero_grad()
         self._look("after join", self._replica.values(self._program.parameters))
 
@@ -391,7 +392,8 @@ class AttachedScript(Script):
                         optimizer.step()
                     self._stepped(number)
         for optimizer in self.optimizers:
-            hvd.broadcast_optimizer_state(optimizer, root_rank=action.batches.index(max(action.batches)))
+            with self._calls():
+                hvd.broadcast_optimizer_state(optimizer, root_rank=action.batches.index(max(action.batches)))
         self._model.zero_grad()
         self._look("after join", self._replica.values(self._program.parameters))
 
