@@ -158,7 +158,12 @@ def attach(
     if not modules:
         raise ConfigError("attach() takes a model after fully_shard() or replicate(), and this one is not sharded")
     found = list(_sharded(modules))
-    replicas = [each.group for each in found if is_replicated(each.group)]
+    # Of shards of one rank PyTorch may carry the gradients; replicate() has no such shards.
+    replicas = [
+        each.group
+        for each in found
+        if is_replicated(each.group) and (carries is not False or not hasattr(each.group.mesh_info, "shard_mesh_size"))
+    ]
     sharded = [each for each in found if each.group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError("replicated parameters are not gathered, and Sirtaki carries their gradients")

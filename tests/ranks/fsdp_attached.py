@@ -101,7 +101,8 @@ def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = 
 def joining(model: nn.Module) -> None:
     """In each pass other modules of it travel as one."""
     found, draw = fsdp.attached(model), random.Random(5)
-    assert found is not None
+    if found is None:  # shards of one rank, which Sirtaki takes for replicas: nothing is gathered
+        return
 
     def choose(module: nn.Module, args: object) -> None:
         joined = tuple(place for place in found.joinable if draw.random() < 0.7)
