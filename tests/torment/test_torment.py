@@ -88,9 +88,8 @@ def test_drawn_programs_over_ddp_train_as_one_process_does(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("world", "count"), [pytest.param(2, 3, marks=pytest.mark.integration), pytest.param(2, 60, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "count"), [(2, 60)])
 @pytest.mark.parametrize("drawn", [programs, attached_programs])
 def test_drawn_programs_that_are_compiled_train_as_one_process_does(
     world: int, count: int, drawn: Callable[..., SearchStrategy[Program]], ranks: Ranks

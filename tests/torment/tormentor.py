@@ -20,7 +20,7 @@ import numpy as np
 from rank_jobs import environment, found_mpiexec
 
 from .attached import AttachedReference
-from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
+from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap, Step
 from .reference import Entry, Played, Reference
 from .replica import DEFAULTS, DTYPES, entered
 
@@ -222,6 +222,8 @@ def tolerance_of(program: Program) -> float:
     kinds = {"double"} | {action.to for action in program.actions if isinstance(action, Convert)}
     if BlockKind.SINGLE in program.blocks:
         kinds.add("float")
+    if any(isinstance(action, Step) and action.compiled for action in program.actions):
+        kinds.add("float")  # PyTorch then computes with the optimizer's number of steps in float32
     if any(spec.fp16 for spec in _specs(program)):
         kinds.add("fp16")
     if any(spec.lossy for spec in _specs(program)):
