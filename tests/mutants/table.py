@@ -168,13 +168,6 @@ MUTANTS = (
         ON_GPUS,
     ),
     Mutant(
-        "a gradient's stream is not noticed in its hook",
-        REDUCER,
-        "            device.notice_stream()\n            hook(param)",
-        "            hook(param)",
-        ON_GPUS,
-    ),
-    Mutant(
         "the thread of eager operations uses GPU 0",
         "comm/collectives/engine.py",
         "                    gpu.enter_thread()\n",
