@@ -120,7 +120,7 @@ class Replica:
         unsharded = self.param.unsharded_param
         shape, device = self.param.sharded_size, self.group.device
         dtype = self.param.reduce_dtype or unsharded.dtype
-        # What the reducer knows of the parameter. Its values are never read.
+        # The reducer sees this tensor in place of the parameter. It never reads the values.
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
 
     @property

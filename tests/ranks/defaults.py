@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from conformance.defaults import default_dtype
 from conformance.training import main
 from rank_jobs import cases
 from torch import nn
@@ -33,16 +34,6 @@ Context = Callable[[], AbstractContextManager[object]]
 
 STEPS = 3
 FLOAT64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from conformance.defaults import default_dtype
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -363,16 +364,6 @@ class _CountsOperators(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
 def _device(name: str) -> Iterator[None]:
     torch.set_default_device(name)
     try:
@@ -391,8 +382,8 @@ def _deterministic() -> Iterator[None]:
 
 
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "bfloat16": lambda: _dtype(torch.bfloat16),
-    "float64": lambda: _dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
     "meta": lambda: _device("meta"),
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     "deterministic": _deterministic,

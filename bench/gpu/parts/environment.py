@@ -1,4 +1,4 @@
-"""What is here: GPU, versions, entry points, MPI, MPS, and whether PyTorch's NCCL classes have what Sirtaki uses."""
+"""Report the GPU, versions, entry points, MPI and MPS. Check that PyTorch's NCCL classes have what Sirtaki uses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What must not break, and what must: a CUDA graph is captured beside live events; then rank 1 is killed.
+"""Capture a CUDA graph beside live events, which must stay valid; then kill rank 1.
 
-Rank 0 has to end by itself within some seconds, and to name rank 1.
+Rank 0 must end by itself within some seconds, and name rank 1.
 """
 
 from __future__ import annotations

@@ -511,9 +511,7 @@ class GradientReducer:
             return
         name, param = self.hooked[number]
         gradient = param.grad
-        if (
-            gradient is None
-        ):  # this pass has come to nothing here, as for a bias in a double backward, or a hook says so
+        if gradient is None:  # a double backward computes none for a bias, or a hook of the user's has set it to None
             if not self.undefined_are_zeros or number not in self._dense_index:
                 return
             param.grad = gradient = torch.zeros_like(param)

@@ -230,7 +230,7 @@ def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
 
 
 def undefined_names(text: str) -> set[str]:
-    """Return the names that code uses, and that neither the module nor Python defines, or the module only later.
+    """Return the names that code uses before the module defines them, or that nothing defines.
 
     Raises:
         SyntaxError: it is no Python.
