@@ -498,6 +498,7 @@ class Replica:
         self.kept: list[tuple[str, torch.Tensor]] = []
         self._saved: bytes | None = None
         self._compiled: dict[object, Callable[..., Any]] = {}
+        self._last_compiled: Backward | None = None
 
     def select(self, names: Iterable[str]) -> list[nn.Parameter]:
         """Parameters by name."""
@@ -538,6 +539,10 @@ class Replica:
 
     def backward(self, action: Backward, number: int, model: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
         """Make a forward and a backward pass on batch `number`, as a script does. Return the loss."""
+        if action.compiled and self.program.attached is not None and action != self._last_compiled:
+            # PyTorch (2.13) does not compile DDP's forward pass again when only attributes of an argument differ.
+            torch.compiler.reset()
+            self._last_compiled = action
         inputs = [param for param in self.select(action.inputs) if param.requires_grad] or None
         if action.compiled != "step":
             loss = self.loss(action, number, model=model)
