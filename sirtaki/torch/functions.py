@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sirtaki.comm.modes import outside_modes
+
 from .basics import rank
 from .collectives import allgather, broadcast_, broadcast_async_, synchronize_all
 from .process_sets import ProcessSet, global_process_set
@@ -96,6 +98,7 @@ class _TensorSlot:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
+@outside_modes  # or else the state that other ranks load would be of inference tensors
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:

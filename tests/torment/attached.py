@@ -193,7 +193,10 @@ class AttachedReference(Played):
     def _step(self, action: actions.Step) -> None:
         legal(not self._failed, "what the failed pass has left is unknown")
         for rank, plain in enumerate(self._plain[action.optimizer]):
-            plain.step()
+            if action.compiled:  # PyTorch compiles some optimizers (SGD with momentum) into something else
+                self._replicas[rank].compiled_step(plain)
+            else:
+                plain.step()
             self._look_at_step(rank, action.optimizer, self._program.optimizers[action.optimizer].parameters)
 
     def _zerograd(self, action: actions.ZeroGrad) -> None:

@@ -250,6 +250,7 @@ class Script:
     def _rewrap(self, action: actions.Rewrap) -> None:
         number = action.optimizer
         state = self.optimizers[number].state_dict() if action.keep_state else None
+        self._replica.forget_compiled_step(self.optimizers[number])
         self.optimizers[number] = None
         if action.spec is not None:
             self._specs[number] = action.spec

@@ -612,6 +612,10 @@ class Replica:
         """Call the compiled `step` of an optimizer."""
         self._compile(("optimizer", id(optimizer)), optimizer.step)()
 
+    def forget_compiled_step(self, optimizer: Optimizer) -> None:
+        """Release an optimizer that is to be replaced."""
+        self._compiled.pop(("optimizer", id(optimizer)), None)
+
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def hook(self, action: Hook) -> None:

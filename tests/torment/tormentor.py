@@ -222,7 +222,7 @@ def tolerance_of(program: Program) -> float:
     kinds = {"double"} | {action.to for action in program.actions if isinstance(action, Convert)}
     if BlockKind.SINGLE in program.blocks:
         kinds.add("float")
-    if any(isinstance(action, Step) and action.compiled for action in program.actions):
+    if program.attached is None and any(isinstance(action, Step) and action.compiled for action in program.actions):
         kinds.add("float")  # PyTorch then computes with the optimizer's number of steps in float32
     if any(spec.fp16 for spec in _specs(program)):
         kinds.add("fp16")
