@@ -539,8 +539,8 @@ class Replica:
 
     def backward(self, action: Backward, number: int, model: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
         """Make a forward and a backward pass on batch `number`, as a script does. Return the loss."""
-        if action.compiled and self.program.attached is not None and action != self._last_compiled:
-            # PyTorch (2.13) does not compile DDP's forward pass again when only attributes of an argument differ.
+        if action.compiled and action != self._last_compiled:
+            # PyTorch (2.13) does not always compile a pass again when only attributes of `action` differ.
             torch.compiler.reset()
             self._last_compiled = action
         inputs = [param for param in self.select(action.inputs) if param.requires_grad] or None

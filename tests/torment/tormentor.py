@@ -197,9 +197,8 @@ def torment(program: Program, ranks: Ranks) -> Played:
     Raises:
         WrongError: with the program as JSON, so that it can be kept.
     """
-    with entered(
-        DTYPES & set(program.defaults), DEFAULTS
-    ):  # some states of PyTorch's optimizers have the default dtype
+    dtypes = [name for name in program.defaults if name in DTYPES]
+    with entered(dtypes, DEFAULTS):  # some states of PyTorch's optimizers have the default dtype
         reference = Reference(program) if program.attached is None else AttachedReference(program)
     return replay(reference, ranks)
 
