@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.comm.nccl_streams.transport import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
 from sirtaki.comm.transports.contract import (
     FlatBuffer,
@@ -28,7 +28,7 @@ from sirtaki.comm.transports.gloo import DirectTransport, GlooTransport, Watchfu
 from sirtaki.comm.transports.mpi import MpiTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, share_memory
 from sirtaki.comm.transports.staged import StagedTransport
-from sirtaki.errors import CommError, PlanError, TransportError
+from sirtaki.errors import PlanError, TransportError
 
 from .device import HOST, Device
 from .plan import Algorithm, CommPlan, NcclWay, Route, TransportKind
@@ -368,29 +368,12 @@ class Router:
         ]
 
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Waits for all of them, and looks now and then whether the job has failed.
+        """Wait for all works; see `wait_for_work`.
 
-        Args:
-            works: in the order in which they were submitted.
-            interrupted: asked now and then whether to stop waiting.
-
-        Returns:
-            False if it was interrupted.
-
-        Raises:
-            CommError: a reduction failed, or the job did.
+        A connection may break before this rank hears who has left, since a rank that drops its optimizer and leaves
+        closes the connections of its router first. The error raised names the rank.
         """
-        try:
-            for work in works:
-                while not work.wait(WAIT_SLICE_S):
-                    self._control.failures.check()
-                    if interrupted and interrupted():
-                        return False
-        except CommError as err:
-            # A rank that drops its optimizer and leaves closes its connections first.
-            cause = self._control.failures.cause_of(err)
-            raise cause from cause.__cause__
-        return True
+        return wait_for_work(works, failures=self._control.failures, interrupted=interrupted)
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask.

@@ -39,8 +39,9 @@ import torch
 
 from sirtaki.comm.compress import FEWEST, Codec, packed_bytes
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh
+from sirtaki.comm.control.failure import Timeout, fresh
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import Deadline, wait_for, wait_for_work
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, ended
@@ -81,16 +82,16 @@ class ShardWork:
             CommError: it failed, or another rank has not come within the time.
         """
         failures, begin_s = self._control.failures, time.monotonic()
+
+        def late() -> bool:  # the timeout may change during the wait
+            return time.monotonic() - begin_s > self._timeout()
+
         try:
-            while not self._work.wait(WAIT_SLICE_S):
-                if failures.error is not None and self._work.wait(LATE_S):
-                    break
-                failures.check()
-                if time.monotonic() - begin_s > (timeout_s := self._timeout()):
-                    raise StallError(
-                        f"{self._what} did not end within {timeout_s:g} s: another rank has not come, stands "
-                        "still, or has submitted something else"
-                    )
+            if not wait_for_work([self._work], failures=failures, interrupted=late, late_s=LATE_S, blame_s=HEARD_S):
+                raise StallError(
+                    f"{self._what} did not end within {self._timeout():g} s: another rank has not come, stands "
+                    "still, or has submitted something else"
+                )
             for problem in self._problems:
                 raise fresh(problem)
         except (StallError, MismatchError) as err:
@@ -98,8 +99,6 @@ class ShardWork:
                 failures.report(err)
                 self._control.comm.abort(f"rank {self._control.rank}: {err}")
             raise
-        except CommError as err:
-            raise failures.cause_of(err, within_s=HEARD_S) from None
 
 
 @dataclass(slots=True)
@@ -592,11 +591,16 @@ class _Wholes:
         place, least = self.number % WHOLES, self.number - WHOLES + 1
         if place in self._held or size_bytes > len(self._memory[place]):
             return None
-        deadline_s = time.monotonic() + RELEASE_S
-        while min(int(each[place]) for each in self._released) < least:
-            if time.monotonic() > deadline_s or self._failures.error is not None:
-                return None
-            time.sleep(0)
+        try:
+            released = wait_for(
+                lambda: min(int(each[place]) for each in self._released) >= least,
+                Deadline.after(RELEASE_S),
+                failures=self._failures,
+            )
+        except CommError:
+            return None
+        if not released:
+            return None
         taken = self._memory[place][:size_bytes]  # an array of its own, which the tensor's memory keeps alive
         self._held[place] = self.number
         finalize(taken, self._release, place)

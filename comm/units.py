@@ -26,8 +26,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sirtaki.comm.control.failure import WAIT_SLICE_S, caused, fresh
+from sirtaki.comm.control.failure import caused, fresh
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, wait_for_work
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
 from sirtaki.machine import free_in_forked_children
@@ -294,7 +295,9 @@ class UnitPipeline:
             return
         reduction = unit.reduction
         try:
-            if not unit.work.wait(WAIT_SLICE_S) and not self._ends_late(unit):
+            if not wait_for_work(
+                [unit.work], failures=self._failures, interrupted=lambda: True, late_s=LATE_S, blame_s=HEARD_S
+            ):
                 if time.monotonic() > reduction.deadline_s:
                     raise StallError(
                         f"a tensor of {reduction.source.numel()} elements was not reduced within "
@@ -303,7 +306,7 @@ class UnitPipeline:
                 return
             self._put_away(unit)
         except CommError as err:
-            self.fail(err if isinstance(err, StallError) else self._failures.cause_of(err, within_s=HEARD_S))
+            self.fail(err)
             return
         except Exception as err:  # whatever it is, those who wait must hear of it
             self.fail(
@@ -318,17 +321,6 @@ class UnitPipeline:
             reduction.finish()
         if problem is not None:
             self.fail(problem)
-
-    def _ends_late(self, unit: _Unit) -> bool:
-        """Whether it ends though the job has failed; False if all is well.
-
-        Raises:
-            CommError: it does not.
-        """
-        ended = self._failures.error is not None and unit.work.wait(LATE_S)
-        if not ended:
-            self._failures.check()
-        return ended
 
     def _put_away(self, unit: _Unit) -> None:
         """Copies what belongs into the target, unless it is there."""

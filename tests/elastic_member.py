@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh_rendezvous import meet
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.engine.generations import AgentClient, open_agent
 from sirtaki.engine.membership import Dismissed, Generation
 from sirtaki.errors import CommError, PeerLostError
@@ -38,7 +38,7 @@ def note(**record: object) -> None:
 
 def largest(ranks: Communicator, *values: int) -> list[int]:
     array = np.array(values, dtype=np.int64)
-    poll_until(ranks.all_reduce(array, Op.MAXIMUM), failures=ranks.failures)
+    wait_for(ranks.all_reduce(array, Op.MAXIMUM), failures=ranks.failures)
     return [int(value) for value in array]
 
 

@@ -45,8 +45,9 @@ from sirtaki.comm.collectives.operations import (
     zeros_for,
 )
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
+from sirtaki.comm.control.failure import FailureBoard, caused
 from sirtaki.comm.control.plane import ControlPlane, gather
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, wait_for, wait_for_work
 from sirtaki.comm.control.watchdog import Wait, Watchdog
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.modes import outside_modes
@@ -411,14 +412,14 @@ class Rounds:
         if self._message is not None:
             mine, everybody = self._message.mine, self._message.everybody
             self._message.head[:] = head
-            poll_until(self._messages.all_gather(mine, everybody), failures=self._failures)
+            wait_for(self._messages.all_gather(mine, everybody), failures=self._failures)
             heads = everybody[:, :_HEAD_BYTES]
             if digest and heads.tobytes() == head * self._size:
                 return True, bits
             found = np.bitwise_and.reduce(heads, axis=0)
         else:
             found = np.frombuffer(bytearray(head), dtype=np.uint8)
-            poll_until(self._messages.all_reduce(found, Op.AND), failures=self._failures)
+            wait_for(self._messages.all_reduce(found, Op.AND), failures=self._failures)
         common = int.from_bytes(found.tobytes(), "little")
         same = (1 << 2 * _DIGEST_BITS) - 1
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
@@ -604,11 +605,7 @@ class EagerEngine:
             CommError: the operation or the job failed.
         """
         if interrupted is not None:
-            while not work.wait(WAIT_SLICE_S):
-                self._failures.check()
-                if interrupted():
-                    return False
-            return True
+            return wait_for_work([work], failures=self._failures, interrupted=interrupted, blame_s=None)
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
         try:

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 """Contiguous, of a number type: what travels has no other form."""
 
 Test = Callable[[], bool]
-"""Moves an operation on and says whether it is complete: for `poll_until`, one thread at a time; keeps the arrays."""
+"""Moves an operation on and says whether it is complete: for `wait_for`, one thread at a time; keeps the arrays."""
 
 
 class Backend(Enum):

@@ -37,6 +37,7 @@ from sirtaki.machine import free_in_forked_children, in_forked_children
 
 from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
+from .waiting import Deadline, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -607,13 +608,16 @@ class Links:
         """Collective: takes leave of all others, and closes the connections once they have, too."""
         for connection in self._connections.values():
             connection.send([memoryview(encode(Kind.BYE))])
-        deadline_s = time.monotonic() + CLOSE_S
+
+        def ended() -> bool:
+            if self.failures.error is None:
+                self.progress()
+            return self.failures.error is not None or all(
+                each.said_bye or each.ended for each in self._connections.values()
+            )
+
         # Closed with something unread, a connection would lose what the other end has not read yet.
-        while not all(each.said_bye or each.ended for each in self._connections.values()):
-            if time.monotonic() > deadline_s or self.failures.error is not None:
-                break
-            self.progress()
-            time.sleep(1e-3)
+        wait_for(ended, Deadline.after(CLOSE_S))
         self._closing = True
         with suppress(OSError):
             os.eventfd_write(self._wakeup, 1)

@@ -39,6 +39,7 @@ from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
 from sirtaki.machine import LOOPBACK, host_identity, own_addresses, serve_store
 
 from .mesh import Links, MeshCommunicator
+from .waiting import Deadline, Poll, wait_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -422,7 +423,7 @@ def keep(
         ConfigError: who answers does not know the secret.
         CommError: some do not come or cannot be reached.
     """
-    key, deadline_s = job_key(appointment.secret, name), time.monotonic() + timeout_s
+    key, deadline = job_key(appointment.secret, name), Deadline.after(timeout_s)
     own = appointment.attendees[rank]
     here = all(other.host == own.host for other in appointment.attendees)
     for listener in appointment.listeners:
@@ -440,18 +441,18 @@ def keep(
         """A connection to that rank, at the first of its places that proves to be it."""
         near = appointment.attendees[other].host == own.host
         places = [place for place in appointment.attendees[other].places if (place[0] == LOOPBACK) == near]
-        problem, limit_s = "it listens nowhere", deadline_s
-        while time.monotonic() < limit_s:
+        problem, limit = "it listens nowhere", deadline
+        while not limit.passed:
             for place in places:
                 check()
                 try:
                     return connect(place, key=key, own=rank, other=other)
                 except NoProof as err:
-                    problem, limit_s = str(err), min(limit_s, time.monotonic() + unproved_s)
+                    problem, limit = str(err), min(limit, Deadline.after(unproved_s))
                 except OSError as err:
                     problem = str(err)
             time.sleep(_AGAIN_S)
-        if limit_s < deadline_s:
+        if limit < deadline:
             raise ConfigError(
                 f"rank {other} and rank {rank} do not prove themselves to each other: SIRTAKI_SECRET must be the same "
                 f"on all ranks ({problem})"
@@ -459,18 +460,22 @@ def keep(
         tried = ", ".join(f"{host}:{port}" for host, port in places)
         raise CommError(f"rank {other} cannot be reached at {tried} ({problem}); {_NAME_INTERFACE}")
 
+    def all_have_connected() -> bool:
+        if not acceptor.missing:
+            return True
+        check()
+        return False
+
     try:
         for other in range(rank):
             sockets[other] = reach(other)
-        while not acceptor.wait(_LOOK_S):
-            check()
-            if time.monotonic() > deadline_s:
-                refused = acceptor.door.refused
-                strangers = f"; {refused} connections did not prove themselves" if refused else ""
-                at = ", ".join(host for host, _ in acceptor.door.places)
-                raise CommError(
-                    f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at}{strangers}; {_NAME_INTERFACE}"
-                )
+        if not wait_for(all_have_connected, deadline, Poll.SLICES):
+            refused = acceptor.door.refused
+            strangers = f"; {refused} connections did not prove themselves" if refused else ""
+            at = ", ".join(host for host, _ in acceptor.door.places)
+            raise CommError(
+                f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at}{strangers}; {_NAME_INTERFACE}"
+            )
     except BaseException:
         for sock in (*sockets.values(), *acceptor.close().values()):
             sock.close()
@@ -480,7 +485,7 @@ def keep(
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _ASK_S = 0.02, 0.1
+_ASK_S = 0.1
 _NAME_INTERFACE = "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
 _NOTICE_S = 10.0
 """A wait that lasts so long is told."""
@@ -545,11 +550,10 @@ def meet(
         ConfigError: what the ranks were told does not fit together.
         CommError: some do not come or cannot be reached.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline = Deadline.after(timeout_s)
 
     def joined(rank: int, sockets: dict[int, socket.socket]) -> MeshCommunicator:
-        left_s = deadline_s - time.monotonic()
-        return MeshCommunicator(Links(rank, sockets, heartbeat_s=heartbeat_s, first_s=left_s))
+        return MeshCommunicator(Links(rank, sockets, heartbeat_s=heartbeat_s, first_s=deadline.left_s))
 
     if meeting.appointment is not None:
         sockets = keep(meeting.appointment, rank=meeting.rank, name=meeting.name, timeout_s=timeout_s)
@@ -560,7 +564,7 @@ def meet(
     name = f"{meeting.name}/{','.join(map(str, meeting.members))}"
     _met[name, meeting.rank] += 1
     prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}"
-    table = _Table(_store(meeting, deadline_s), prefix, meeting, members, deadline_s)
+    table = _Table(_store(meeting, deadline), prefix, meeting, members, deadline)
     if not table.claim():  # which must not trouble those who are right
         raise ConfigError(
             f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
@@ -571,19 +575,18 @@ def meet(
         name, appointment = arrange(
             table.exchange, interface=interface, secret=secret, ranks=members, in_vain=table.problem
         )
-        left_s = deadline_s - time.monotonic()
-        sockets = keep(appointment, rank=own, name=name, timeout_s=left_s, unproved_s=WRONG_SECRET_S)
+        sockets = keep(appointment, rank=own, name=name, timeout_s=deadline.left_s, unproved_s=WRONG_SECRET_S)
     except SirtakiError as err:
         table.tell_problem(err)
         raise
     return joined(own, sockets)
 
 
-def _store(meeting: Meeting, deadline_s: float) -> Store:
+def _store(meeting: Meeting, deadline: Deadline) -> Store:
     """The store at the meeting's address."""
     from torch._C._distributed_c10d import TCPStore
 
-    timeout = datetime.timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
+    timeout = datetime.timedelta(seconds=max(1.0, deadline.left_s))
     place = meeting.host, meeting.port
     if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
         if place not in _stores:
@@ -596,31 +599,45 @@ def _store(meeting: Meeting, deadline_s: float) -> Store:
                     "another job use it? Give each job a port of its own"
                 ) from err
         return _stores[place]
-    _wait_for_master(meeting, deadline_s)
+    _wait_for_master(meeting, deadline)
     try:
         return TCPStore(*place, is_master=False, timeout=timeout)
     except (OSError, RuntimeError) as err:
         raise CommError(f"there is no store at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
 
 
-def _wait_for_master(meeting: Meeting, deadline_s: float) -> None:
-    notice_s, problem = time.monotonic() + _NOTICE_S, ""
-    while time.monotonic() < deadline_s:
+def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
+    problem = ""
+
+    def can_be_reached() -> bool:
+        nonlocal problem
         try:
-            with socket.create_connection((meeting.host, meeting.port), timeout=2.0):
-                return
+            socket.create_connection((meeting.host, meeting.port), timeout=2.0).close()
         except socket.gaierror as err:
             raise ConfigError(f"MASTER_ADDR={meeting.host} names no host ({err.strerror})") from err
         except OSError as err:
             problem = str(err)
-        if time.monotonic() > notice_s:
-            notice_s = deadline_s
-            logger.warning("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.host, meeting.port)
-        time.sleep(0.1)
-    raise CommError(
-        f"rank {meeting.rank} finds nobody at {meeting.host}:{meeting.port} ({problem}); is rank 0 running, are "
-        "MASTER_ADDR and MASTER_PORT right, does a firewall stand between? SIRTAKI_START_TIMEOUT_S=… waits longer"
-    )
+            return False
+        return True
+
+    place = f"rank 0 at {meeting.host}:{meeting.port}"
+    if not _wait_with_notice(can_be_reached, deadline, Poll.SLOW, rank=meeting.rank, what=lambda: place):
+        raise CommError(
+            f"rank {meeting.rank} finds nobody at {meeting.host}:{meeting.port} ({problem}); is rank 0 running, are "
+            "MASTER_ADDR and MASTER_PORT right, does a firewall stand between? SIRTAKI_START_TIMEOUT_S=… waits longer"
+        )
+
+
+def _wait_with_notice(
+    condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
+) -> bool:
+    """Wait for a condition, and log `what` this rank waits for if that takes long. False if the time is up."""
+    if wait_for(condition, min(deadline, Deadline.after(_NOTICE_S)), poll):
+        return True
+    if deadline.passed:
+        return False
+    logger.warning("rank %d waits for %s", rank, what())
+    return wait_for(condition, deadline, poll)
 
 
 def _first_line(err: Exception) -> str:
@@ -630,9 +647,9 @@ def _first_line(err: Exception) -> str:
 class _Table:
     """What the ranks tell each other through the store."""
 
-    def __init__(self, store: Store, prefix: str, meeting: Meeting, members: Sequence[int], deadline_s: float) -> None:
+    def __init__(self, store: Store, prefix: str, meeting: Meeting, members: Sequence[int], deadline: Deadline) -> None:
         self._store, self._prefix, self._meeting, self.members = store, prefix, meeting, members
-        self.deadline_s = deadline_s
+        self.deadline = deadline
         self._ask_s = 0.0
 
     def exchange(self, mine: Introduction) -> list[Introduction]:
@@ -646,23 +663,25 @@ class _Table:
         own_size, own_key = self._meeting.size, self._key(what, self._meeting.rank)
         self._call("set", own_key, msgspec.json.encode((own_size, mine)).decode())
         keys = [self._key(what, rank) for rank in self.members]
-        notice_s = time.monotonic() + _NOTICE_S
-        while not self._call("check", keys):
+
+        def all_are_there() -> bool:
+            if self._call("check", keys):
+                return True
             if problem := self.problem():
                 raise CommError(problem)
-            now_s = time.monotonic()
-            if now_s > min(notice_s, self.deadline_s):
-                missing = [rank for rank, key in zip(self.members, keys, strict=True) if not self._call("check", [key])]
-                text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
-                if now_s > self.deadline_s and missing:
-                    raise CommError(
-                        f"{text} of {own_size} did not come to {self._meeting.host}:{self._meeting.port} in time; are "
-                        "all processes started, with one WORLD_SIZE and different RANKs? SIRTAKI_START_TIMEOUT_S=… "
-                        "waits longer"
-                    )
-                notice_s = self.deadline_s
-                logger.warning("rank %d waits for %s", self._meeting.rank, text)
-            time.sleep(_LOOK_S)
+            return False
+
+        def missing() -> str:
+            ranks = [rank for rank, key in zip(self.members, keys, strict=True) if not self._call("check", [key])]
+            return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
+
+        rank = self._meeting.rank
+        if not _wait_with_notice(all_are_there, self.deadline, Poll.SLICES, rank=rank, what=missing):
+            raise CommError(
+                f"{missing()} of {own_size} did not come to {self._meeting.host}:{self._meeting.port} in time; are "
+                "all processes started, with one WORLD_SIZE and different RANKs? SIRTAKI_START_TIMEOUT_S=… "
+                "waits longer"
+            )
         told = [msgspec.json.decode(self._call("get", key), type=tuple[int, Introduction]) for key in keys]
         for rank, (size, _) in zip(self.members, told, strict=True):
             if size != told[0][0]:

@@ -23,6 +23,7 @@ from sirtaki.machine import at_exit, forget_at_exit
 
 from .communicator import Array, Backend, Communicator, Op, Test
 from .failure import FailureBoard
+from .waiting import Deadline, Poll, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -285,9 +286,8 @@ class Survivors:
         after the other, and the last one gives the exit code.
         """
         size = self._mpi.COMM_WORLD.size
-        deadline_s = time.monotonic() + min(APART_S, TOGETHER_S / size) * self.origin
-        while exit_code != 0 and not self.alone() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        if exit_code != 0:
+            wait_for(self.alone, Deadline.after(min(APART_S, TOGETHER_S / size) * self.origin), Poll.SLICES)
         if exit_code == 0 or self.alone():
             os._exit(exit_code)
         while True:

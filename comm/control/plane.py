@@ -24,7 +24,8 @@ from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, 
 from sirtaki.machine import LOOPBACK, allowed_processors, host_identity, own_addresses, serve_store
 
 from .communicator import Backend, Communicator, Op, Test
-from .failure import FailureBoard, poll_until, unless_failed
+from .failure import FailureBoard
+from .waiting import Deadline, retry, unless_failed, wait_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -60,7 +61,7 @@ def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.p
     """
     answers = []
     comm, question, answer = control.comm, np.zeros(1), np.zeros(1)
-    wait = partial(poll_until, failures=control.failures)
+    wait = partial(wait_for, failures=control.failures)
     for rank in range(1, control.size):
         for _ in range(QUESTIONS):
             if control.rank == 0:
@@ -99,7 +100,7 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
     mine, firsts = np.zeros(_FIRST_BYTES, dtype=np.uint8), np.empty((comm.size, _FIRST_BYTES), dtype=np.uint8)
     mine[:_LENGTH_BYTES].view(np.int64)[0] = data.size
     mine[_LENGTH_BYTES : _LENGTH_BYTES + data.size] = data[: _FIRST_BYTES - _LENGTH_BYTES]
-    poll_until(comm.all_gather(mine, firsts), failures=comm.failures)
+    wait_for(comm.all_gather(mine, firsts), failures=comm.failures)
     lengths = np.ascontiguousarray(firsts[:, :_LENGTH_BYTES]).view(np.int64)[:, 0]
     if lengths.max() <= _FIRST_BYTES - _LENGTH_BYTES:
         return [
@@ -107,7 +108,7 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
             for first, length in zip(firsts, lengths, strict=True)
         ]
     gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
-    poll_until(comm.all_gather(data, gathered, lengths.tolist()), failures=comm.failures)
+    wait_for(comm.all_gather(data, gathered, lengths.tolist()), failures=comm.failures)
     ends = np.cumsum(lengths)
     return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
@@ -178,18 +179,15 @@ def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStor
     from torch._C._distributed_c10d import TCPStore
 
     def connect() -> TCPStore:
-        deadline_s = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=ATTEMPT_S))
-            except RuntimeError:
-                failures.raise_if_failed()
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(AGAIN_S)
-            else:
-                store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
-                return store
+        attempt_limit = datetime.timedelta(seconds=ATTEMPT_S)
+        store = retry(
+            lambda: TCPStore(host, port, is_master=False, timeout=attempt_limit),
+            RuntimeError,
+            Deadline.after(LIMIT_S),
+            failures=failures,
+        )
+        store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+        return store
 
     # An attempt also waits for a store that accepts it and never answers, as that of a stopped process, without limit.
     return unless_failed(connect, failures=failures, undo=lambda _: None)
@@ -425,7 +423,7 @@ class ControlPlane:
         self._wait(self._comm.barrier())
 
     def _wait(self, test: Test) -> None:
-        poll_until(test, failures=self.failures)
+        wait_for(test, failures=self.failures)
 
     def close(self) -> None:
         """Collective: frees the communicators; the one that it was made of stays."""

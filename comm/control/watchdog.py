@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.errors import CommError, PeerLostError, StallError
 from sirtaki.machine import free_in_forked_children
 
 from .communicator import Communicator
+from .failure import FailureBoard
+from .waiting import Deadline, Poll, wait_for
 
 
 class Tag(IntEnum):
@@ -251,10 +252,12 @@ class Watchdog:
         """
         self._answers = {}
         self._courier.send_all(Tag.WHERE)
-        deadline = time.monotonic() + ANSWER_S
-        while len(self._answers) < self._courier.size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+
+        def all_have_answered() -> bool:
             self._read_messages()
+            return len(self._answers) == self._courier.size - 1
+
+        wait_for(all_have_answered, Deadline.after(ANSWER_S), Poll.SLICES)
         missing, waiting = [], [self._courier.rank]
         for rank in range(self._courier.size):
             answer = self._answers.get(rank, "does not answer: it is gone or stopped")
@@ -286,10 +289,13 @@ class Watchdog:
         if not self._leaving.is_set():
             self._leaving.set()
             self._courier.send_all(Tag.LEAVING)
-        others, deadline = self._courier.size - 1, time.monotonic() + timeout_s
-        while len(self._left) < others and self.failures.error is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return len(self._left) == self._courier.size - 1
+        others = self._courier.size - 1
+        wait_for(
+            lambda: len(self._left) == others or self.failures.error is not None,
+            Deadline.after(timeout_s),
+            Poll.SLICES,
+        )
+        return len(self._left) == others
 
     def close(self) -> None:
         """Ends the thread."""

@@ -15,7 +15,8 @@ from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..control.communicator import Backend, Communicator, Op, Test
-from ..control.failure import WAIT_SLICE_S, FailureBoard, caused, poll_until
+from ..control.failure import FailureBoard, caused
+from ..control.waiting import wait_for, wait_for_work
 from ..device import Device, Event
 from ..recorder import CopySpan, ReadyMoment, Recorder, TracedIteration, TracedUnit
 from ..timeline import Timeline
@@ -39,7 +40,7 @@ def agree(
     """Collective: one round; the bits that are set on every rank, `(n,)`. None if it was given up, being `closing`."""
     packed = np.packbits(bits)
     test = comm.all_reduce(packed, Op.AND)
-    poll_until(lambda: test() or closing(), failures=failures)
+    wait_for(lambda: test() or closing(), failures=failures)
     if not test():
         if comm.backend is Backend.MPI:
             _given_up.append(test)
@@ -111,10 +112,8 @@ class ReadinessNegotiation:
         Raises:
             CommError: the job failed meanwhile.
         """
-        while not self._done.wait(WAIT_SLICE_S):
-            self._failures.check()
-            if interrupted and interrupted():
-                return False
+        if not wait_for_work([self._done], failures=self._failures, interrupted=interrupted):
+            return False
         self._failures.check()
         return True
 

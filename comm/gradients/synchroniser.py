@@ -41,7 +41,8 @@ from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..compress import CompressedUnits
-from ..control.failure import WAIT_SLICE_S, caused
+from ..control.failure import caused
+from ..control.waiting import WAIT_SLICE_S
 from ..device import Device, Event, copy_
 from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_

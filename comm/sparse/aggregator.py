@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.errors import AggregatorError, ConfigError
 from sirtaki.machine import Address, parse_address
 
@@ -893,16 +894,17 @@ _SUM, _ACK = (packet(kind)[:4] for kind in (Kind.SUM, Kind.ACK))
 
 def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int] | None:
     """What the aggregator at the other end of `wire` counts; None where nobody answers."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
+    counters: dict[str, int] = {}
+
+    def is_answered() -> bool:
+        wire.refused = False
         wire.send(packet(Kind.STATUS, body=bytes(PACKET_BYTES - HEADER_BYTES)))
         wire.wait(0.3)
         for rows, _ in wire.batches():
             for group in groups(rows):
                 if headers_of(group)["kind"][0] == Kind.COUNTERS:
                     with contextlib.suppress(ValueError):
-                        return dict(json.loads(group[0, HEADER_BYTES:].tobytes()))
-        if wire.refused:
-            wire.refused = False
-            time.sleep(0.1)
-    return None
+                        counters.update(json.loads(group[0, HEADER_BYTES:].tobytes()))
+        return bool(counters)
+
+    return counters if wait_for(is_answered, Deadline.after(timeout_s), Poll.SLOW) else None

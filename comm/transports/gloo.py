@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm import recorder
-from sirtaki.comm.control.failure import FailureBoard, unless_failed
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.waiting import Deadline, Poll, unless_failed, wait_for
 from sirtaki.comm.device import Event
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children, keep_in_forked_children
@@ -93,12 +94,11 @@ class WatchfulStore(Store):
             CommError: the job has failed, or the time is up.
         """
         limit_s = LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
-        deadline_s = time.monotonic() + limit_s
-        while not self._store.check(list(keys)):
-            self._failures.check()
-            if time.monotonic() > deadline_s:
-                raise CommError(f"no rank has told {', '.join(keys)} within {limit_s:.0f} s")
-            time.sleep(LOOK_S)
+        wanted = list(keys)
+        if not wait_for(
+            lambda: self._store.check(wanted), Deadline.after(limit_s), Poll.SLICES, failures=self._failures
+        ):
+            raise CommError(f"no rank has told {', '.join(keys)} within {limit_s:.0f} s")
 
 
 MAX_STREAMS = 24

@@ -28,6 +28,7 @@ import torch
 
 from sirtaki.comm.control.failure import caused
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.errors import CommError, PeerLostError, TransportError
 from sirtaki.machine import is_alive, private_in_forked_children
 
@@ -457,8 +458,7 @@ class _Stream:
         try:
             while (crossing := self._crossing.get()) is not None:
                 task, work = crossing
-                while not work.wait(timeout_s=0.1):
-                    self._control.failures.check()
+                wait_for_work([work], failures=self._control.failures, blame_s=None)
                 start, stop = self._bounds(task)
                 share = task.buffer.tensor[start:stop]
                 for local_rank, peer in enumerate(task.buffer.peers):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.comm.device import Device, Event, copy_
 
 from ..plan import TransportKind
@@ -78,8 +79,7 @@ class _Stream:
             self._coming.put(partial(work.run, partial(come_back, reduced), failed))
 
         def come_back(reduced: Work) -> None:
-            while not reduced.wait(timeout_s=1.0):
-                self._failures.check()
+            wait_for_work([reduced], failures=self._failures, blame_s=None)
             with device.on(self._back):
                 device.launch(copy_, here, away)
                 work.back = device.record_event()

@@ -22,9 +22,10 @@ from sirtaki import watch
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.engine import EagerEngine, RankSets
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.failure import FORKED, poll_until
+from sirtaki.comm.control.failure import FORKED
 from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
+from sirtaki.comm.control.waiting import Deadline, Poll, leave_together, wait_for
 from sirtaki.comm.control.watchdog import Courier, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.modes import outside_modes
@@ -261,11 +262,11 @@ class Job:
         Ends the process: the main thread may hang in CUDA for ever, and if it went on, parameters would be updated
         with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
         """
-        deadline = time.monotonic() + DEVICE_S
-        while time.monotonic() < deadline and _job is self:
-            if any(in_flight.stalled() for in_flight in self._in_flight()):
-                break
-            time.sleep(0.05)
+
+        def ends() -> bool:
+            return _job is not self or any(in_flight.stalled() for in_flight in self._in_flight())
+
+        wait_for(ends, Deadline.after(DEVICE_S), Poll.SLOW)
         if _job is self:
             end_now(f"ends while its GPU waits: {self.failure}")
 
@@ -340,11 +341,10 @@ class Job:
 
     def wait_for_leave(self) -> None:
         """Collective, when all have agreed to leave: nobody leaves while another one still has to hear of it."""
-        deadline_s = time.monotonic() + LEAVE_S
-        test = self.control.comm.barrier()
-        with contextlib.suppress(CommError):  # then all have heard: nobody leaves before
-            poll_until(lambda: test() or time.monotonic() > deadline_s, failures=self.control.failures)
-        if not test():
+        together = False
+        with contextlib.suppress(CommError):
+            together = leave_together(self.control.comm, LEAVE_S)
+        if not together:
             self.give_up(f"rank {self.rank} leaves, and others do not")
         self.control.failures.report(PeerLostError("this rank has left the generation"))
 

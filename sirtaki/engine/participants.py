@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
+from sirtaki.comm.control.waiting import Poll, wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.errors import CommError
@@ -310,10 +311,8 @@ class Joining:
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
         self._participants.settle()
-        while any(participant.busy for participant in self._participants):  # may wait for one that has joined
-            self._watchdog.failures.check()
-            self.attend()
-            time.sleep(SHORTEST_PAUSE_S)
+        failures = self._watchdog.failures
+        wait_for(lambda: not any(participant.busy for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
             self._taking_part.clear()
@@ -447,10 +446,8 @@ class _Substitute:
         Raises:
             CommError: an iteration failed.
         """
-        for thread in self._threads:
-            while thread.is_alive():
-                self._watchdog.failures.check()
-                thread.join(0.01)
+        failures = self._watchdog.failures
+        wait_for(lambda: not any(thread.is_alive() for thread in self._threads), poll=Poll.SLICES, failures=failures)
         if self._error is not None:
             raise self._error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ import msgspec
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
+from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
 from sirtaki.engine.settings import Settings
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
-
-LOOK_S = 2e-3
-"""How often a rank looks whether another one has come."""
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
@@ -96,17 +93,15 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     Raises:
         CommError: the ranks do not find each other.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline = Deadline.after(timeout_s)
 
     def exchange(mine: Introduction) -> list[Introduction]:
         what = "places" if mine.attendee.places else "host"
         keys = [f"{what}/{other}" for other in range(size)]
         store.set(keys[rank], msgspec.json.encode(mine).decode())
         for other, key in enumerate(keys):
-            while not store.check([key]):
-                if time.monotonic() > deadline_s:
-                    raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
-                time.sleep(LOOK_S)
+            if not wait_for(partial(store.check, [key]), deadline, Poll.SLICES):
+                raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
         return [msgspec.json.decode(store.get(key), type=Introduction) for key in keys]
 
     return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)

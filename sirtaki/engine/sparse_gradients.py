@@ -29,8 +29,8 @@ from sirtaki.autotune.sparse import (
     curve_points,
     summarise,
 )
-from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.comm.gradients.buffers import REMEDY, Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
 from sirtaki.comm.plan import TransportKind
@@ -440,11 +440,9 @@ class SparseReductions:
         """
         if self._complete:
             return True
-        for running in self._running.values():
-            while not running.work.wait(WAIT_SLICE_S):
-                self._control.failures.check()
-                if interrupted is not None and interrupted():
-                    return False
+        works = [running.work for running in self._running.values()]
+        if not wait_for_work(works, failures=self._control.failures, interrupted=interrupted, blame_s=None):
+            return False
         for name in sorted(self._running):
             param, running = self._params[name], self._running[name]
             rows = running.work.reduced.rows

@@ -16,10 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.machine import is_alive
 
 _SEGMENTS = Path("/dev/shm")
@@ -163,12 +163,16 @@ def main() -> None:
                 sessions.discard(-int(line))
             else:
                 sessions.add(int(line))
-    deadline_s = time.monotonic() + end_s
-    while left := session_members(sessions):
+    deadline = Deadline.after(end_s)
+
+    def are_gone() -> bool:
+        left = session_members(sessions)
         segments.update(*map(mapped_segments, left))
-        if time.monotonic() >= deadline_s:
+        if deadline.passed:
             kill(left)
-        time.sleep(0.1)
+        return not left
+
+    wait_for(are_gone, poll=Poll.SLOW)
     remove_segments(segments)
     remove_session_folder(own)
 

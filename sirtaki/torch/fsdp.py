@@ -61,8 +61,8 @@ from sirtaki.autotune.sharded import (
 )
 from sirtaki.comm.compress import Codec, Quantised, Rounded, codec_of
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import leave_together
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import JointGather, JointScatter, Loss, ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
@@ -1164,11 +1164,8 @@ class _Connections:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            deadline_s = time.monotonic() + LEAVE_S
             with suppress(CommError):  # then all know already
-                test = farewell.barrier()
-                poll_until(lambda: test() or time.monotonic() > deadline_s, failures=mesh.failures)  # noqa: B023 - called here
-                if not test():
+                if not leave_together(farewell, LEAVE_S):
                     mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
             farewell.free()
             mesh.free()

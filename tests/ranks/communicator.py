@@ -13,7 +13,7 @@ from fakes.meshes import at_once
 from rank_jobs import cases
 
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.settings import Settings
@@ -37,7 +37,7 @@ def values(rank: int, length: int, dtype: type = np.float64) -> np.ndarray:
 
 
 def wait(comm: Communicator, test: object) -> None:
-    poll_until(test, failures=comm.failures)
+    wait_for(test, failures=comm.failures)
 
 
 def arrays_of_all_lengths_and_types_are_reduced() -> None:

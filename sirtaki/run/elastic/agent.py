@@ -23,6 +23,7 @@ from typing import IO, Protocol
 import msgspec
 
 from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
+from sirtaki.comm.control.waiting import Deadline, retry
 from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.launchers import AGENT
 from sirtaki.engine.membership import Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
@@ -352,19 +353,25 @@ def reach_driver(places: Sequence[Place], *, proof: Proof, number: int, timeout_
     Raises:
         CommError: none does.
     """
-    deadline_s, problem = time.monotonic() + timeout_s, "it listens nowhere"
-    while time.monotonic() < deadline_s:
+
+    def reach() -> socket.socket:
+        problem = "it listens nowhere"
         for place in places:
             try:
-                sock = connect(place, key=agents_key(proof), own=number, other=DRIVER)
+                return connect(place, key=agents_key(proof), own=number, other=DRIVER)
             except (OSError, CommError) as err:
                 problem = str(err)
-            else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return sock
-        time.sleep(0.2)
-    tried = ", ".join(f"{host}:{port}" for host, port in places)
-    raise CommError(f"the driver cannot be reached at {tried} ({problem}); name the interface with --network-interface")
+        raise OSError(problem)
+
+    try:
+        sock = retry(reach, OSError, Deadline.after(timeout_s))
+    except OSError as err:
+        tried = ", ".join(f"{host}:{port}" for host, port in places)
+        raise CommError(
+            f"the driver cannot be reached at {tried} ({err}); name the interface with --network-interface"
+        ) from err
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[Place], float]]:

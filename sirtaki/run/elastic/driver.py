@@ -30,6 +30,7 @@ from typing import IO, Generic, Protocol, TypeVar
 import msgspec
 
 from sirtaki.comm.control.mesh_rendezvous import Door, listen
+from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.engine.json_channel import JsonChannel, encoded
 from sirtaki.engine.launchers import node_names
 from sirtaki.engine.membership import Proof
@@ -107,11 +108,15 @@ class AgentRecord:
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
         """Until it has closed the connection, at most so long; `kills` is for those that this process has started."""
-        deadline_s = time.monotonic() + timeout_s
+
+        def has_closed() -> bool:
+            if self.channel is None or self.channel.fileno() < 0:
+                return True
+            self.channel.receive()
+            return False
+
         with contextlib.suppress(ConnectionError):
-            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
-                self.channel.receive()
-                time.sleep(0.05)
+            wait_for(has_closed, Deadline.after(timeout_s), Poll.SLOW)
         self.disconnect()
 
 
@@ -570,7 +575,7 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
     Raises:
         LaunchError: it cannot be run, fails, hangs or prints what names no host.
     """
-    deadline_s = time.monotonic() + limit_s
+    deadline = Deadline.after(limit_s)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -584,13 +589,17 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
             raise LaunchError(
                 f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line"
             ) from err
+
+        def has_ended() -> bool:
+            if process.poll() is not None:
+                return True
+            if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
+                raise LaunchError(f"it has printed more than {MOST_BYTES} bytes")
+            return False
+
         try:
-            while process.poll() is None:
-                if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
-                    raise LaunchError(f"it has printed more than {MOST_BYTES} bytes")
-                if time.monotonic() > deadline_s:
-                    raise LaunchError(f"it has not ended within {limit_s:g} s")
-                time.sleep(0.01)
+            if not wait_for(has_ended, deadline, Poll.SLICES):
+                raise LaunchError(f"it has not ended within {limit_s:g} s")
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -34,8 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import WAIT_SLICE_S, Timeout, fresh, poll_until
+from sirtaki.comm.control.failure import Timeout, fresh
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, leave_together
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.shards import ShardLanes, ShardWork
 from sirtaki.comm.transports.contract import ReduceOp
@@ -303,11 +304,8 @@ class GroupLanes:
             self._shards.close()
 
     def _take_leave(self) -> None:
-        deadline_s = time.monotonic() + LEAVE_S
         with suppress(CommError):  # then all know already that the group has failed
-            test = self._ranks.duplicate().barrier()
-            poll_until(lambda: test() or time.monotonic() > deadline_s, failures=self._ranks.failures)
-            if not test():
+            if not leave_together(self._ranks.duplicate(), LEAVE_S):
                 self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group, and others use it")
 
 

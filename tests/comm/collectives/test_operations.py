@@ -26,7 +26,7 @@ from sirtaki.comm.collectives.operations import (
     perform,
 )
 from sirtaki.comm.control.communicator import Communicator, Op, Test
-from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.errors import TransportError
 
@@ -62,7 +62,7 @@ def test_large_all_reduces_take_lanes_that_are_opened_once_and_do_without_where_
 
         def reduce_(tensor: torch.Tensor, op: ReduceOp) -> None:
             travelled.append(tensor.numel())
-            poll_until(comm.all_reduce(tensor.numpy(), Op(op.value)), failures=comm.failures)
+            wait_for(comm.all_reduce(tensor.numpy(), Op(op.value)), failures=comm.failures)
 
         def open_lanes(ranks: Communicator) -> Any:
             assert ranks is comm
@@ -265,7 +265,7 @@ def over(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
 
         def wait(test: Test) -> None:
             waits.append(test)
-            poll_until(test, failures=comm.failures)
+            wait_for(test, failures=comm.failures)
 
         adasum_(mine, comm=comm, wait=wait)
         assert len(waits) == 2 * math.log2(comm.size)  # sent and received once a round

@@ -19,7 +19,6 @@ import pytest
 from fakes.meshes import at_once, close, until
 
 from sirtaki.comm.control import mesh_rendezvous
-from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mesh_rendezvous import (
     Acceptor,
@@ -35,6 +34,7 @@ from sirtaki.comm.control.mesh_rendezvous import (
     meet,
     open_places,
 )
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.errors import CommError, ConfigError, PeerLostError
 from sirtaki.machine import ReservedPorts
 
@@ -86,7 +86,7 @@ def test_ranks_meet_and_may_meet_again(secret: str | None) -> None:
         comms = together(places, secrets=[secret] * 3)
         assert [(comm.rank, comm.size) for comm in comms] == [(0, 3), (1, 3), (2, 3)], comms
         tests = [comm.barrier() for comm in comms]
-        poll_until(lambda tests=tests: [test() for test in tests] == [True] * 3, failures=comms[0].failures)
+        wait_for(lambda tests=tests: [test() for test in tests] == [True] * 3, failures=comms[0].failures)
         leave(comms)
 
 

@@ -16,7 +16,6 @@ from fakes.meshes import close, connected, on_all, until
 
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Op
-from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh import (
     BEATS,
     COPIED_BYTES,
@@ -30,6 +29,7 @@ from sirtaki.comm.control.mesh import (
     Sending,
     encode,
 )
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.errors import CommError, MismatchError, PeerFaultError, PeerLostError
 
 # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +149,7 @@ def test_what_comes_early_is_kept_and_what_comes_late_is_dropped(links: list[Lin
     assert test()
     until(lambda: worlds[1].collect() is None and len(links[1]._mailboxes) == 2)  # the world's, and that one's
     behind, received = worlds[1].duplicate(), np.zeros(3)
-    poll_until(behind.broadcast(received, 0), failures=behind.failures)
+    wait_for(behind.broadcast(received, 0), failures=behind.failures)
     assert received.tolist() == [0.0, 1.0, 2.0]
     behind.free()
     ahead.post(1, 7, b"too late")
@@ -164,7 +164,7 @@ def test_an_operation_that_was_given_up_does_not_disturb_others(links: list[Link
         if comm.rank:
             assert not abandoned.all_reduce(np.ones(2), Op.SUM)()
         array = np.full(2, float(comm.rank))
-        poll_until(used.all_reduce(array, Op.SUM), failures=comm.failures)
+        wait_for(used.all_reduce(array, Op.SUM), failures=comm.failures)
         return array.tolist()
 
     assert on_all(links, act) == [[3.0, 3.0]] * 3
@@ -278,7 +278,7 @@ def die(links: Links) -> None:
 def test_leaving_together_is_no_failure_and_leaves_nothing() -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     links = connected(4)
-    on_all(links, lambda comm: poll_until(comm.barrier(), failures=comm.failures))
+    on_all(links, lambda comm: wait_for(comm.barrier(), failures=comm.failures))
     begin_s = time.monotonic()
     close(links)
     assert time.monotonic() - begin_s < 4.0  # nobody waits for a leave that has been taken
@@ -347,7 +347,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_operation_on_all_others(begin: 
             return
         with pytest.raises(PeerLostError, match="rank 2"):  # noqa: PT012
             for operation in (begin, MeshCommunicator.barrier):  # the first may have got all that it needs
-                poll_until(operation(comm), failures=comm.failures)
+                wait_for(operation(comm), failures=comm.failures)
 
     on_all(links, act)
     close(links)

@@ -18,8 +18,9 @@ from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard, poll_until, unless_failed
+from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
 from sirtaki.machine import interface_addresses, own_addresses, serve_store
@@ -103,7 +104,7 @@ def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> N
 
 
 def meet(comm: Communicator) -> None:
-    poll_until(comm.barrier(), failures=comm.failures)
+    wait_for(comm.barrier(), failures=comm.failures)
 
 
 def test_what_is_about_something_else_is_kept_until_somebody_asks() -> None:
@@ -148,13 +149,6 @@ def test_several_threads_lose_no_message_between_them() -> None:
 # ── failure ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_failure_ends_a_wait_that_would_never_end() -> None:
-    board = FailureBoard()
-    board.report(StallError("rank 3 did not come"))
-    with pytest.raises(StallError, match="rank 3 did not come"):
-        poll_until(lambda: False, failures=board)
-
-
 def test_the_first_failure_is_kept() -> None:
     board = FailureBoard()
     board.check()
@@ -178,7 +172,7 @@ def test_whoever_waits_does_what_it_owes_to_others_now_and_then_until_the_job_fa
     board, calls_s = FailureBoard(), list[float]()
     board.while_waiting(lambda: calls_s.append(time.monotonic()))
     end_s = time.monotonic() + 0.1
-    poll_until(lambda: time.monotonic() > end_s, failures=board)
+    wait_for(lambda: time.monotonic() > end_s, failures=board)
     assert 3 <= len(calls_s) <= 0.1 / DUTY_PERIOD_S + 1
     assert all(later - earlier > 0.9 * DUTY_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
     board.while_waiting(None)
@@ -188,54 +182,6 @@ def test_whoever_waits_does_what_it_owes_to_others_now_and_then_until_the_job_fa
     board.report(StallError("rank 3 did not come"))
     board.attend()
     assert 0.0 not in calls_s
-
-
-def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
-    failures = FailureBoard()
-    assert not failures.suspicious
-    threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
-    assert "rank 1" in str(failures.cause_of(TransportError("connection reset")))
-    assert failures.suspicious
-
-
-def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirtaki.comm.control.failure.BLAME_S", 0.05)
-    error = TransportError("connection reset")
-    assert FailureBoard().cause_of(error) is error
-
-
-def test_it_gives_what_it_gives_and_raises_what_it_raises() -> None:
-    undone = list[int]()
-    assert unless_failed(lambda: 3, failures=FailureBoard(), undo=undone.append) == 3
-
-    def fail() -> int:
-        raise OSError("no room")
-
-    with pytest.raises(OSError, match="no room"):
-        unless_failed(fail, failures=FailureBoard(), undo=undone.append)
-    assert undone == []
-
-
-def test_it_is_left_when_the_job_fails_and_undone_when_it_ends() -> None:
-    board, gate, undone = FailureBoard(), threading.Event(), threading.Event()
-
-    def act() -> int:
-        gate.wait(10.0)
-        return 3
-
-    threading.Timer(0.05, board.report, [PeerLostError("rank 1 has ended")]).start()
-    with pytest.raises(PeerLostError, match="rank 1 has ended"):
-        unless_failed(act, failures=board, undo=lambda result: undone.set() if result == 3 else None)
-    assert not undone.is_set()
-    gate.set()
-    assert undone.wait(5.0)
-
-
-def test_what_has_been_opened_before_the_failure_is_the_callers() -> None:
-    board, undone = FailureBoard(), list[int]()
-    board.report(PeerLostError("rank 1 has ended"))
-    assert unless_failed(lambda: 3, failures=board, undo=undone.append) == 3
-    assert undone == []
 
 
 # ── addresses ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,8 +14,8 @@ import torch
 from fakes.meshes import on_planes, until
 
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports import shared_memory
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, Work
@@ -134,7 +134,7 @@ class _Crosses:
         self._test = comm.all_reduce(unit.numpy(), op)
 
     def wait(self, timeout_s: float) -> bool:
-        poll_until(self._test, failures=self._comm.failures)
+        wait_for(self._test, failures=self._comm.failures)
         self._unit.mul_(self._scale)
         return True
 

@@ -1,0 +1,253 @@
+"""The wait loops: for a condition, for communication in flight, and for ranks that leave together.
+
+Each wait for other ranks reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from sirtaki.errors import CommError
+
+from .failure import FailureBoard, fresh
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+T = TypeVar("T")
+
+ALONE_S = 100e-6
+"""Time for which a spinning thread keeps its processor, if ranks share none."""
+
+SPIN_S = 300e-6
+"""Time for which a thread then yields its processor before it sleeps: about ten rounds of four ranks on two cores."""
+
+WAIT_SLICE_S = 0.02
+"""Longest blocking call between two looks at the failure board."""
+
+BLAME_S = 2.0
+"""Time for which a rank with a broken connection waits for the name of the rank that has ended."""
+
+
+class Deadline(NamedTuple):
+    """A time at which a wait is given up.
+
+    Attributes:
+        at_s: `time.monotonic()` at that time.
+    """
+
+    at_s: float
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline `seconds` from now. None = never."""
+        return NEVER if seconds is None else cls(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self.at_s - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.at_s
+
+
+NEVER = Deadline(math.inf)
+
+
+class Poll(Enum):
+    """How often a condition is evaluated: first and longest sleep in seconds. Each sleep is twice the one before."""
+
+    SPIN = 20e-6, 1e-3
+    """For messages of other ranks: spins before it sleeps."""
+    SLICES = 1e-3, WAIT_SLICE_S
+    """For conditions that need a system call, and for threads."""
+    SLOW = 50e-3, 100e-3
+    """For processes and hosts."""
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    deadline: Deadline = NEVER,
+    poll: Poll = Poll.SPIN,
+    *,
+    failures: FailureBoard | None = None,
+) -> bool:
+    """Wait until a condition holds.
+
+    Args:
+        condition: evaluated until it holds, and not again.
+        deadline: end of the wait.
+        poll: frequency of evaluation.
+        failures: board of the job, whose failure ends the wait.
+
+    Returns:
+        True once the condition holds, False if the time is up.
+
+    Raises:
+        CommError: the job has failed.
+    """
+    if poll is Poll.SPIN:
+        begun = time.perf_counter()
+        while not (failures and failures.crowded) and time.perf_counter() < begun + ALONE_S:
+            if condition():
+                return True
+        give_up_spinning = begun + SPIN_S
+        while time.perf_counter() < give_up_spinning:
+            if condition():
+                return True
+            os.sched_yield()
+    sleep_s, longest_s = poll.value
+    while not condition():
+        if failures is not None:
+            failures.check()
+        if deadline.passed:
+            return False
+        time.sleep(min(sleep_s, deadline.left_s))
+        sleep_s = min(2 * sleep_s, longest_s)
+    return True
+
+
+def retry(
+    action: Callable[[], T],
+    error: type[Exception],
+    deadline: Deadline,
+    poll: Poll = Poll.SLOW,
+    *,
+    failures: FailureBoard | None = None,
+) -> T:
+    """Call `action` until it no longer raises `error`, and return its result.
+
+    Raises:
+        CommError: the job has failed.
+        Exception: the last error of `action`, once the time is up.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def succeeds() -> bool:
+        try:
+            results.append(action())
+        except error as err:
+            errors[:] = [err]
+        return bool(results)
+
+    if not wait_for(succeeds, deadline, poll, failures=failures):
+        raise errors[0]
+    return results[0]
+
+
+class Waitable(Protocol):
+    """A `Work` or a `threading.Event`."""
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Block for at most `timeout_s`; return whether it is done."""
+        ...
+
+
+def wait_for_work(
+    works: Iterable[Waitable],
+    *,
+    failures: FailureBoard,
+    interrupted: Callable[[], bool] | None = None,
+    late_s: float = 0.0,
+    blame_s: float | None = BLAME_S,
+) -> bool:
+    """Wait for all works, in the order in which they were launched.
+
+    Args:
+        works: operations in flight.
+        failures: board of the job, whose failure ends the wait.
+        interrupted: called every `WAIT_SLICE_S`; ends the wait if it returns True.
+        late_s: time that a work has to complete after the job has failed.
+        blame_s: time for which a failed work waits for its cause; see `cause_of`. None = raise its own error.
+
+    Returns:
+        False if the wait was interrupted.
+
+    Raises:
+        CommError: a work or the job has failed.
+    """
+    try:
+        for work in works:
+            while not work.wait(WAIT_SLICE_S):
+                if late_s and failures.error is not None and work.wait(late_s):
+                    break
+                failures.check()
+                if interrupted is not None and interrupted():
+                    return False
+    except CommError as err:
+        if blame_s is None:
+            raise
+        cause = cause_of(err, failures, within_s=blame_s)
+        raise cause from cause.__cause__
+    return True
+
+
+def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAME_S) -> CommError:
+    """Return the failure of the job that led to `error` and may become known later; `error` itself if none does."""
+    failures.suspicious = True
+    wait_for(lambda: failures.error is not None, Deadline.after(within_s), Poll.SLICES)
+    return error if failures.error is None else fresh(failures.error)
+
+
+def leave_together(comm: Communicator, within_s: float) -> bool:
+    """Collective. Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it.
+
+    Returns:
+        False if a rank has not entered the barrier in time.
+
+    Raises:
+        CommError: the job has failed.
+    """
+    return wait_for(comm.barrier(), Deadline.after(within_s), failures=comm.failures)
+
+
+def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callable[[T], object]) -> T:
+    """Run a blocking call in a thread of its own, and abandon the thread if the job fails.
+
+    Args:
+        act: call that ends by itself some time.
+        failures: board of the job.
+        undo: called with the result of an abandoned call.
+
+    Raises:
+        CommError: the job has failed.
+        BaseException: raised by `act`.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    lock, done = threading.Lock(), threading.Event()
+    left = False
+
+    def run() -> None:
+        try:
+            result = act()
+        except BaseException as err:
+            errors.append(err)
+        else:
+            with lock:
+                results.append(result)
+                alone = left
+            if alone:
+                undo(result)
+        done.set()
+
+    threading.Thread(target=run, name="sirtaki-opening", daemon=True).start()
+    while not done.wait(WAIT_SLICE_S):
+        if failures.error is not None:
+            with lock:
+                left = not results
+            if left:
+                failures.raise_if_failed()
+    if errors:
+        raise errors[0]
+    return results[0]
