@@ -8,6 +8,7 @@ Sirtaki does in the training thread is not the script's operation, as little as 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
@@ -17,6 +18,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+
+
+class _State(threading.local):
+    left_inference_mode = False
+
+
+_state = _State()
+
+
+def script_is_in_inference_mode() -> bool:
+    """Return whether the script has entered inference mode in this thread, also inside `outside_modes`.
+
+    A `TorchDispatchMode` must not begin or end there: leaving inference mode restores the dispatch keys that the thread
+    had when it entered. The mode would see nothing, or PyTorch would look for a mode that has ended.
+    """
+    return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
 
 def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
@@ -67,6 +84,8 @@ def _without_modes() -> Iterator[None]:
         while torch._C._len_torch_function_stack():
             stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
         if torch.is_inference_mode_enabled():
+            _state.left_inference_mode = True
+            stack.callback(setattr, _state, "left_inference_mode", False)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         for kind in ("cpu", "cuda"):
