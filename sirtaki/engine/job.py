@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -120,7 +121,7 @@ class Observed:
                 logger.debug("`sirtaki top` will not see this job: %s", err)
 
     def _serve(self, host: str, port: int) -> MetricsServer | None:
-        from sirtaki.watch.prometheus import MetricsServer  # an HTTP server, which few jobs want
+        from sirtaki.watch.prometheus import MetricsServer  # needs prometheus_client, which few jobs want
 
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
@@ -399,8 +400,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         beside: a process group of PyTorch's, whose ranks are the job's; `comm` is left out then.
 
     Raises:
-        ConfigError: an environment variable is invalid, this rank is not in `comm`, or the launcher has meant more
-            ranks than there are.
+        ConfigError: an environment variable is invalid or needs a package that is missing, this rank is not in
+            `comm`, or the launcher has meant more ranks than there are.
         LaunchError: where ranks come and go: there is no generation for this rank.
         CommError: there is no usable MPI library, or ranks do not come.
     """
@@ -410,6 +411,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     if _is_child:
         raise ConfigError(FORKED)
     settings = Settings.from_environ() if beside is None else settings_beside(beside)
+    if settings.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError("SIRTAKI_METRICS_PORT needs prometheus_client: pip install 'sirtaki[prometheus]'")
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:
