@@ -4,7 +4,6 @@ The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: w
 all-reduces cost on each route. Links that its trials speak against are fitted to them: probes see an idle network.
 """
 
-import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,9 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
-from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
+from markupsafe import Markup
+
+from sirtaki.analysis.html import COLORS, DEFAULT_COLOR, dots, heading, page, paragraph, plot
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.planning import Cluster, PlanningModel, fitted_to_trials
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
@@ -118,36 +119,33 @@ def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
     """A page with iteration time and efficiency over the number of ranks, a line for each planner and the default."""
     planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
-    most_ms = max(1e3 * row.iteration_s for row in rows)
     alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)
     return page(
         "Expected scaling",
         [
-            f"<p>{len(model.layout.sizes)} gradients, {format_bytes(model.layout.total_bytes)}; an iteration takes "
-            f"{alone_ms:.4g} ms without communication.</p>",
-            legend(colors),
-            "<h2>Iteration time</h2>",
-            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * most_ms), y_label="ms"),
-            "<h2>Efficiency: throughput of a rank as part of what it would be alone</h2>",
-            _plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%"),
+            paragraph(
+                f"{len(model.layout.sizes)} gradients, {format_bytes(model.layout.total_bytes)}; an iteration takes "
+                f"{alone_ms:.4g} ms without communication."
+            ),
+            heading("Iteration time"),
+            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y="ms"),
+            heading("Efficiency: throughput of a rank as part of what it would be alone"),
+            _plot(rows, colors, lambda row: 100 * row.efficiency, y="%"),
         ],
     )
 
 
 def _plot(
-    rows: Sequence[ScalingRow],
-    colors: Mapping[str, str],
-    value: Callable[[ScalingRow], float],
-    *,
-    y: tuple[float, float],
-    y_label: str,
-) -> str:
-    counts = sorted({row.ranks for row in rows})
-    plot = Plot(x=(math.log2(counts[0]), math.log2(counts[-1])), y=y, x_label="ranks (log)", y_label=y_label)
+    rows: Sequence[ScalingRow], colors: Mapping[str, str], value: Callable[[ScalingRow], float], *, y: str
+) -> Markup:
+    traces = []
     for planner, color in colors.items():
-        mine = [row for row in rows if row.planner == planner]
-        plot.line([(math.log2(row.ranks), value(row)) for row in mine], color=color, dashed=planner == DEFAULT)
-        for row in mine:
-            title = f"{row.ranks} ranks, {planner}: {value(row):.4g} {y_label}, {row.knobs.describe()}"
-            plot.dot(math.log2(row.ranks), value(row), color=color, title=title)
-    return framed(plot.render(x_ticks=[(math.log2(count), str(count)) for count in counts]))
+        points = [
+            (row.ranks, value(row), f"{row.ranks} ranks, {planner}: {value(row):.4g} {y}, {row.knobs.describe()}")
+            for row in rows
+            if row.planner == planner
+        ]
+        dash = "dash" if planner == DEFAULT else "solid"
+        traces.append(dots(planner, points, color, mode="lines+markers", line={"dash": dash}))
+    counts = sorted({row.ranks for row in rows})
+    return plot(traces, x="ranks (log)", y=y, xaxis={"type": "log", "tickvals": counts}, yaxis={"rangemode": "tozero"})

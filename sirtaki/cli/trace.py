@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from sirtaki.analysis.alignment import align, write_trace
-from sirtaki.analysis.job_model import histories
-from sirtaki.analysis.recording import of_ranks
-from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.analysis.alignment import PathSpan, align, write_trace
+from sirtaki.analysis.global_graph import path_spans, play
+from sirtaki.analysis.job_model import histories, job_model
+from sirtaki.analysis.recording import Recording, of_ranks
+from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
 
 from .output import add_recording, read_recording
 
@@ -24,6 +26,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
+    """Return the critical path of the replayed job; empty where the recording cannot be replayed."""
+    try:
+        found = histories(recording)
+        return tuple(path_spans(found, play(job_model(found))))
+    except (PlanError, ReplayError) as err:
+        print(f"without the critical path, since the recording cannot be replayed: {err}", file=sys.stderr)
+        return ()
+
+
 def main(options: argparse.Namespace) -> int:
     """Writes what is asked for, and says where it is.
 
@@ -34,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
     recording = read_recording(options)
     try:
         if options.chakra is None:
-            path = write_trace(options.folder, recording, align(recording))
+            path = write_trace(options.folder, recording, align(recording), _critical_path(recording))
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
