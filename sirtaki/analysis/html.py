@@ -46,12 +46,13 @@ def page(title: str, sections: Iterable[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (library, *scripts))
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}"
-    return Markup(
+    whole = Markup(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><meta http-equiv="Content-Security-Policy" content="{}">'
         "<title>Sirtaki: {}</title><style>{}</style><script>{}</script></head>\n"
         "<body>\n<h1>{}</h1>\n{}\n</body></html>\n"
     ).format(policy, title.lower(), Markup(STYLE), Markup(library), title, body)
+    return str(whole)
 
 
 def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **layout: Any) -> Markup:
@@ -129,7 +130,7 @@ def heading(words: str) -> Markup:
 
 def paragraph(words: str, kind: str = "") -> Markup:
     """Return a paragraph of a CSS class. `words` are escaped unless they are `Markup`."""
-    return Markup('<p class="{}">{}</p>').format(kind, words)
+    return _element("p", kind, words)
 
 
 def details(summary: str, content: Markup) -> Markup:
@@ -165,11 +166,15 @@ def table(
         unsure: places of rows that are grey.
     """
 
-    def row(cells: Sequence[str], kind: str = "td", of: str = "") -> Markup:
-        classes = ("" if place in text else "number" for place in range(len(cells)))
-        inside = (Markup("<{0} class='{1}'>{2}</{0}>").format(kind, *one) for one in zip(classes, cells, strict=True))
-        return Markup("<tr class='{}'>{}</tr>").format(of, Markup().join(inside))
+    def row(cells: Sequence[str], tag: str = "td", kind: str = "") -> Markup:
+        inside = (_element(tag, "" if place in text else "number", cell) for place, cell in enumerate(cells))
+        return _element("tr", kind, Markup().join(inside))
 
-    body = [row(cells, of="unsure" if place in unsure else "") for place, cells in enumerate(rows)]
-    sums = [row(last, of="sum")] if last else []
+    body = [row(cells, kind="unsure" if place in unsure else "") for place, cells in enumerate(rows)]
+    sums = [row(last, kind="sum")] if last else []
     return Markup('<div class="wide"><table>{}</table></div>').format(Markup().join([row(titles, "th"), *body, *sums]))
+
+
+def _element(tag: str, kind: str, content: str) -> Markup:
+    of = Markup(' class="{}"').format(kind) if kind else ""
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, of, content)
