@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from sirtaki.autotune.paired import PairedComparison, Verdict
 
@@ -64,7 +64,8 @@ def _bars(bars: Sequence[Found]) -> Iterator[str]:
     for bar in bars:
         unit = f" {bar['unit'].strip()}" if bar["unit"].strip() else ""
         measured, limit = (f"{bar[key]:.3g}{unit}" for key in ("value", "limit"))
-        yield f"| {_escaped(bar['claim'])} | {measured} | ≤ {limit} | {'met' if bar['met'] else '**missed**'} |"
+        verdict = "met" if bar["met"] else "**missed**" if bar["proved"] else "**missed**, difference not proved"
+        yield f"| {_escaped(bar['claim'])} | {measured} | ≤ {limit} | {verdict} |"
 
 
 def _tables(found: Found) -> Iterator[str]:
@@ -146,11 +147,6 @@ class Spread:
             maximum=ordered[-1],
             n=len(ordered),
         )
-
-    def show(self, scale: float = 1.0, digits: int = 3) -> str:
-        """`median (lower quartile – upper quartile)`, each multiplied by `scale`."""
-        median, low, high = (f"{scale * value:.{digits}g}" for value in (self.median, self.low, self.high))
-        return f"{median} ({low}–{high})"
 
 
 def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
@@ -290,7 +286,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "tcp_congestion_control": control.read_text().strip() if control.exists() else None,
         "load_average": os.getloadavg()[0],
@@ -359,22 +355,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def finish(report: Report, args: argparse.Namespace) -> int:
-    """Prints the report, writes the JSON file, and returns the exit status."""
+    """Print the summary, write the files that are asked for, and return the exit status."""
     report.settings = {
         **{key: value for key, value in vars(args).items() if key not in ("json", "save", "check")},
         **report.settings,
     }
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    print_table(report.rows, title=report.name, console=console)
-    for note in report.notes:
-        console.print(note, highlight=False)
-    for bar in report.bars:
-        verdict = "met   " if bar.met else "MISSED"
-        proved = "" if bar.proved else ", difference not proved"
-        console.print(
-            f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g}{proved})", highlight=False
-        )
     found = report.to_json()
+    Console(width=None if sys.stdout.isatty() else 160).print(Markdown(summary(found)))
     raw = [*([args.json] if args.json else []), *([RAW / f"{report.name}.json"] if args.save else [])]
     for path in raw:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -386,29 +373,3 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)
         return 1
     return 0
-
-
-def print_table(rows: Sequence[Mapping[str, Any]], *, title: str, console: Console) -> None:
-    """Rows that follow each other and have the same keys are a table; seconds are shown as milliseconds."""
-    for columns, group in groupby(rows, key=_columns):
-        table = Table(title=title)
-        for column in columns:
-            table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
-        for row in group:
-            table.add_row(*(_shown(column, row.get(column)) for column in columns))
-        console.print(table)
-
-
-def _columns(row: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in row.items() if not isinstance(value, list | dict)]
-
-
-def _shown(column: str, value: Any) -> str:
-    scale = 1e3 if column.endswith("_s") else 1.0
-    if value is None:
-        return ""
-    if isinstance(value, Spread):
-        return value.show(scale)
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{scale * value:.3g}"
-    return str(value)

@@ -435,7 +435,8 @@ def test_the_critical_path_is_a_process_above_the_ranks_that_fills_each_replayed
     steps = [one for one in found if one["ph"] == "X" and one["name"].startswith("iteration")]
     assert path[0]["ts"] == min(one["ts"] for one in steps)
     assert path[-1]["ts"] + path[-1]["dur"] == pytest.approx(max(one["ts"] + one["dur"] for one in steps), abs=1.0)
-    assert {one["name"].partition(":")[0] for one in path} == {"rank 1", "gloo stream 0"}  # the slow rank, and units
+    where = [one["name"].partition(":")[0] for one in path]
+    assert set(where[: where.index("gloo stream 0")]) == {"rank 1"}  # the unit waits for the slow rank
 
 
 def test_ranks_whose_clocks_differ_stand_on_one() -> None:
