@@ -68,7 +68,7 @@ def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **l
     Raises:
         ConfigError: Plotly is missing.
     """
-    axis = {"gridcolor": "#8884", "zeroline": False, "automargin": True}
+    axis = {"gridcolor": "rgba(136,136,136,0.27)", "zeroline": False, "automargin": True}
     usual: dict[str, Any] = {
         "xaxis": {**axis, "title": {"text": x}},
         "yaxis": {**axis, "title": {"text": y}},
