@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from bench.lib.cluster import LabShape, why_unavailable
@@ -145,12 +145,9 @@ def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:
 
 
 def bytes_sent() -> int:
-    """What has left this network namespace through eth0 so far; 0 where there is none."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        device, _, counters = line.partition(":")
-        if device.strip() == "eth0":
-            return int(counters.split()[8])
-    return 0
+    """Return the bytes that have left this network namespace through eth0 so far; 0 where there is no eth0."""
+    device = psutil.net_io_counters(pernic=True).get("eth0")
+    return 0 if device is None else int(device.bytes_sent)
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
