@@ -41,7 +41,7 @@ BY_HAND = {f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
+    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
     payload = payload_bytes_per_s(comm)
     scale = options["scale"]
 
