@@ -94,7 +94,7 @@ def digits(comm: Any, width: int) -> tuple[Any, Any, Any]:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: train with DDP or Sirtaki and time the last steps, or run all contenders alternately."""
+    """Run the part of one rank: train and time the last steps, or run all contenders alternately."""
     import torch
     from torch import nn
 

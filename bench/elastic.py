@@ -129,7 +129,7 @@ def recovered_at_s(
 
 
 def joins_s(events: Mapping[int, Sequence[Event]]) -> list[float]:
-    """Return the delay of the other ranks by each new member: from one step to the next, if the number of ranks grew."""
+    """Return the delay by each new member: from one step to the next, if the number of ranks grew."""
     costs: dict[tuple[int, int], float] = defaultdict(float)
     for own in events.values():
         steps = [event for event in own if event.kind == "step"]

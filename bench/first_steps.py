@@ -1,4 +1,4 @@
-"""The cost of a job's start: `init()`, the optimizer and the first steps, untuned, with a stored setting, and tuned anew.
+"""The cost of a job's start: `init()`, optimizer and first steps, untuned, with a stored setting, and tuned anew.
 
     python -m bench.first_steps [--quick] [--check] [--save] [--ranks 2]
 
