@@ -137,9 +137,9 @@ def targets_table() -> str:
 SUBJECTS = (
     "Launching and joining",
     "Gradients",
-    "Tuning and what is remembered",
-    "Ranks that come and go",
-    "What other programs meet",
+    "Tuning and the registry",
+    "Elastic jobs",
+    "Interfaces to other programs",
 )
 """Of decisions, in the order of the list; a record names its own below its title."""
 
