@@ -367,7 +367,7 @@ LEAST_ERROR = 0.01
 
 
 def misses() -> Iterator[Miss]:
-    """Yield the settings of kept sweeps with a probed route, predicted from settings with the default number of streams.
+    """Yield kept sweeps' settings with a probed route, predicted from settings with the default number of streams.
 
     The time of a step outside its backward pass is the additional time measured in the sweep.
     """
@@ -418,7 +418,7 @@ def answerable(some: Sequence[Miss]) -> list[Miss]:
 
 
 def fitted(some: Sequence[Miss]) -> ModelError:
-    """Return the narrowest errors that cover nine of ten questions, by quantile regression; jobs have equal weight."""
+    """Return the narrowest errors that cover nine of ten questions, by quantile regression; jobs weigh equally."""
     count, share = len(some), _shares(some)
     rows = hstack([np.array([[1.0, abs(one.told), one.units] for one in some]), identity(count), -identity(count)])
     cost = np.concatenate([np.zeros(3), CONFIDENCE * share, (1 - CONFIDENCE) * share])
