@@ -1,0 +1,183 @@
+"""Gathers and scatters of a sharded model: which of them travel as one, and which are in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sirtaki.comm.compress import Codec
+from sirtaki.comm.shards import JointGather, JointScatter, ShardLanes, ShardWork
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.engine.autograd import in_backward, when_backward_ends
+
+from .private import FsdpGroup
+
+Packing = tuple[Codec | None, Codec | None]
+"""The codecs of gathers and of scatters. None = shards travel as they are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Adjacent modules whose shards travel as one.
+
+    Attributes:
+        first: the module that is used first. Its gradients are scattered last.
+        last: the module that is used last. Its parameters are gathered last in the forward pass.
+        again: the module whose parameters are gathered last for the backward pass.
+    """
+
+    first: FsdpGroup
+    last: FsdpGroup
+    again: FsdpGroup
+
+
+class JointTransfers:
+    """All gathers and scatters of one model. Those of a bucket are collected and launched as one.
+
+    Attributes:
+        buckets: the bucket of each group that is in one.
+        hooked: groups with gradient hooks of the user's on some rank.
+        packing: codecs of gathers and scatters.
+        most_scatters: scatters that may be in flight.
+        waited_s: seconds that the training thread has waited for transfers so far.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        self.buckets: dict[FsdpGroup, Bucket] = {}
+        self.hooked: set[FsdpGroup] = set()
+        self.packing, self.most_scatters, self.waited_s = packing, 1, 0.0
+        self._in_flight: list[ShardWork | JointScatter] = []
+        self._gathering: tuple[Bucket, JointGather] | None = None  # not launched, or the last one launched
+        self._scattering: tuple[Bucket, JointScatter] | None = None  # not launched
+
+    @property
+    def has_scatters(self) -> bool:
+        """Whether scatters have not been waited for."""
+        return bool(self._in_flight) or self._scattering is not None
+
+    def bucket_of_gather(self, group: FsdpGroup) -> Bucket | None:
+        """Return the bucket with which FSDP's next gather of `group` travels.
+
+        None for gathers that the user has asked for (`unshard`). These must be launched at once, because each rank
+        waits for them where it likes.
+        """
+        return self.buckets.get(group) if group.phase in ("FORWARD", "PRE_BACKWARD") else None
+
+    def gather(
+        self, group: FsdpGroup, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor
+    ) -> tuple[ShardWork | JointGather, Callable[[], None] | None]:
+        """Gather the parameters of `group`. Collective, non-blocking.
+
+        FSDP asks for the modules of a bucket one after the other. The bucket is launched with its last module, or when
+        FSDP waits for one of its modules before.
+
+        Returns:
+            The work, and what to call once it is done.
+        """
+        bucket, (codec, _) = self.bucket_of_gather(group), self.packing
+        if self._gathering is not None:
+            begun, joint = self._gathering
+            if joint.sent or bucket is not begun or (joint.lanes, joint.dtype) != (lanes, shard.dtype):
+                self.launch_gathers()
+        if bucket is None:
+            return lanes.gather(rows, shard, codec=codec, label=group.number), None
+        if self._gathering is None:
+            self._gathering = bucket, JointGather(lanes, shard.dtype, codec=codec)
+        _, joint = self._gathering
+        unpack = joint.add(rows, shard, label=group.number)
+        if group is (bucket.again if in_backward() else bucket.last):
+            self.launch_gathers()
+        return joint, unpack
+
+    def launch_gathers(self) -> None:
+        """Launch the bucket whose gathers have been collected, if there is one. Collective, non-blocking."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering[1].send()
+
+    def scatter(
+        self,
+        group: FsdpGroup,
+        lanes: ShardLanes,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        op: ReduceOp,
+        scale: float,
+        waits: bool,
+    ) -> None:
+        """Scatter the gradients of `group`, in the backward pass. Collective.
+
+        Args:
+            group: the parameter group.
+            lanes: lanes between its ranks.
+            whole: gradients of this rank, as `ShardLanes.scatter` takes them, like the next three.
+            part: memory for this rank's part of the sum.
+            op: how elements are combined.
+            scale: the factor of the result.
+            waits: wait for the result here. Otherwise the end of the backward pass does.
+        """
+        bucket, (_, codec) = self.buckets.get(group), self.packing
+        if self._scattering is not None:
+            begun, joint = self._scattering
+            alike = (joint.lanes, joint.dtype, joint.op, joint.scale) == (lanes, whole.dtype, op, scale)
+            if waits or bucket is not begun or not alike:
+                self.launch_scatters()
+        if not waits:
+            when_backward_ends(self.wait)
+        if bucket is None or waits:
+            work = lanes.scatter(whole, part, op=op, scale=scale, codec=codec, label=group.number)
+            if waits:
+                self.wait_for(work)
+            else:
+                self._in_flight.append(work)
+            return
+        if self._scattering is None:
+            self._scattering = bucket, JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
+        self._scattering[1].add(whole, part, label=group.number)
+        if group is bucket.first:
+            self.launch_scatters()
+
+    def launch_scatters(self) -> None:
+        """Launch the bucket whose scatters have been collected, if there is one. Collective."""
+        scattering, self._scattering = self._scattering, None
+        if scattering is not None:
+            self.make_room()
+            scattering[1].send()
+            self._in_flight.append(scattering[1])
+
+    def make_room(self) -> None:
+        """Wait for scatters in flight until one more may be launched.
+
+        Raises:
+            CommError: one of them failed.
+        """
+        self._wait(left=self.most_scatters - 1)
+
+    def wait(self) -> None:
+        """Launch the scatters that have been collected. Wait for all scatters.
+
+        Raises:
+            CommError: one of them failed.
+        """
+        self.launch_scatters()
+        self._wait(left=0)
+
+    def _wait(self, *, left: int) -> None:
+        ended = max(0, len(self._in_flight) - left)
+        works, self._in_flight = self._in_flight[:ended], self._in_flight[ended:]
+        for work in works:
+            self.wait_for(work)
+
+    def wait_for(self, work: ShardWork | JointGather | JointScatter) -> None:
+        """Wait for one transfer.
+
+        Raises:
+            CommError: it failed.
+        """
+        begun_s = time.perf_counter()
+        work.wait()
+        self.waited_s += time.perf_counter() - begun_s
