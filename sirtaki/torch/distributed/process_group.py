@@ -44,9 +44,10 @@ from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine import job
 from sirtaki.engine.autograd import in_backward, when_backward_ends
+from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
-from sirtaki.engine.ranks import open_at_store, open_ranks, timeout_of
+from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children

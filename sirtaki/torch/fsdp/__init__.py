@@ -79,7 +79,9 @@ def attach(
         raise ConfigError("attach() takes a model after fully_shard() or replicate(), and this one is not sharded")
     groups = find_groups(modules)
     # PyTorch may carry the gradients of parameters that are sharded over one rank, but not those under replicate().
-    replicas = [group for group in groups if group.replicated and (carries is not False or not group.has_shard_mesh)]
+    replicas = [
+        group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
+    ]
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError("replicated parameters are not gathered, and Sirtaki carries their gradients")

@@ -50,8 +50,8 @@ class JointTransfers:
         self.hooked: set[FsdpGroup] = set()
         self.packing, self.most_scatters, self.waited_s = packing, 1, 0.0
         self._in_flight: list[ShardWork | JointScatter] = []
-        self._gathering: tuple[Bucket, JointGather] | None = None  # not launched, or the last one launched
-        self._scattering: tuple[Bucket, JointScatter] | None = None  # not launched
+        self._gathering: tuple[object, JointGather] | None = None  # not launched, or the last one launched
+        self._scattering: tuple[object, JointScatter] | None = None  # not launched
 
     @property
     def has_scatters(self) -> bool:
@@ -78,14 +78,13 @@ class JointTransfers:
             The work, and what to call once it is done.
         """
         bucket, (codec, _) = self.bucket_of_gather(group), self.packing
-        if self._gathering is not None:
-            begun, joint = self._gathering
-            if joint.sent or bucket is not begun or (joint.lanes, joint.dtype) != (lanes, shard.dtype):
-                self.launch_gathers()
+        kind = bucket, lanes, shard.dtype
+        if self._gathering is not None and (self._gathering[1].sent or self._gathering[0] != kind):
+            self.launch_gathers()
         if bucket is None:
             return lanes.gather(rows, shard, codec=codec, label=group.number), None
         if self._gathering is None:
-            self._gathering = bucket, JointGather(lanes, shard.dtype, codec=codec)
+            self._gathering = kind, JointGather(lanes, shard.dtype, codec=codec)
         _, joint = self._gathering
         unpack = joint.add(rows, shard, label=group.number)
         if group is (bucket.again if in_backward() else bucket.last):
@@ -104,9 +103,8 @@ class JointTransfers:
         lanes: ShardLanes,
         whole: torch.Tensor,
         part: torch.Tensor,
+        recipe: tuple[ReduceOp, float],
         *,
-        op: ReduceOp,
-        scale: float,
         waits: bool,
     ) -> None:
         """Scatter the gradients of `group`, in the backward pass. Collective.
@@ -114,18 +112,15 @@ class JointTransfers:
         Args:
             group: the parameter group.
             lanes: lanes between its ranks.
-            whole: gradients of this rank, as `ShardLanes.scatter` takes them, like the next three.
+            whole: gradients of this rank, as `ShardLanes.scatter` takes them.
             part: memory for this rank's part of the sum.
-            op: how elements are combined.
-            scale: the factor of the result.
+            recipe: how elements are combined, and the factor of the result.
             waits: wait for the result here. Otherwise the end of the backward pass does.
         """
-        bucket, (_, codec) = self.buckets.get(group), self.packing
-        if self._scattering is not None:
-            begun, joint = self._scattering
-            alike = (joint.lanes, joint.dtype, joint.op, joint.scale) == (lanes, whole.dtype, op, scale)
-            if waits or bucket is not begun or not alike:
-                self.launch_scatters()
+        bucket, (_, codec), (op, scale) = self.buckets.get(group), self.packing, recipe
+        kind = bucket, lanes, whole.dtype, recipe
+        if self._scattering is not None and (waits or self._scattering[0] != kind):
+            self.launch_scatters()
         if not waits:
             when_backward_ends(self.wait)
         if bucket is None or waits:
@@ -136,7 +131,7 @@ class JointTransfers:
                 self._in_flight.append(work)
             return
         if self._scattering is None:
-            self._scattering = bucket, JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
+            self._scattering = kind, JointScatter(lanes, whole.dtype, op=op, scale=scale, codec=codec)
         self._scattering[1].add(whole, part, label=group.number)
         if group is bucket.first:
             self.launch_scatters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,7 @@ def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> 
         group.set_owner(sharded)
         gather, scatter = group.collectives
         group.module.set_custom_all_gather(AllGatherCallback(sharded, group, None if carries else gather))
-        group.module.set_custom_reduce_scatter(
-            ReduceScatterCallback(sharded, group) if carries else ObservedReduceScatter(sharded, group, scatter)
-        )
+        group.module.set_custom_reduce_scatter(ReduceScatterCallback(sharded, group, None if carries else scatter))
     group_of = {id(group.module): group for group in sharded.groups}
     for module in modules:
         module.register_forward_pre_hook(partial(sharded.use, group_of.get(id(module))), prepend=True)
@@ -97,8 +95,7 @@ class AllGatherCallback:
         if kept is not None and kept.numel() == numel:
             return kept
         if self.carrier is not None:
-            memory: torch.Tensor = self.carrier.allocate(size, dtype=dtype, device=device)
-            return memory
+            return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
         lanes = model.lanes(self._group.gather_process_group)
         joint = model.transfers.bucket_of_gather(self._group) is not None
         if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
@@ -135,71 +132,50 @@ class AllGatherCallback:
 
 
 class ReduceScatterCallback:
-    """FSDP's `ReduceScatter` of one parameter group whose shards Sirtaki carries."""
+    """FSDP's `ReduceScatter` of one parameter group.
 
-    def __init__(self, model: ShardedModel, group: FsdpGroup) -> None:
-        self._model, self._group = model, group
+    Attributes:
+        carrier: the collective that FSDP would use; None if Sirtaki carries the shards.
+    """
+
+    def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
+        self._model, self._group, self.carrier = model, group, carrier
         self._whole: torch.Tensor | None = None  # the next result belongs to it
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory. FSDP calls this for the whole gradient, then for this rank's part of the sum."""
+        if self.carrier is not None:
+            return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
         (numel,), transfers = size, self._model.transfers
         if self._group in transfers.buckets:
             return torch.empty(numel, dtype=dtype, device=device)
         transfers.launch_scatters()  # these take memory, too
         transfers.make_room()  # before there is memory for one more
-        lanes = self._model.lanes(self._group.scatter_process_group)
-        whole, self._whole = self._whole, None
-        is_part = (
-            lanes is not None
-            and whole is not None
-            and whole.dtype == dtype
-            and whole.numel() == numel * lanes.control.size
-        )
-        if lanes is None or is_part:
+        lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
+        if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
             return torch.empty(numel, dtype=dtype, device=device)
         self._whole = lanes.scatter_memory(numel, dtype)
         return self._whole
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
         """Scatter. Wait only if FSDP, or a hook of the user's, reads the result before the backward pass ends."""
-        model, lanes, recipe = self._model, self._model.lanes(group), _recipe(op, group.size())
-        if lanes is None or recipe is None:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
-            return
-        kind, scale = recipe
+        model, lanes = self._model, self._model.lanes(group)
+        recipe = None if lanes is None else _recipe(op, group.size())
         model.record_scatter(self._group)
+        if lanes is None or recipe is None:
+            scatter = self.carrier or dist.reduce_scatter_tensor
+            work: dist.Work | None = scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            return work
         waits = (
-            scale == 1.0  # FSDP divides the sum by itself
+            recipe[1] == 1.0  # FSDP divides the sum by itself
             or self._group in model.transfers.hooked
             or self._group.has_gradient_hooks
             or self._group.reads_scatter_result(output_tensor.dtype)
         )
-        model.transfers.scatter(self._group, lanes, input_tensor, output_tensor, op=kind, scale=scale, waits=waits)
-
-
-class ObservedReduceScatter:
-    """FSDP's `ReduceScatter` of one parameter group whose shards PyTorch carries. Records that gradients are scattered.
-
-    Attributes:
-        carrier: the collective that FSDP would use.
-    """
-
-    def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
-        self._model, self._group, self.carrier = model, group, carrier
-        self.allocate = carrier.allocate
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the carrier."""
-        self._model.record_scatter(self._group)
-        return self.carrier(*args, **options)
+        model.transfers.scatter(self._group, lanes, input_tensor, output_tensor, recipe, waits=waits)
+        return None
 
 
 def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: its type is PyTorch's and private

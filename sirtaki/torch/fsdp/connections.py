@@ -16,7 +16,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import leave_together
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import ShardLanes
-from sirtaki.engine.c10d import group_beside, may_add_groups_alone
+from sirtaki.engine.c10d import backend_name, group_beside, may_add_groups_alone
 from sirtaki.engine.console import NO_LOG, tuning_ahead, tuning_off
 from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
 from sirtaki.engine.ranks import open_beside, settings_beside
@@ -133,16 +133,15 @@ class PytorchCollectives:
     """Settings of PyTorch's own collectives under FSDP: scatters in flight, and a process group of their own."""
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
-        self._groups = [group for group in groups if group.shards > 1]
-        self._all_groups, self._control = groups, control
-        self._made: dict[Ranks, dist.ProcessGroup] | None = None  # process groups of scatters
+        self._groups, self._control = groups, control
+        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups of scatters
 
     def choices(self) -> tuple[tuple[int, ...], int]:
         """Return the numbers of communicators that may be tried, and the most scatters in flight.
 
         What the user has set stays as it is.
         """
-        groups = self._all_groups
+        groups = self._groups
         if not all(is_default(group.collectives[1]) for group in groups):
             return (1,), 1
         fixed = any(group.own_scatter_process_group for group in groups)
@@ -154,41 +153,33 @@ class PytorchCollectives:
     def apply(self, now: ShardKnobs, knobs: ShardKnobs) -> None:
         """Change from setting `now` to `knobs`. Collective, between two steps."""
         if knobs.scattering != now.scattering:
-            for group in self._all_groups:
-                group.set_most_scatter_buffers(knobs.scattering)
-        if knobs.streams == now.streams or not self._make_process_groups():
-            return
-        assert self._made is not None
-        for group in self._groups:
-            made = self._made[ranks_of(group.shard_process_group)]
-            group.set_own_scatter_process_group(made, use=knobs.streams > 1)
-
-    def _make_process_groups(self) -> bool:
-        if self._made is not None:
-            return True
-        token = "" if self._control is None else str(self._control.broadcast(uuid.uuid4().hex))
-        made = dict[Ranks, dist.ProcessGroup]()
-        try:
             for group in self._groups:
-                ranks = ranks_of(group.shard_process_group)
-                if ranks not in made:
-                    made[ranks] = group_beside(group.shard_process_group, group.device, token)
-        except (AttributeError, TypeError) as err:  # on all ranks, because they have the same PyTorch
-            logger.debug("scatters cannot have a communicator of their own: %s", err)
-            return False
-        self._made = made
-        return True
+                group.set_most_scatter_buffers(knobs.scattering)
+        if knobs.streams == now.streams:
+            return
+        sharded = {group: ranks_of(group.shard_process_group) for group in self._groups if group.shards > 1}
+        if not self._made:
+            token = "" if self._control is None else str(self._control.broadcast(uuid.uuid4().hex))
+            try:
+                for group, ranks in sharded.items():
+                    if ranks not in self._made:
+                        self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
+            except (AttributeError, TypeError) as err:  # on all ranks, because they have the same PyTorch
+                logger.debug("scatters cannot have a communicator of their own: %s", err)
+                return
+        for group, ranks in sharded.items():
+            group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
     def settle(self, knobs: ShardKnobs) -> None:
         """Destroy the process groups of scatters if the final setting does not use them. Collective."""
-        if self._made is not None and knobs.streams == 1:
+        if knobs.streams == 1:
             for made in self._made.values():
                 dist.destroy_process_group(made)
-            self._made = None
+            self._made = {}
 
 
 def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
     """Name the backends of PyTorch that would carry the shards, and the user's own collectives."""
-    backends = " and ".join(sorted({group.backend for group in groups}))
+    backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
     own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
     return ", ".join([f"PyTorch's {backends}", *sorted(own)])

@@ -165,21 +165,17 @@ class ShardedModel:
         self.transfers.buckets = {}
         order, buckets = self.order, knobs.buckets(len(self.order))
         for number, bucket in enumerate(buckets):
+            first, last = bucket[0], bucket[-1]
+            ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
+            behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
+            if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
+                behind = ()  # FSDP prefetches one module by itself
             for place in bucket:
-                self._set_prefetch(order[place], (), ())
-            # The first module of a bucket prefetches in the forward pass, and the last one in the backward pass.
-            last = buckets[min(number + knobs.ahead, len(buckets) - 1)][-1]
-            ahead = order[bucket[0] + 1 : last + 1]
-            first = buckets[max(0, number - knobs.behind)][0]
-            behind = order[first : bucket[-1]][::-1]
-            if len(bucket) == 1:
-                self._set_prefetch(order[bucket[0]], ahead, behind if knobs.behind > 1 or knobs.joined else ())
-                continue
-            self._set_prefetch(order[bucket[0]], ahead, ())
-            self._set_prefetch(order[bucket[-1]], (), behind)
-            again = [place for place in bucket if place in self.dropped and place not in (*knobs.kept, *knobs.near)]
-            one = Bucket(order[bucket[0]], order[bucket[-1]], order[min(again, default=bucket[0])])
-            self.transfers.buckets.update({order[place]: one for place in bucket})
+                self._set_prefetch(order[place], ahead if place == first else (), behind if place == last else ())
+            if len(bucket) > 1:
+                again = [place for place in bucket if place in self.dropped and place not in (*knobs.kept, *knobs.near)]
+                one = Bucket(order[first], order[last], order[min(again, default=first)])
+                self.transfers.buckets.update({order[place]: one for place in bucket})
 
     def _set_prefetch(self, group: FsdpGroup, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
         if self.sets_prefetch:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sirtaki.engine.c10d import backend_name
 from sirtaki.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -125,6 +124,8 @@ class FsdpGroup:
         number: its number in the model, the same on all ranks.
         device: the device of the parameters.
         shards: ranks that share the parameters; 1 if each rank has all of them.
+        shard_process_group: the process group over which parameters are sharded; None under `replicate()`.
+        replicate_process_group: the process group over which gradients are all-reduced; None if they are not.
         replicated: each rank has all parameters, and their gradients are all-reduced.
     """
 
@@ -135,41 +136,17 @@ class FsdpGroup:
         self.module, self._group, self.number = module, group, number
         self.modules: tuple[nn.Module, ...] = group.modules
         self.device: torch.device = group.device
-        self.shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
-        self.replicated = self.reduces_over_replicas and self.shards == 1
+        info = group.mesh_info
+        self.mesh, self.shards = info.mesh, getattr(info, "shard_mesh_size", 1)
+        self.shard_process_group: Any = getattr(info, "shard_process_group", None)
+        self.replicate_process_group: Any = getattr(info, "replicate_process_group", None)
+        self.replicated = self.replicate_process_group is not None and self.shards == 1
 
     def set_owner(self, owner: object) -> None:
         """Store what has attached this group, for `owners_of`."""
         setattr(self._group, _OWNER, owner)
 
     # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def has_shard_mesh(self) -> bool:
-        """Whether FSDP gathers and scatters these parameters, if only over one rank."""
-        return hasattr(self._group.mesh_info, "shard_mesh_size")
-
-    @property
-    def reduces_over_replicas(self) -> bool:
-        """Whether FSDP all-reduces the gradients over ranks with the same shard."""
-        return hasattr(self._group.mesh_info, "replicate_process_group")
-
-    @property
-    def mesh(self) -> Any:
-        """The DeviceMesh of the parameters."""
-        return self._group.mesh_info.mesh
-
-    @property
-    def shard_process_group(self) -> dist.ProcessGroup:
-        """The process group over which the parameters are sharded."""
-        found: dist.ProcessGroup = self._group.mesh_info.shard_process_group
-        return found
-
-    @property
-    def replicate_process_group(self) -> dist.ProcessGroup:
-        """The process group over which gradients are all-reduced."""
-        found: dist.ProcessGroup = self._group.mesh_info.replicate_process_group
-        return found
 
     @property
     def all_process_groups(self) -> list[dist.ProcessGroup]:
@@ -181,12 +158,6 @@ class FsdpGroup:
     def gather_process_group(self) -> dist.ProcessGroup:
         """The process group of the next all-gather."""
         found: dist.ProcessGroup = self._group._all_gather_process_group
-        return found
-
-    @property
-    def scatter_process_group(self) -> dist.ProcessGroup:
-        """The process group of the next reduce-scatter."""
-        found: dist.ProcessGroup = self._group._reduce_scatter_process_group
         return found
 
     @property
@@ -281,7 +252,7 @@ class FsdpGroup:
         return (
             dtype != group._orig_dtype
             or self.has_all_reduce_hook
-            or self.reduces_over_replicas
+            or self.replicate_process_group is not None
             or any(
                 each.sharded_param.grad is not None and each.sharded_param.grad.to_local().numel()
                 for each in group.fsdp_params
@@ -294,11 +265,6 @@ class FsdpGroup:
     def collectives(self) -> tuple[Any, Any]:
         """What FSDP calls to all-gather and to reduce-scatter."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
-
-    @property
-    def backend(self) -> str:
-        """The name of PyTorch's backend that would carry the shards."""
-        return backend_name(self.shard_process_group, self.device)
 
     @property
     def has_user_prefetch(self) -> bool:
@@ -350,71 +316,93 @@ class FsdpGroup:
 
 
 class ReplicatedParam:
-    """One parameter under `replicate()`.
+    """One parameter under `replicate()`, and its gradient while Sirtaki has it.
 
-    FSDP has two copies of it: the optimizer's (`param`), and the one with which modules compute (`computed`).
+    FSDP has two copies of the parameter: the optimizer's, and the one with which modules compute.
 
     Attributes:
         group: its parameter group.
         param: the parameter that the optimizer has, a DTensor.
         computed: the parameter for which autograd computes gradients.
-        shape: the shape of the gradient.
-        dtype: the dtype in which gradients are reduced.
+        stand_in: the tensor that the reducer sees in place of the parameter. It never reads the values.
     """
 
     def __init__(self, owner: FsdpGroup, group: Any, record: Any) -> None:
         self.group, self._group, self._record = owner, group, record
-        self.computed: nn.Parameter = record.unsharded_param
-        self.shape: torch.Size = record.sharded_size
-        self.dtype: torch.dtype = record.reduce_dtype or self.computed.dtype
+        self.param, self.computed = record.sharded_param, record.unsharded_param
+        self._held: torch.Tensor | None = None  # of passes that were not to be all-reduced
+        dtype = record.reduce_dtype or self.computed.dtype
+        self.stand_in = torch.zeros((), dtype=dtype, device=owner.device).expand(record.sharded_size).requires_grad_()
 
     @property
-    def param(self) -> nn.Parameter:
-        """The parameter that the optimizer has."""
-        found: nn.Parameter = self._record.sharded_param
-        return found
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The values of `param`."""
-        found: torch.Tensor = self._record.sharded_param._local_tensor
-        return found
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The values of the gradient of `param`."""
+    def _local(self) -> torch.Tensor | None:
+        """The values of the parameter's gradient."""
         gradient = self._record.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
-    @grad.setter
-    def grad(self, values: torch.Tensor) -> None:
-        self._record.sharded_param.grad = self._record.to_sharded_dtensor(values)
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the reduced gradient becomes the parameter's without a copy."""
+        local = self._record.sharded_param._local_tensor
+        return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
-    def take_computed(self) -> torch.Tensor | None:
-        """Take the gradient that autograd has computed away from FSDP. None if there is none."""
+    def begin(self) -> None:
+        """Start from the gradient that the parameter has. Take what FSDP has kept for this pass."""
+        self.stand_in.grad = self._local if self._is_shared else None
+        if self.group.all_reduces:
+            self.take()
+
+    def take(self) -> None:
+        """Take the gradient that autograd has computed away from FSDP, and add it to the stand-in's."""
+        if (gradient := self._take_computed()) is None:
+            return
+        if (factor := self._group.gradient_divide_factor) is not None:
+            gradient = gradient * (self._group.mesh_info.replicate_mesh_size / factor)
+        if self._held is not None:
+            gradient, self._held = self._held.add_(gradient), None
+        if self.stand_in.grad is None:
+            self.stand_in.grad = gradient
+        else:
+            self.stand_in.grad += gradient
+
+    def hold(self) -> None:
+        """Keep the gradient of a pass that is not to be all-reduced."""
+        if (gradient := self._take_computed()) is not None:
+            self._held = gradient if self._held is None else self._held.add_(gradient)
+
+    def _take_computed(self) -> torch.Tensor | None:
         record = self._record
-        gradient: torch.Tensor
         record.accumulate_unsharded_grad_if_needed()
         if record.unsharded_accumulated_grad is not None:
-            gradient = record.unsharded_accumulated_grad_data
+            gradient: torch.Tensor = record.unsharded_accumulated_grad_data
             record.unsharded_accumulated_grad = None
         elif record.unsharded_param.grad is not None:
             gradient = record.unsharded_grad_data
             record.unsharded_param.grad = None
         else:
             return None
-        return gradient.detach().to(self.dtype)
+        return gradient.detach().to(self.stand_in.dtype)
 
-    @property
-    def scale(self) -> float | None:
-        """The factor by which `set_gradient_divide_factor` makes gradients differ from the mean over ranks, if any."""
-        factor = self._group.gradient_divide_factor
-        return None if factor is None else self._group.mesh_info.replicate_mesh_size / factor
+    def give(self) -> None:
+        """Make the reduced gradient the parameter's, and run the hooks that the user has on the parameter."""
+        reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
+        if reduced is None:  # no rank has a gradient
+            return
+        if not self._is_shared:
+            self.stand_in.grad = None
+            reduced = reduced.to(sharded._local_tensor, copy=True)
+        if local is None or self._is_shared:
+            if local is not reduced:
+                sharded.grad = self._record.to_sharded_dtensor(reduced)
+        else:
+            local += reduced
+        for hook in list((getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(sharded)
 
-    def run_hooks(self) -> None:
-        """Run the hooks that the user has registered for accumulated gradients of `param`."""
-        for hook in list((getattr(self.param, "_post_accumulate_grad_hooks", None) or {}).values()):
-            hook(self.param)
+    def rescue(self) -> None:
+        """Move an earlier gradient out of the reducer's buffers, after a backward pass that has raised."""
+        if self._local is not None and self.stand_in.grad is not None and self._is_shared:
+            self._record.sharded_param.grad = self._record.to_sharded_dtensor(self.stand_in.grad)
 
 
 def collective_name(collective: Any) -> str:

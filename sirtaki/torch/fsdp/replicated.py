@@ -21,7 +21,7 @@ pass adds them to its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,15 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
     if (current := job_over(process_group)) is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}
-    replicas = [
-        Replica(names.get(id(each.param), f"{number}.{place}"), each)
+    replicas = {
+        names.get(id(each.param), f"{number}.{place}"): each
         for number, group in enumerate(groups)
         for place, each in enumerate(group.replicated_params())
         if each.param.requires_grad
-    ]
+    }
     reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
     options = ReducerOptions(reduction=reduction, unused_as_none=True)
-    named = [(replica.name, replica.stand_in) for replica in replicas]
+    named = [(name, each.stand_in) for name, each in replicas.items()]
     gradients = ReplicatedGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
     gradients.follow(groups, replicas)
     left_uncompiled: Callable[[Any], Any] = torch.compiler.disable
@@ -80,79 +80,12 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
     return gradients
 
 
-class Replica:
-    """One replicated parameter, and its gradient while Sirtaki has it.
-
-    Attributes:
-        name: its name in the model.
-        stand_in: the tensor that the reducer sees in place of the parameter. It never reads the values.
-        param: FSDP's copies of the parameter.
-        group: its parameter group.
-    """
-
-    def __init__(self, name: str, param: ReplicatedParam) -> None:
-        self.name, self.param, self.group = name, param, param.group
-        self._held: torch.Tensor | None = None  # of passes that were not to be all-reduced
-        stand_in = torch.zeros((), dtype=param.dtype, device=param.group.device)
-        self.stand_in = stand_in.expand(param.shape).requires_grad_()
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether the reduced gradient becomes the parameter's without a copy."""
-        local = self.param.local
-        return local.dtype is self.stand_in.dtype and local.device == self.stand_in.device
-
-    def begin(self) -> None:
-        """Start from the gradient that the parameter has. Take what FSDP has kept for this pass."""
-        self.stand_in.grad = self.param.grad if self._is_shared else None
-        if self.group.all_reduces:
-            self.take()
-
-    def take(self) -> None:
-        """Take the gradient that autograd has computed away from FSDP, and add it to the stand-in's."""
-        if (gradient := self.param.take_computed()) is None:
-            return
-        if (scale := self.param.scale) is not None:
-            gradient = gradient * scale
-        if self._held is not None:
-            gradient, self._held = self._held.add_(gradient), None
-        if self.stand_in.grad is None:
-            self.stand_in.grad = gradient
-        else:
-            self.stand_in.grad += gradient
-
-    def hold(self) -> None:
-        """Keep the gradient of a pass that is not to be all-reduced."""
-        if (gradient := self.param.take_computed()) is not None:
-            self._held = gradient if self._held is None else self._held.add_(gradient)
-
-    def give(self) -> None:
-        """Make the reduced gradient the parameter's, and run the hooks that the user has on the parameter."""
-        reduced, gradient = self.stand_in.grad, self.param.grad
-        if reduced is None:  # no rank has a gradient
-            return
-        if not self._is_shared:
-            self.stand_in.grad = None
-            reduced = reduced.to(self.param.local, copy=True)
-        if gradient is None or self._is_shared:
-            if gradient is not reduced:
-                self.param.grad = reduced
-        else:
-            gradient += reduced
-        self.param.run_hooks()
-
-    def rescue(self) -> None:
-        """Move an earlier gradient out of the reducer's buffers, after a backward pass that has raised."""
-        if self.param.grad is not None and self.stand_in.grad is not None and self._is_shared:
-            self.param.grad = self.stand_in.grad
-
-
 class ReplicatedGradients(DdpGradients):
     """Reducer of a replicated model's gradients. An iteration is a backward pass that is to be synchronised."""
 
     undefined_are_zeros = False  # as FSDP has it
     nodes_are_kept = False
-    _replicas: Sequence[Replica] = ()
+    _replicas: Collection[ReplicatedParam] = ()
     _groups: Sequence[FsdpGroup] = ()
     _mark_ready: Callable[[torch.Tensor], None]
 
@@ -161,12 +94,12 @@ class ReplicatedGradients(DdpGradients):
         self._mark_ready = super()._make_hook()
         return self._mark_ready
 
-    def follow(self, groups: Sequence[FsdpGroup], replicas: Sequence[Replica]) -> None:
+    def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
         """Hook the parameters with which modules compute. Called once."""
-        self._groups, self._replicas = groups, replicas
+        self._groups, self._replicas = groups, replicas.values()
         this = weakref.ref(self)
 
-        def make(replica: Replica) -> Callable[[torch.Tensor], None]:
+        def make(replica: ReplicatedParam) -> Callable[[torch.Tensor], None]:
             def hook(_: torch.Tensor) -> None:
                 if (gradients := this()) is not None and not gradients.closed:
                     gradients._take_from(replica)
@@ -174,8 +107,7 @@ class ReplicatedGradients(DdpGradients):
             return hook
 
         self._followed = [
-            register_last(replica.name, replica.param.computed, make(replica), nodes_are_kept=False)
-            for replica in replicas
+            register_last(name, each.computed, make(each), nodes_are_kept=False) for name, each in replicas.items()
         ]
 
     def before_forward(self, *_: object) -> None:
@@ -193,7 +125,7 @@ class ReplicatedGradients(DdpGradients):
         if not in_backward():
             self.watch(output)
 
-    def _take_from(self, replica: Replica) -> None:
+    def _take_from(self, replica: ReplicatedParam) -> None:
         """Take a gradient that has been computed."""
         if replica.group.all_reduces and self._due:
             self._begin()
