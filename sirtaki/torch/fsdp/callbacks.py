@@ -33,16 +33,13 @@ def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> 
         group.module.set_custom_reduce_scatter(ReduceScatterCallback(sharded, group, None if carries else scatter))
     group_of = {id(group.module): group for group in sharded.groups}
     for module in modules:
-        module.register_forward_pre_hook(partial(sharded.use, group_of.get(id(module))), prepend=True)
-    model.register_forward_pre_hook(sharded.begin_forward, prepend=True)
+        if module is not model:
+            module.register_forward_pre_hook(partial(sharded.use, group_of.get(id(module))), prepend=True)
+    begin_forward = partial(sharded.begin_forward, group_of.get(id(model)))
+    model.register_forward_pre_hook(begin_forward, prepend=True)
     model.register_forward_hook(sharded.end_forward, always_call=True)
     if any(module is model for module in modules):
-
-        def begin(module: nn.Module, args: object) -> None:
-            sharded.begin_forward()
-            sharded.use(group_of.get(id(module)))
-
-        wrap_forward(model, begin, sharded.end_forward)
+        wrap_forward(model, begin_forward, sharded.end_forward)
     reference = weakref.ref(sharded)
 
     def before_update(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -8,7 +8,7 @@ travel as one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -170,21 +170,17 @@ class ShardedModel:
             behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
             if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
                 behind = ()  # FSDP prefetches one module by itself
-            for place in bucket:
-                self._set_prefetch(order[place], ahead if place == first else (), behind if place == last else ())
+            for place in bucket if self.sets_prefetch else ():
+                order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
             if len(bucket) > 1:
                 again = [place for place in bucket if place in self.dropped and place not in (*knobs.kept, *knobs.near)]
                 one = Bucket(order[first], order[last], order[min(again, default=first)])
                 self.transfers.buckets.update({order[place]: one for place in bucket})
 
-    def _set_prefetch(self, group: FsdpGroup, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
-        if self.sets_prefetch:
-            group.set_prefetch(forward, backward)
-
     # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_forward(self, *_: object) -> None:
-        """Begin a forward pass of the whole model. A forward hook.
+    def begin_forward(self, group: FsdpGroup | None, *_: object) -> None:
+        """Begin a forward pass of the whole model, whose own parameters are in `group`. A forward hook.
 
         If gradients have been scattered since the last call, a step has ended and nothing is in flight.
         """
@@ -200,6 +196,7 @@ class ShardedModel:
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
+        self.use(group)
 
     def end_forward(self, module: nn.Module, args: object, output: object) -> None:
         """End a forward pass of the whole model. A forward hook. `output` is None if the pass has failed."""
@@ -237,8 +234,8 @@ class ShardedModel:
                 self.apply(self.knobs)
                 return
         self.order, self._places, self.transfers.buckets = (), {}, {}
-        for group in self.groups:
-            self._set_prefetch(group, (), ())
+        for group in self.groups if self.sets_prefetch else ():
+            group.set_prefetch((), ())
         self.tuner.give_up(why)
 
     def record_gather(self, group: FsdpGroup) -> None:

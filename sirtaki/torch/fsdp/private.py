@@ -8,6 +8,8 @@ that the user has given to FSDP.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -32,7 +34,7 @@ USED = {
     "_states_to_backward_prefetch",
     "FSDPParamGroup": "fsdp_params modules device mesh_info post_forward_mesh_info mp_policy comm_ctx reduce_grads "
     "all_reduce_grads gradient_divide_factor lazy_init unshard wait_for_unshard reshard _training_state _orig_dtype "
-    "_all_reduce_hook _all_gather_comm _reduce_scatter_comm _all_gather_process_group _reduce_scatter_process_group "
+    "_all_reduce_hook _all_gather_comm _reduce_scatter_comm _all_gather_process_group "
     "_all_gather_result _wait_all_gather_streams_on_event _reshard_after_forward _use_post_forward_mesh",
     "FSDPParam": "sharded_param sharded_size padded_sharded_param_size reduce_dtype unsharded_param "
     "unsharded_grad_data unsharded_accumulated_grad unsharded_accumulated_grad_data "
@@ -54,10 +56,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in
     Raises:
         ConfigError: this PyTorch lacks an attribute of FSDPModule that Sirtaki uses.
     """
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:
-        FSDPModule = None  # type: ignore[assignment,misc]
+    FSDPModule: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
     _require("FSDPModule", FSDPModule)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -155,10 +154,9 @@ class FsdpGroup:
         return [mesh.shard_process_group for mesh in meshes if hasattr(mesh, "shard_process_group")]
 
     @property
-    def gather_process_group(self) -> dist.ProcessGroup:
+    def gather_process_group(self) -> Any:
         """The process group of the next all-gather."""
-        found: dist.ProcessGroup = self._group._all_gather_process_group
-        return found
+        return self._group._all_gather_process_group
 
     @property
     def own_scatter_process_group(self) -> object:
@@ -248,15 +246,12 @@ class FsdpGroup:
 
         It does so to cast, all-reduce or accumulate the gradients. Otherwise it only hands them on to the parameters.
         """
-        group = self._group
+        group, gradients = self._group, (each.sharded_param.grad for each in self._group.fsdp_params)
         return (
             dtype != group._orig_dtype
             or self.has_all_reduce_hook
             or self.replicate_process_group is not None
-            or any(
-                each.sharded_param.grad is not None and each.sharded_param.grad.to_local().numel()
-                for each in group.fsdp_params
-            )
+            or any(grad is not None and grad.to_local().numel() for grad in gradients)
         )
 
     # ── collectives and prefetching ──────────────────────────────────────────────────────────────────────────────
@@ -429,10 +424,9 @@ def _groups_of(module: Any) -> Sequence[Any]:
 
 def _require(kind: str, found: Any) -> None:
     """Reject an object of FSDP's, or a class, that lacks an attribute which Sirtaki uses."""
+    later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets in the first forward pass
     for name in USED[kind].split():
-        classes = found.__mro__ if isinstance(found, type) else type(found).__mro__
-        declared = any(name in vars(each) or name in vars(each).get("__annotations__", ()) for each in classes)
-        if not declared and name not in getattr(found, "__dict__", ()):
+        if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
                 f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, and this PyTorch ({torch.__version__}) "
                 f"does not have it (checked with {', '.join(CHECKED_WITH)}); "

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
         return None
     names = {id(param): name for name, param in model.named_parameters()}
     replicas = {
-        names.get(id(each.param), f"{number}.{place}"): each
+        names.get(id(each.param), f"{number}.{place} of replicate()"): each
         for number, group in enumerate(groups)
         for place, each in enumerate(group.replicated_params())
         if each.param.requires_grad
@@ -99,15 +100,13 @@ class ReplicatedGradients(DdpGradients):
         self._groups, self._replicas = groups, replicas.values()
         this = weakref.ref(self)
 
-        def make(replica: ReplicatedParam) -> Callable[[torch.Tensor], None]:
-            def hook(_: torch.Tensor) -> None:
-                if (gradients := this()) is not None and not gradients.closed:
-                    gradients._take_from(replica)
-
-            return hook
+        def hook(replica: ReplicatedParam, _: torch.Tensor) -> None:
+            if (gradients := this()) is not None and not gradients.closed:
+                gradients._take_from(replica)
 
         self._followed = [
-            register_last(name, each.computed, make(each), nodes_are_kept=False) for name, each in replicas.items()
+            register_last(name, each.computed, partial(hook, each), nodes_are_kept=False)
+            for name, each in replicas.items()
         ]
 
     def before_forward(self, *_: object) -> None:

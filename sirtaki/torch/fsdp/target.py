@@ -86,6 +86,7 @@ class ShardTuning:
         self._steps_to_measure = 0  # steps with packed shards whose loss is still to be measured
         model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
         self._default = model.knobs
+        self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
 
     def end_step(self) -> None:
         """Measure the step that has ended, and change the setting. Collective, with nothing in flight."""
@@ -159,10 +160,6 @@ class ShardTuning:
                 found.append(f"{what} by {name}, {total.describe()}")
         if lanes.control.rank == 0:
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
-
-    @property
-    def _on_accelerator(self) -> bool:
-        return any(group.device.type != "cpu" for group in self._model.groups)
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
         """Return numbers of streams that may be tried, the most scatters in flight, and the memory that is left."""
@@ -251,14 +248,14 @@ class ShardTuning:
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
         """Return the newest stored setting that may be used, of jobs with as much memory or the least above it."""
-        since_s, found = time.time() - STALE_AFTER_S, list[tuple[int, ShardKnobs]]()
-        for way in self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]()):
+        since_s = time.time() - STALE_AFTER_S
+        ways = self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]())
+        for way in sorted(ways, key=lambda way: way.memory_bytes):
             knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
             if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
-                found.append((way.memory_bytes, knobs))
-        if not found:
+                break
+        else:
             return None
-        _, knobs = min(found, key=lambda one: one[0])
         what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
         logger.info("found these shards in the registry: %s", what)
         return knobs
@@ -288,32 +285,24 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
         The measured step, which predicts steps with other settings. None if nothing can be predicted.
     """
     trace, model.trace = model.trace, None
-    spans_s = None if trace is None else trace.end(model.order)
-    traced = lanes.control.minimum(np.array([float(spans_s is not None)]))[0] > 0.0
-    if not traced or trace is None or spans_s is None:
+    assert trace is not None
+    spans_s = lanes.control.maximum(trace.end(model.order))
+    if not np.isfinite(spans_s).all():
         return None
-    spans_s, sizes = lanes.control.maximum(spans_s), [group.n_bytes for group in model.order]
-    link = measure_link(
-        lanes,
-        streams,
-        now=model.knobs.streams,
-        whole_bytes=max(gathered for gathered, _ in sizes),
-        seconds=PROBES_SHARE * (time.perf_counter() - trace.begun_s),
-        near=model.near,
-    )
+    seconds = PROBES_SHARE * (time.perf_counter() - trace.begun_s)
+    largest, now = max(model.whole_bytes), model.knobs.streams
+    link = measure_link(lanes, streams, now=now, whole_bytes=largest, seconds=seconds, near=model.near)
     if link is None:
         return None
     forward_s, backward_s = (tuple(each) for each in spans_s[:-1].reshape(2, -1).tolist())
-    shares = [packed_share(codec) for codec in model.given]
+    gathers, scatters = (packed_share(codec) for codec in model.given)
+    sizes = zip(model.order, backward_s, strict=True)
     return ShardedStep(
         forward_s=forward_s,
         backward_s=backward_s,
         rest_s=float(spans_s[-1]),
-        gathered_bytes=tuple(int(shares[0] * gathered) for gathered, _ in sizes),
-        scattered_bytes=tuple(
-            int(shares[1] * scattered) if span_s else 0
-            for (_, scattered), span_s in zip(sizes, backward_s, strict=True)
-        ),
+        gathered_bytes=tuple(int(gathers * whole) for whole in model.whole_bytes),
+        scattered_bytes=tuple(int(scatters * group.n_bytes[1]) if span_s else 0 for group, span_s in sizes),
         link=link,
     )
 

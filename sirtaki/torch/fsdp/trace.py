@@ -42,7 +42,6 @@ class StepTrace:
         self._forward: dict[FsdpGroup, float] = {}
         self._backward: dict[FsdpGroup, float] = {}
         self._now: FsdpGroup | None = None  # used in the forward pass
-        self._twice = False
 
     def used(self, group: FsdpGroup | None) -> None:
         """Record that the forward pass begins to use `group`. None if the forward pass has ended."""
@@ -53,27 +52,24 @@ class StepTrace:
         """Record that the backward pass has computed the gradients of `group`."""
         self._add(self._backward, group)
 
-    def end(self, order: Sequence[FsdpGroup]) -> NDArray[np.float64] | None:
+    def end(self, order: Sequence[FsdpGroup]) -> NDArray[np.float64]:
         """End the trace.
 
         Args:
             order: groups in the order of use.
 
         Returns:
-            Seconds of computation, `(2 groups + 1,)`: forward, backward, the rest. None if a module was used twice.
+            Seconds of computation, `(2 groups + 1,)`: forward, backward, the rest. Infinite for modules that were used
+            twice, or not at all.
         """
-        rest_s = self._elapsed_s()
-        if self._twice or len(self._forward) != len(order):
-            return None
-        forward_s = [self._forward[group] for group in order]
+        forward_s = [self._forward.get(group, math.inf) for group in order]
         backward_s = [self._backward.get(group, 0.0) for group in order]
-        return np.maximum([*forward_s, *backward_s, rest_s], 0.0)
+        return np.maximum([*forward_s, *backward_s, self._elapsed_s()], 0.0)
 
     def _add(self, spans_s: dict[FsdpGroup, float], group: FsdpGroup | None) -> None:
         span_s = self._elapsed_s()
         if group is not None:
-            self._twice |= group in spans_s
-            spans_s[group] = span_s
+            spans_s[group] = math.inf if group in spans_s else span_s
 
     def _elapsed_s(self) -> float:
         before_s, self._computed_s = self._computed_s, time.perf_counter() - self._transfers.waited_s
@@ -116,8 +112,8 @@ def measure_link(
         return float(lanes.control.maximum(np.array([min(spans_s)]))[0])
 
     gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) for scatters in (False, True))
-    near_s = 0.0 if near is None else took_s(near, whole_bytes)
-    if not min(gather_s, scatter_s) > 0.0 or (near is not None and not near_s > 0.0):
+    near_s = math.inf if near is None else took_s(near, whole_bytes)
+    if not min(gather_s, scatter_s, near_s) > 0.0:
         return None
     latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
     small = tensor(control.size, SMALL_BYTES)
@@ -141,5 +137,5 @@ def measure_link(
         gathered=rates,
         scatter_times=scatter_s / gather_s,
         message_s=message_s,
-        **({"near_bytes_per_s": whole_bytes / near_s} if near_s else {}),
+        **({} if near is None else {"near_bytes_per_s": whole_bytes / near_s}),
     )
