@@ -38,8 +38,8 @@ from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.torch import fsdp
+from sirtaki.torch.fsdp.buckets import StepTrace
 from sirtaki.torch.fsdp.target import measure_step
-from sirtaki.torch.fsdp.trace import StepTrace
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 SMALL = {"small": (32, 32)}

@@ -1,12 +1,15 @@
-"""Gathers and scatters of a sharded model: which of them travel as one, and which are in flight."""
+"""Gathers and scatters of a sharded model: which travel as one, which are in flight, and how long a step computes."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sirtaki.comm.compress import Codec
 from sirtaki.comm.shards import JointGather, JointScatter, ShardLanes, ShardWork
@@ -176,3 +179,50 @@ class JointTransfers:
         begun_s = time.perf_counter()
         work.wait()
         self.waited_s += time.perf_counter() - begun_s
+
+
+class StepTrace:
+    """Computation times of one step: when the training thread used modules, without the time it waited.
+
+    Attributes:
+        begun_s: when the step began.
+    """
+
+    def __init__(self, transfers: JointTransfers) -> None:
+        self._transfers, self.begun_s = transfers, time.perf_counter()
+        self._computed_s = self.begun_s - transfers.waited_s
+        self._forward: dict[FsdpGroup, float] = {}
+        self._backward: dict[FsdpGroup, float] = {}
+        self._now: FsdpGroup | None = None  # used in the forward pass
+
+    def used(self, group: FsdpGroup | None) -> None:
+        """Record that the forward pass begins to use `group`. None if the forward pass has ended."""
+        self._add(self._forward, self._now)
+        self._now = group
+
+    def scattered(self, group: FsdpGroup) -> None:
+        """Record that the backward pass has computed the gradients of `group`."""
+        self._add(self._backward, group)
+
+    def end(self, order: Sequence[FsdpGroup]) -> NDArray[np.float64]:
+        """End the trace.
+
+        Args:
+            order: groups in the order of use.
+
+        Returns:
+            Seconds of computation, `(2 groups + 1,)`: forward, backward, the rest. Infinite for modules that were used
+            twice, or not at all.
+        """
+        forward_s = [self._forward.get(group, math.inf) for group in order]
+        backward_s = [self._backward.get(group, 0.0) for group in order]
+        return np.maximum([*forward_s, *backward_s, self._elapsed_s()], 0.0)
+
+    def _add(self, spans_s: dict[FsdpGroup, float], group: FsdpGroup | None) -> None:
+        span_s = self._elapsed_s()
+        if group is not None:
+            spans_s[group] = math.inf if group in spans_s else span_s
+
+    def _elapsed_s(self) -> float:
+        before_s, self._computed_s = self._computed_s, time.perf_counter() - self._transfers.waited_s
+        return self._computed_s - before_s

@@ -23,10 +23,9 @@ from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import TransportError
 
-from .buckets import Bucket, JointTransfers, Packing
+from .buckets import Bucket, JointTransfers, Packing, StepTrace
 from .connections import PytorchCollectives, ShardConnections, describe_pytorch
 from .private import FsdpGroup, ranks_of
-from .trace import StepTrace
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +23,7 @@ from sirtaki.autotune.sharded import (
     RecordedStep,
     ShardedStep,
     ShardKnobs,
+    ShardLink,
     ShardSession,
     ShardSpace,
     packed_share,
@@ -30,18 +32,20 @@ from sirtaki.comm.compress import codec_of
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes
+from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.engine.console import Progress, at_most, progress_every_s, tell_progress
 from sirtaki.engine.lanes import untuned_streams
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.plans import fixed_knobs
+from sirtaki.errors import TransportError
 from sirtaki.measures import in_ms
 from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
 from sirtaki.registry.safe_store import SafeStore
 
+from .buckets import StepTrace
 from .model import AS_PYTORCH, ShardedModel
-from .trace import StepTrace, measure_link
 
 if TYPE_CHECKING:
     from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
@@ -57,6 +61,15 @@ COMMUNICATOR_BYTES = 256 << 20
 
 PROBES_SHARE = 2.0
 """Approximate time for measuring the network, in steps."""
+
+MOST_LATENCY = 0.5
+"""The largest share of a measured gather that counts as latency. More is a disturbance."""
+
+MESSAGES = 16
+"""Number of small gathers that are launched at once to measure the cost of one message."""
+
+LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
+"""Bytes of the whole tensor that a probe gathers: at least, at most, and to measure latency."""
 
 WORTH_MEMORY = 0.05
 """The least share of a step's bytes for which the log advises to allow memory."""
@@ -304,6 +317,71 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
         gathered_bytes=tuple(int(gathers * whole) for whole in model.whole_bytes),
         scattered_bytes=tuple(int(scatters * group.n_bytes[1]) if span_s else 0 for group, span_s in sizes),
         link=link,
+    )
+
+
+def measure_link(
+    lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
+) -> ShardLink | None:
+    """Measure how long gathers and scatters take. Collective, with nothing in flight.
+
+    Args:
+        lanes: lanes to measure.
+        streams: numbers of connections that may be used.
+        now: the number of connections in use, before and afterwards.
+        whole_bytes: bytes of the largest tensor that is gathered.
+        seconds: the approximate time that may be spent.
+        near: lanes within a node, if there are any.
+
+    Returns:
+        The measured link. None if the times are too short to be measured.
+    """
+    begun_s, control = time.perf_counter(), lanes.control
+    whole_bytes = min(max(whole_bytes, LEAST_PROBE_BYTES), PROBE_BYTES)
+
+    def tensor(size: int, n_bytes: int) -> torch.Tensor:
+        return torch.zeros(size, -(-n_bytes // (4 * size)), dtype=torch.float32, device="cpu")
+
+    def took_s(lanes: ShardLanes, n_bytes: int, *, scatters: bool = False) -> float:
+        whole = tensor(lanes.control.size, n_bytes)
+        part, spans_s = whole[0].clone(), []
+        for _ in range(2):
+            lanes.control.barrier()
+            start_s = time.perf_counter()
+            if scatters:
+                lanes.scatter(whole, part, op=ReduceOp.SUM, scale=1.0).wait()
+            else:
+                lanes.gather(list(whole), part).wait()
+            spans_s.append(time.perf_counter() - start_s)
+        return float(lanes.control.maximum(np.array([min(spans_s)]))[0])
+
+    gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) for scatters in (False, True))
+    near_s = math.inf if near is None else took_s(near, whole_bytes)
+    if not min(gather_s, scatter_s, near_s) > 0.0:
+        return None
+    latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
+    small = tensor(control.size, SMALL_BYTES)
+    control.barrier()
+    start_s = time.perf_counter()
+    for work in [lanes.gather(list(small), small[0].clone()) for _ in range(MESSAGES)]:
+        work.wait()
+    message_s = float(control.maximum(np.array([time.perf_counter() - start_s]))[0]) / MESSAGES
+    rates = {now: whole_bytes / (gather_s - latency_s)}
+    for count in sorted(streams, key=lambda count: abs(math.log(count / now))):
+        if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
+            break
+        if count != now:
+            with suppress(TransportError):  # on all ranks; the connections in use stay open
+                lanes.use(count)
+                span_s = took_s(lanes, whole_bytes)
+                rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
+    lanes.use(now)
+    return ShardLink(
+        latency_s=latency_s,
+        gathered=rates,
+        scatter_times=scatter_s / gather_s,
+        message_s=message_s,
+        **({} if near is None else {"near_bytes_per_s": whole_bytes / near_s}),
     )
 
 
