@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.torch_version import TorchVersion
 
 from sirtaki.engine.autograd import in_backward, when_backward_ends
 from sirtaki.errors import ConfigError
 from sirtaki.torch.fsdp import attach, private
 
-if not hasattr(fsdp, "fully_shard"):
-    pytest.skip("this PyTorch has no FSDP2", allow_module_level=True)
+if TorchVersion(torch.__version__) < private.CHECKED_WITH[0]:
+    pytest.skip("FSDP2 of this PyTorch is older than what is supported", allow_module_level=True)
 
 NAMES = [(kind, name) for kind, names in private.USED.items() for name in names.split()]
 
