@@ -38,6 +38,8 @@ from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.torch import fsdp
+from sirtaki.torch.fsdp.buckets import StepTrace
+from sirtaki.torch.fsdp.target import measure_step
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 SMALL = {"small": (32, 32)}
@@ -176,7 +178,7 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
     assert attached is not None
     lanes, default = attached.lanes(trained.group), attached.knobs
     assert lanes is not None
-    attached.trace = fsdp.StepTrace()
+    attached.trace = StepTrace(attached.transfers)
     trained.step()
     sizes = attached.whole_bytes
     all_kept = replace(default, kept=attached.dropped)
@@ -191,13 +193,13 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
         replace(all_kept, scattering=2, ahead=4),
     ]
     settings = list(dict.fromkeys([*settings, *found.values()]))
-    step = attached.traced(lanes, sorted({each.streams for each in settings}))
+    step = measure_step(attached, lanes, sorted({each.streams for each in settings}))
     assert step is not None
     space = ShardSpace(modules=len(sizes), streams=(default.streams,), whole_bytes=sizes, dropped=attached.dropped)
 
     def runs(knobs: ShardKnobs) -> Callable[[], float]:
         def run() -> float:
-            attached.run(knobs, lanes)
+            attached.run(knobs)
             return trained.step()
 
         return run

@@ -16,6 +16,12 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses of tensors have no `__torch_function__`."""
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass whose operations return plain tensors."""
+
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 

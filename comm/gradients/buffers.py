@@ -21,7 +21,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.machine import free_in_forked_children
 
 from ..compress import Feedback, Scheme
-from ..device import Device, Event, copy_
+from ..device import Device, Event, copy_, count_storage_users
 from ..plan import FLAGS, GradientLayout, alignment
 from ..router import Router
 from ..transports.contract import FlatBuffer, ReduceOp
@@ -193,8 +193,7 @@ WRITTEN = -1
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 """What Python counts of a view that is in `GradientBuffers.views` and in a part of that list, and nowhere else."""
 
-# How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
-_USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
+_USERS = count_storage_users or (lambda storage: 0)
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NOBODYS = _NOTHING.untyped_storage()
 

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
 from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.comm.plan import TransportKind
+from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError
@@ -58,20 +58,6 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
         return told
 
     return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
-
-
-def timeout_of(group: ProcessGroup) -> Timeout | None:
-    """Return the timeout of a process group, the longest if it differs by device. None if PyTorch does not tell it.
-
-    Each call of the timeout returns what `torch.distributed` has last set, also after the group has been destroyed.
-    """
-    found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
-    options = [each for each in found if hasattr(each, "_timeout")]
-    return partial(_longest_s, options) if options else None
-
-
-def _longest_s(options: Sequence[Any]) -> float:  # Any: options of a backend
-    return max(float(each._timeout.total_seconds()) for each in options)
 
 
 def settings_beside(group: ProcessGroup) -> Settings:

@@ -22,6 +22,7 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.modes import no_torch_function, without_subclasses
 from sirtaki.engine import job
 from sirtaki.engine.console import NO_LOG
 from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
@@ -532,7 +533,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
         if updates is None or updates.phase not in (Phase.GATED, Phase.STEPPED):
-            with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
+            with nullcontext() if self._learning is None else without_subclasses():
                 super().zero_grad(set_to_none)  # which reads no parameter
         elif updates.phase is Phase.GATED:  # its step was left out
             updates.withdraw()
@@ -820,7 +821,7 @@ class LocalShard(torch.Tensor):
     dimension have not added up yet) is given these as it comes, so that all those ranks do it at the same point.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
     _whole: weakref.ref[Any]  # a DTensor, whose class need not be imported
     _seen = (0, 0)  # the DTensor's gradient, and its version, when it was last read or set
 

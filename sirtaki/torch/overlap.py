@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from sirtaki.comm.collectives.operations import is_dtensor
+from sirtaki.comm.device import count_storage_users
 from sirtaki.comm.modes import script_is_in_inference_mode
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
@@ -546,14 +547,11 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # older PyTorch has it in builds for GPUs only
-
-
 def _n_references(tensor: torch.Tensor) -> int:
     """How many tensors have its memory; where PyTorch does not say, whether it is a part of more memory."""
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
-        return int(storage.nbytes() > tensor.nbytes if _use_count is None else _use_count(storage._cdata))
+        return count_storage_users(storage._cdata) if count_storage_users else int(storage.nbytes() > tensor.nbytes)
 
 
 _ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))

@@ -54,6 +54,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
 from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.comm.modes import outside_changes
+from sirtaki.engine.autograd import when_backward_ends
 from sirtaki.errors import CommError, ConfigError, GradientError, MismatchError, NotInitializedError
 from sirtaki.machine import free_in_forked_children, in_forked_children
 from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
@@ -139,7 +140,7 @@ class PassEnd:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer, self._over = weakref.ref(reducer), False
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        when_backward_ends(self)
 
     @outside_changes
     def __call__(self) -> None:
