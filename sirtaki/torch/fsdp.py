@@ -68,11 +68,11 @@ from sirtaki.comm.shards import JointGather, JointScatter, Loss, ShardLanes, Sha
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.engine.console import (
     NO_LOG,
-    Progress,
+    TuningProgress,
     at_most,
+    log_progress,
     progress_every_s,
     start_logging,
-    tell_progress,
     tuning_ahead,
     tuning_off,
 )
@@ -773,17 +773,17 @@ class Attached:
         return tuple(place for place, each in enumerate(self.sharded) if _is_gathered_again(each.group))
 
 
-def describe_progress(session: ShardSession) -> Progress:
+def describe_progress(session: ShardSession) -> TuningProgress:
     """How far the search has come, and what it has seen."""
     now = session.knobs.describe()
     if not math.isfinite(session.default_s):
-        return Progress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
+        return TuningProgress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
     best_s = session.default_s / session.seen
     seen, steps = "nothing seen that beats the default", in_ms(best_s)
     if session.seen > 1.0:
         seen = f"fastest seen so far, not yet proved: {in_ms(session.default_s - best_s)} a step less"
         steps = f"{in_ms(session.default_s)} → {steps}"
-    return Progress(
+    return TuningProgress(
         used=session.used,
         at_most=session.at_most,
         left=at_most((session.at_most - session.used) * session.default_s),
@@ -905,7 +905,7 @@ class _Tuning:
             told = self._session.knobs, self._session.done
             if not self._session.done and time.monotonic() - self._told_s > progress_every_s():
                 self._told_s = time.monotonic()
-                tell_progress(logger, describe_progress(self._session))
+                log_progress(logger, describe_progress(self._session))
         knobs, done = control.broadcast(told)
         attached.run(knobs, lanes)
         if done:

@@ -499,7 +499,7 @@ def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1G", "0", "0.1", "6X", "1e9", "nan"])
 def test_what_is_no_amount_of_memory_is_said(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"{text!r} is no amount of memory: give one such as 6G or 512M"):
+    with pytest.raises(ArgumentTypeError, match=f"{text!r} is not an amount of memory, such as 6G or 512M"):
         memory_bytes(text)
 
 
