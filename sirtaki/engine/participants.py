@@ -221,14 +221,14 @@ class _Participation:
 
     Attributes:
         reached: progress of this rank.
-        told: joined ranks that were informed of `reached`.
+        announced_to: ranks in `join()` that have received `reached`.
         ended: the iteration has ended on the host. A device may still wait for a rank that has joined since.
     """
 
     key: Key
     ranks: tuple[int, ...]
     reached: Reached
-    told: set[int] = field(default_factory=set)
+    announced_to: set[int] = field(default_factory=set)
     ended: bool = False
 
 
@@ -239,8 +239,8 @@ class JoinProtocol:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
-        self._round = 0  # number of times that all ranks have joined
-        self._joined: dict[int, int] = {}  # rank → value of `_round` when the rank joined
+        self._round = 0  # completed rounds of `join()`
+        self._joined: dict[int, int] = {}  # rank → value of `_round` when it called `join()`
         self._taking_part: list[_Participation] = []  # in the order in which this rank began them
         self._finished: Counter[int] = Counter()  # iterations by process set
 
@@ -248,16 +248,16 @@ class JoinProtocol:
 
     @property
     def any_joined(self) -> bool:
-        """Return whether a rank has joined.
+        """Return whether any rank is in `join()`.
 
-        All training ranks agree on this after an iteration in which the joined rank took part.
+        All training ranks agree on this after an iteration in which that rank took part.
         """
         return any(number >= self._round for number in self._joined.values())
 
     def announce(self, participant: ActiveReducer, stage: WaitStage) -> None:
         """Record that this rank takes part in an iteration of `participant`, and announce it to joined ranks.
 
-        Does not poll for messages, because usually no rank has joined. This rank polls while it waits.
+        Does not poll for messages, because usually no rank is in `join()`. This rank polls while it waits.
         """
         reached = participant.progress.finished, stage
         if stage is WaitStage.FINISH:
@@ -266,7 +266,7 @@ class JoinProtocol:
             for mine in self._taking_part:
                 if mine.key == participant.key and not mine.ended:
                     mine.reached = reached
-                    mine.told.clear()
+                    mine.announced_to.clear()
                     break
             else:
                 self._taking_part.append(_Participation(participant.key, participant.ranks, reached))
@@ -274,7 +274,7 @@ class JoinProtocol:
                 self._announce_all()
 
     def iteration_ended(self, participant: ActiveReducer) -> None:
-        """Record that an iteration of `participant` has ended, whether or not this rank has joined."""
+        """Record that an iteration of `participant` has ended. Called on all ranks, also in `join()`."""
         self._finished[participant.key[0]] += 1
         with self._lock:
             for mine in self._taking_part.copy():
@@ -309,14 +309,14 @@ class JoinProtocol:
         self._forget_ended()
         for mine in self._taking_part:
             for rank in mine.ranks:
-                if self._joined.get(rank) == self._round and rank not in mine.told:
-                    mine.told.add(rank)
+                if self._joined.get(rank) == self._round and rank not in mine.announced_to:
+                    mine.announced_to.add(rank)
                     self._courier.send(rank, Tag.ITERATION, (mine.key, mine.reached))
 
-    # ── a rank that has joined ───────────────────────────────────────────────────────────────────────────────────
+    # ── a rank in `join()` ────────────────────────────────────────────────────────────────────────────────────────
 
     def join(self) -> int:
-        """Contribute zeros to the iterations of the other ranks until all ranks have joined. Collective.
+        """Contribute zeros to the iterations of the other ranks until all ranks call `join()`. Collective.
 
         Returns:
             The rank that joined last.
@@ -328,7 +328,7 @@ class JoinProtocol:
         assert engine is not None
         self._participants.drain()
         failures = self._watchdog.failures
-        # A device may wait for a rank that is in `join()`.
+        # Because a device may wait for a rank in `join()`.
         wait_for(lambda: not any(participant.busy for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -364,7 +364,7 @@ def _pause_s(moved_s: float) -> float:
 
 
 class _Substitute:
-    """Takes part in the iterations of training ranks with zeros, on a rank that has joined.
+    """Takes part in the iterations of training ranks with zeros, on a rank in `join()`.
 
     Iterations of one process set have the same order on all members, iterations of different sets do not. Therefore
     each set has a thread.
