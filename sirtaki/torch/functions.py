@@ -47,7 +47,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:  # Any: whatever pickles
+) -> Any:  # Any: any picklable object
     """Return the root's picklable object on every rank. Collective."""
     is_root = rank() == root_rank
     data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -59,7 +59,7 @@ def broadcast_object(
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: whatever pickles
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: any picklable object
     """Return the picklable objects of all ranks, in rank order. Collective."""
     data = _pickled(obj)
     lengths = allgather(_count(data), None if name is None else f"{name}.length")
@@ -150,7 +150,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 optimizer.state[param] = restored
 
 
-def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: whatever an optimizer keeps
+def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
     """Return `loaded` with the entries of `saved` where `load_state_dict` changed their dtype or device only.
 
     Entries that a hook or a subclass of the optimizer has changed stay as loaded.
