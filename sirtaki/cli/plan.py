@@ -113,7 +113,9 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         )
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
-        raise ConfigError("describe the cluster by --link-gbit, or say by --measured-ranks how many LOG's job had")
+        raise ConfigError(
+            "describe the cluster with --link-gbit, or set --measured-ranks to the number of ranks of LOG's job"
+        )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)
 

@@ -136,7 +136,7 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
         words, replanned = [f"the plan were {', '.join(filter(None, said))}"], True
         job = with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
     if (why := plan_refusal(base.job, job.plans)) is not None:
-        raise ReplayError(f"a replay cannot tell what it would be if {words[0]}: {why}; try it in a job")
+        raise ReplayError(f"a replay cannot predict the step if {words[0]}: {why}; try it in a job")
     if options.no_straggler:
         words.append("no rank were slower than most")
         job = without_stragglers(job)
