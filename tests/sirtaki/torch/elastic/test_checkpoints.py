@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(
     found = folder.newest()
     assert found is not None
     assert found.number == 1
-    assert "checkpoint-00000002 is not used" in caplog.text
+    assert "checkpoint-00000002 is damaged" in caplog.text
     assert names(tmp_path) == ["checkpoint-00000001", "damaged-1-checkpoint-00000002"]
 
 
@@ -108,7 +108,7 @@ def test_one_that_may_not_be_read_is_passed_over_and_stays_as_it_is(
     found = folder.newest()
     assert found is not None
     assert found.number == 1
-    assert "checkpoint-00000002 is passed over" in caplog.text
+    assert "skipping the checkpoint" in caplog.text
     assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monk
             path.write_bytes(b"something else")
 
     monkeypatch.setattr(checkpoints, "_sync", spoil)
-    with pytest.raises(OSError, match="read back"):
+    with pytest.raises(OSError, match="verification failed"):
         folder.write(2, {"step": 2})
     assert names(tmp_path) == ["checkpoint-00000001"]
 
