@@ -46,5 +46,5 @@ def test_states_of_other_fragments_are_refused() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.LocalSGD(model, optimizer, 4, fragments=2).state_dict()
-    with pytest.raises(ConfigError, match="2 fragments, this LocalSGD 1"):
+    with pytest.raises(ConfigError, match="2 fragments, but this LocalSGD has 1"):
         hvd.LocalSGD(model, optimizer, 4).load_state_dict(state)
