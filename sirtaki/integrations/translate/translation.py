@@ -1244,7 +1244,7 @@ def _require_sound(before: str, after: str) -> None:
     try:
         known = undefined_names(before)
     except SyntaxError as err:
-        raise TranslationError.of([(err.lineno or 1, f"is no Python: {err.msg}")]) from err
+        raise TranslationError.of([(err.lineno or 1, f"invalid Python: {err.msg}")]) from err
     try:
         new = undefined_names(after) - known
     except SyntaxError as err:
