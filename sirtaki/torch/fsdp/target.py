@@ -33,7 +33,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import Progress, at_most, progress_every_s, tell_progress
+from sirtaki.engine.console import TuningProgress, at_most, log_progress, progress_every_s
 from sirtaki.engine.lanes import untuned_streams
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
@@ -130,7 +130,7 @@ class ShardTuning:
             decision = self._session.knobs, self._session.done
             if not self._session.done and time.monotonic() - self._logged_s > progress_every_s():
                 self._logged_s = time.monotonic()
-                tell_progress(logger, describe_progress(self._session))
+                log_progress(logger, describe_progress(self._session))
         knobs, done = control.broadcast(decision)
         model.run(knobs)
         if done:
@@ -407,17 +407,17 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
     )
 
 
-def describe_progress(session: ShardSession) -> Progress:
+def describe_progress(session: ShardSession) -> TuningProgress:
     """Describe how far the search is, and its best result so far."""
     now = session.knobs.describe()
     if not math.isfinite(session.default_s):
-        return Progress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
+        return TuningProgress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
     best_s = session.default_s / session.seen
     seen, steps = "nothing seen that beats the default", in_ms(best_s)
     if session.seen > 1.0:
         seen = f"fastest seen so far, not yet proved: {in_ms(session.default_s - best_s)} a step less"
         steps = f"{in_ms(session.default_s)} → {steps}"
-    return Progress(
+    return TuningProgress(
         used=session.used,
         at_most=session.at_most,
         left=at_most((session.at_most - session.used) * session.default_s),
