@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -73,8 +72,6 @@ WORTH_MEMORY = 0.05
 
 MEASURED_STEPS = 10
 """Steps whose packing loss is measured after the search."""
-
-_T = TypeVar("_T")
 
 
 class ShardTuning:
