@@ -16,13 +16,19 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from sirtaki.comm.compress import Codec, codec_of, packed_bytes
+from msgspec import Meta
+
 from sirtaki.errors import TuningError
+from sirtaki.fields import Text
 from sirtaki.measures import Gain
 
 from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
 from .paired import FEWEST_PAIRS, PairedComparison, Verdict
+
+if TYPE_CHECKING:
+    from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
 
 SHARDED_FILE = "sharded.json"
 """In the folder of a recording: a `RecordedStep`."""
@@ -31,6 +37,11 @@ STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 MOST_SCATTERING = 2
 """The second one leaves while the network is still busy with the first; there is nothing for a third one to fill."""
+
+
+# Limits hold where a setting is read from a file or a database.
+_Modules = Annotated[int, Meta(ge=0, le=2**20)]
+_Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +63,15 @@ class ShardKnobs:
         scatters: the same of gradients that are scattered.
     """
 
-    streams: int
-    ahead: int = 1
-    behind: int = 1
-    kept: tuple[int, ...] = ()
-    near: tuple[int, ...] = ()
-    scattering: int = 1
-    joined: tuple[int, ...] = ()
-    gathers: str = ""
-    scatters: str = ""
+    streams: Annotated[int, Meta(ge=1, le=1024)]
+    ahead: _Modules = 1
+    behind: _Modules = 1
+    kept: _Places = ()
+    near: _Places = ()
+    scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
+    joined: _Places = ()
+    gathers: Text = ""
+    scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
         """Places of the modules that are gathered as one, for all of so many modules, in the order of use."""
@@ -71,6 +82,8 @@ class ShardKnobs:
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
         """What packs gathers, and what packs scatters; None = they travel as they are."""
+        from sirtaki.comm.compress import codec_of
+
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
@@ -565,6 +578,8 @@ class _Played:
 
 def packed_share(codec: Codec | None) -> float:
     """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
+    from sirtaki.comm.compress import packed_bytes
+
     numel = 1 << 20
     return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
 

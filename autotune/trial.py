@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from sirtaki.errors import PlanError, TuningError
+from sirtaki.fields import Count, Number, Text
 
 from .knobs import Knobs
 
@@ -54,11 +55,11 @@ class Trial:
         was_best: it beat the best span so far by more than the noise.
     """
 
-    arm: str
+    arm: Text
     knobs: Knobs
-    iterations: int
-    span_s: float
-    noise_s: float = 0.0
+    iterations: Count
+    span_s: Annotated[float, msgspec.Meta(gt=0)]
+    noise_s: Number = 0.0
     status: TrialStatus = TrialStatus.COMPLETE
     was_best: bool = False
 
@@ -76,15 +77,9 @@ class Trial:
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
-            trial = msgspec.convert(finite, cls)
+            return msgspec.convert(finite, cls)
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
-        if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
-            raise TuningError(
-                f"a trial's span must be positive, its noise finite and its iterations not negative, "
-                f"not {trial.span_s}, {trial.noise_s} and {trial.iterations}"
-            )
-        return trial
 
 
 class Arm(Protocol):

@@ -307,14 +307,14 @@ NEAR_OCTAVES = 0.3
 def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
     """Settings that differ in one knob by one step: streams, unit size, route, threads; a plan counts as uniform."""
     if knobs.cuts is not None:
-        knobs = replace(knobs, cuts=None)
+        knobs = knobs.but(cuts=None)
         yield knobs
-    yield from (replace(knobs, streams=n) for n in space.streams_around(knobs.streams) if n != knobs.streams)
+    yield from (knobs.but(streams=n) for n in space.streams_around(knobs.streams) if n != knobs.streams)
     low, high = space.unit_bytes
     sizes = (space.whole_unit_bytes(knobs.unit_bytes * 2**step) for step in (-STEP_OCTAVES, STEP_OCTAVES))
-    yield from (replace(knobs, unit_bytes=size) for size in sizes if low <= size <= high)
-    yield from (replace(knobs, transport=t, algorithm=a) for t, a in space.routes if (t, a) != knobs.route)
-    yield from (replace(knobs, threads=n) for n in space.threads_around(knobs.threads) if n != knobs.threads)
+    yield from (knobs.but(unit_bytes=size) for size in sizes if low <= size <= high)
+    yield from (knobs.but(transport=t, algorithm=a) for t, a in space.routes if (t, a) != knobs.route)
+    yield from (knobs.but(threads=n) for n in space.threads_around(knobs.threads) if n != knobs.threads)
 
 
 def untried(knobs: Knobs, space: KnobSpace, tried: Iterable[Knobs]) -> Iterator[Knobs]:
@@ -325,7 +325,7 @@ def untried(knobs: Knobs, space: KnobSpace, tried: Iterable[Knobs]) -> Iterator[
 
 
 def _near(first: Knobs, second: Knobs) -> bool:
-    same = replace(first, unit_bytes=second.unit_bytes) == second
+    same = first.but(unit_bytes=second.unit_bytes) == second
     return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
 
 

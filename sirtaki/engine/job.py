@@ -35,7 +35,7 @@ from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.machine import at_exit, in_forked_children
-from sirtaki.registry.safe_store import load_ahead
+from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals

@@ -38,11 +38,10 @@ from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.errors import PlanError
-from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import RowsKey, RowsRecord, Skew
 
 from .tuning.cache import cluster_fingerprint
+from .tuning.memory import SettingsMemory
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
 
@@ -152,89 +151,6 @@ OF_ROWS = ("streams", "transport")
 """Knobs that hold for rows, too, where the user has fixed them."""
 
 
-class SparseMemory:
-    """What earlier jobs have kept for rows that are touched alike, in the registry, which rank 0 reads and writes."""
-
-    def __init__(self, control: ControlPlane, settings: Settings) -> None:
-        self._control, self._settings = control, settings
-        self._topology = ""
-        self._store: SafeStore | None = None
-
-    def recall(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
-        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks."""
-        if not learned:
-            return {}
-        if not self._topology:
-            self._topology = cluster_fingerprint(self._control, self._settings)
-        found = {name: self._find(name, *one) for name, one in learned.items()} if self._writes else {}
-        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
-
-    @property
-    def _writes(self) -> bool:
-        return self._control.rank == 0 and self._settings.registry != REGISTRY_OFF
-
-    def _find(self, name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
-        try:
-            key, nothing = self._key(form), list[RowWay]()
-            found = self._opened().read(lambda store: store.ways(RowWay, key), nothing)
-            way = nearest_way(found, skew_of(counts), name=name)
-            plan = None if way is None else plan_of(way, counts)
-        except Exception:  # whatever others have stored, training goes on
-            logger.warning("what earlier jobs have found of rows of %s is left alone", name, exc_info=True)
-            return None
-        if way is not None and plan is not None:
-            logger.info(
-                "rows of %s are touched like those of %s in an earlier job, which went by %s",
-                name,
-                way.name,
-                plan.describe(),
-            )
-        return plan
-
-    def keep(self, name: str, form: RowFormat, choice: SparseChoice) -> None:
-        """Not collective: the way that is kept is remembered, by rank 0; nothing before the first `recall`."""
-        if not self._writes or not self._topology or choice.learned is None:
-            return
-        plan = choice.plan
-        try:
-            way = RowWay(
-                key=self._key(form),
-                name=name,
-                skew=skew_of(choice.learned),
-                path=plan.path.value,
-                cold=plan.cold.value,
-                block_rows=plan.block_rows,
-                n_hot=len(plan.hot_rows),
-                span_s=min(choice.measured_s, default=0.0),
-                created_s=time.time(),
-            )
-            self._opened().attempt(lambda store: store.save_way(way), False)
-        except Exception:  # as above
-            logger.warning("the way of rows of %s is not remembered", name, exc_info=True)
-
-    def _key(self, form: RowFormat) -> RowsKey:
-        return RowsKey(
-            topology=self._topology,
-            ranks=self._control.size,
-            n_rows=form.n_rows,
-            row_bytes=form.row_bytes,
-            dtype=str(form.dtype).removeprefix("torch."),
-            versions={"sirtaki": sirtaki.__version__},
-            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
-        )
-
-    def _opened(self) -> SafeStore:
-        if self._store is None:  # once: a server that cannot be reached takes seconds each time
-            self._store = SafeStore(self._settings.registry)
-        return self._store
-
-    def close(self) -> None:
-        """Lets go of the registry. Idempotent."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-
 def skew_of(counts: TouchCounts) -> Skew:
     """How skewed touches are that were counted.
 
@@ -244,20 +160,15 @@ def skew_of(counts: TouchCounts) -> Skew:
     return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
 
 
-def plan_of(way: RowWay, counts: TouchCounts) -> SparsePlan | None:
-    """A remembered way for these rows, with as many hot ones as then; None where it is none that is known here."""
-    try:
-        path, cold = SparsePath(way.path), SparsePath(way.cold)
-        is_hot = path is SparsePath.HOT_COLD
-        return SparsePlan(
-            path=path,
-            hot_rows=tuple(np.sort(counts.ranked()[: way.n_hot]).tolist()) if is_hot else (),
-            cold=cold if is_hot else COLD_PATHS[0],
-            block_rows=way.block_rows if path is SparsePath.BLOCKS else 1,
-        )
-    except (ValueError, PlanError) as err:
-        logger.info("the way %s of %s in the registry cannot be taken here: %s", way.path, way.name, err)
-        return None
+def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
+    """Return a stored algorithm for these rows, with as many hot rows as then."""
+    is_hot = record.path is SparsePath.HOT_COLD
+    return SparsePlan(
+        path=record.path,
+        hot_rows=tuple(np.sort(counts.ranked()[: record.n_hot]).tolist()) if is_hot else (),
+        cold=record.cold if is_hot else COLD_PATHS[0],
+        block_rows=record.block_rows if record.path is SparsePath.BLOCKS else 1,
+    )
 
 
 # ── rows on their way ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +238,8 @@ class SparseReductions:
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
-        self._memory = SparseMemory(control, settings)
+        self._memory = SettingsMemory(settings.registry if control.rank == 0 else REGISTRY_OFF)
+        self._topology = ""
         self._params: Mapping[str, torch.Tensor] = {}
         self._parameters: dict[str, _Parameter] = {}
         self._order: list[str] = []
@@ -498,7 +410,7 @@ class SparseReductions:
             choice, checked = one.choice, one.choice.checks
             choice.settle([next(least) for _ in one.spans_s])
             if choice.stage is Stage.KEEP and not checked:
-                self._memory.keep(name, one.form, choice)
+                self._remember(name, one.form, choice)
             if self._control.rank == 0 and choice.stage is Stage.KEEP:
                 others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
                 logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
@@ -508,7 +420,7 @@ class SparseReductions:
     def _choose(self, learned: dict[str, _Parameter]) -> None:
         """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
         asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
-        recalled = self._memory.recall(asked)
+        recalled = self._recalled(asked)
         for one in learned.values():
             one.spans_s = []
         for name, plan in recalled.items():
@@ -520,9 +432,64 @@ class SparseReductions:
             form, choice = one.form, one.choice
             choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
             if choice.stage is Stage.KEEP:
-                self._memory.keep(name, form, choice)
+                self._remember(name, form, choice)
                 if self._control.rank == 0:
                     logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
+
+    def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
+        """Return the plans of earlier jobs for rows with a similar access skew, by name. Collective."""
+        if not learned:
+            return {}
+        if not self._topology:
+            self._topology = cluster_fingerprint(self._control, self._settings)
+
+        def find(name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
+            def accept(record: RowsRecord) -> SparsePlan:
+                plan = plan_of(record, counts)
+                what = "rows of %s are accessed like those of %s in an earlier job, which went by %s"
+                logger.info(what, name, record.name, plan.describe())
+                return plan
+
+            return self._memory.recall(RowsRecord, self._key(form), (name, skew_of(counts)), accept)
+
+        nothing: dict[str, SparsePlan | None] = {}
+        found = nothing
+        if self._control.rank == 0:
+            found = self._memory.guard(lambda: {name: find(name, *one) for name, one in learned.items()}, nothing)
+        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
+
+    def _remember(self, name: str, form: RowFormat, choice: SparseChoice) -> None:
+        """Store the plan that is kept, on rank 0."""
+        learned, plan = choice.learned, choice.plan
+        if not self._topology or learned is None:
+            return
+
+        def keep() -> bool:
+            record = RowsRecord(
+                key=self._key(form),
+                name=name,
+                skew=skew_of(learned),
+                path=plan.path,
+                cold=plan.cold,
+                block_rows=plan.block_rows,
+                n_hot=len(plan.hot_rows),
+                span_s=min(choice.measured_s, default=0.0),
+                created_s=time.time(),
+            )
+            return self._memory.keep(record)
+
+        self._memory.guard(keep, False)
+
+    def _key(self, form: RowFormat) -> RowsKey:
+        return RowsKey(
+            topology=self._topology,
+            ranks=self._control.size,
+            n_rows=form.n_rows,
+            row_bytes=form.row_bytes,
+            dtype=str(form.dtype).removeprefix("torch."),
+            versions={"sirtaki": sirtaki.__version__},
+            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
+        )
 
     def _tell(self, watched: Mapping[str, _Parameter]) -> None:
         """Collective once a parameter's first iterations are over, which all ranks see alike."""
@@ -543,6 +510,5 @@ class SparseReductions:
         if self._closed:
             return
         self._closed = True
-        self._memory.close()
         self._log.close()
         self._worker.close()

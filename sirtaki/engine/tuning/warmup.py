@@ -950,7 +950,7 @@ class TunedSynchroniser:
         if self._default.route not in self.router.routes:
             space = still_possible(self._space, self.router)
             self._space, self._default = open_default(space, self._control, self.router, self._choose)
-        return replace(self._default, cuts=None).to_plan(layout)
+        return self._default.but(cuts=None).to_plan(layout)
 
     @property
     def model(self) -> PlanningModel | None:
@@ -1052,7 +1052,7 @@ class TunedSynchroniser:
             layout.class_of(unit.start, unit.stop)
             for layout in self._layouts
             for size in sizes
-            for unit in replace(self._default, unit_bytes=size).to_plan(layout).units
+            for unit in self._default.but(unit_bytes=size).to_plan(layout).units
         }
         self._space = replace(self._space, classes=tuple(kind for kind in UnitClass if kind in there))
 

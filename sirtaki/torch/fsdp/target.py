@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,18 +36,15 @@ from sirtaki.engine.console import TuningProgress, at_most, log_progress, progre
 from sirtaki.engine.lanes import untuned_streams
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
+from sirtaki.engine.tuning.memory import SettingsMemory
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.errors import TransportError
 from sirtaki.measures import in_ms
-from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import ShardsKey, ShardsRecord
 
 from .buckets import StepTrace
 from .model import AS_PYTORCH, ShardedModel
-
-if TYPE_CHECKING:
-    from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +73,6 @@ WORTH_MEMORY = 0.05
 MEASURED_STEPS = 10
 """Steps whose packing loss is measured after the search."""
 
-_T = TypeVar("_T")
-
 
 class ShardTuning:
     """Search for the fastest setting of one model. Rank 0 of the model's ranks decides, and the others follow.
@@ -93,6 +87,7 @@ class ShardTuning:
         self._active = self._control is not None and settings.tunes
         self._session: ShardSession | None = None  # on rank 0
         self._key: ShardsKey | None = None  # on rank 0; None if nothing is stored
+        self._memory = SettingsMemory(settings.registry)
         self._begun_s = 0.0
         self._topology: str | None = None  # known once the search has begun
         self._logged_s = -math.inf
@@ -245,41 +240,31 @@ class ShardTuning:
         stored = False
         # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
         if self._key is not None and session.tried > 1 and not session.doubt:
-            way = ShardWay(
+            record = ShardsRecord(
                 key=self._key,
                 memory_bytes=self._settings.fsdp_memory,
                 modules=len(self._model.order),
-                **asdict(self._model.knobs),
+                setting=self._model.knobs,
                 gain=0.0 if session.proved is None else 1.0 - 1.0 / session.proved.times,
                 created_s=time.time(),
             )
-            stored = self._attempt(lambda store: store.save_way(way), False)
+            stored = self._memory.keep(record)
         result = describe_result(session, self._model.describe())
         logger.info("%s%s", result, "; stored in the registry" if stored else "")
         if not self._shares_memory and (advice := memory_advice(self._model, session.space, self._on_accelerator)):
             logger.info("%s", advice)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the newest stored setting that may be used, of jobs with as much memory or the least above it."""
-        since_s = time.time() - STALE_AFTER_S
-        ways = self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]())
-        for way in sorted(ways, key=lambda way: way.memory_bytes):
-            knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
-            if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
-                break
-        else:
-            return None
-        what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
-        logger.info("found these shards in the registry: %s", what)
-        return knobs
+        """Return the setting of a job that was allowed as much memory, or the least above it, if it may run here."""
 
-    def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Open the registry for one action. Return `otherwise` if it fails. Raises nothing into training."""
-        store = SafeStore(self._settings.registry)
-        try:
-            return store.attempt(action, otherwise)
-        finally:
-            store.close()
+        def accept(record: ShardsRecord) -> ShardKnobs | None:
+            return record.setting if record.setting in space else None
+
+        knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
+        if knobs is not None:
+            what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
+            logger.info("found these shards in the registry: %s", what)
+        return knobs
 
 
 def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:
