@@ -32,7 +32,7 @@ from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 RANKS = 4
 SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {

@@ -20,7 +20,8 @@ from bench.gpu.place import Place
 from bench.lib.contenders import LEARNING_RATE
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine.reducing.reducer import OptimizerGradients, ReducerOptions
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
+from sirtaki.engine.reducing.sharing import OptimizerGradients
 
 WARM_STEPS = 12
 """Sirtaki learns the order of gradients in the first two steps, DDP rebuilds its buckets after the first."""

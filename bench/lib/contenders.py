@@ -65,7 +65,7 @@ class Bare:
             only: the route that is used, None = all that there are.
         """
         from sirtaki.comm.gradients.buffers import Reduction
-        from sirtaki.comm.gradients.synchroniser import Synchroniser
+        from sirtaki.comm.gradients.pipeline import GradientPipeline
         from sirtaki.comm.router import Router
         from sirtaki.engine.tuning.plans import default_knobs, knob_space, measure
 
@@ -78,7 +78,7 @@ class Bare:
         if only is not None:
             space = replace(space, routes=(only,))
         self.default = default_knobs(space, total_bytes=total_bytes, one_node=self._control.one_node)
-        self._sync = Synchroniser(
+        self._sync = GradientPipeline(
             self._params,
             [str(number) for number in range(len(self._params))],
             control=self._control,
@@ -228,7 +228,7 @@ class Ddp(Contender):
 
     def _find_tuner(self) -> None:
         from sirtaki.engine import job
-        from sirtaki.engine.reducing.reducer import reducers_of
+        from sirtaki.engine.reducing.sharing import reducers_of
 
         self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..control.plane import ControlPlane
 from ..plan import CommPlan, NcclWay, Route
-from .buffers import GradientBuffers, GradientGroup
+from .buffers import FlatBuffers, FlatGroup
 
 PROFILING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
@@ -67,7 +67,7 @@ class OrderProfiling:
         self._not_before = iteration + 2 * (iteration - self.since + PATIENCE_ITERATIONS)
         return True
 
-    def watch(self, iteration: int, arrived: Sequence[int], expected: GradientBuffers) -> None:
+    def watch(self, iteration: int, arrived: Sequence[int], expected: FlatBuffers) -> None:
         """At the end of an iteration in which it was not profiled: decides whether this rank asks for it.
 
         Args:
@@ -92,7 +92,7 @@ class ScheduledUnit:
         due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
     """
 
-    group: GradientGroup
+    group: FlatGroup
     start: int
     stop: int
     stream: int
@@ -108,9 +108,7 @@ class ScheduledUnit:
         return (self.stop - self.start) * self.group.layout.itemsize_bytes
 
 
-def schedule(
-    groups: Sequence[GradientGroup], plans: Sequence[CommPlan], position: Sequence[int]
-) -> list[ScheduledUnit]:
+def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: Sequence[int]) -> list[ScheduledUnit]:
     """The units of all groups, merged by the moment in which their last gradient is expected.
 
     The one with the control flags, at the end of the first flat buffer, is the last one, and waits for parameters
@@ -133,7 +131,7 @@ def schedule(
     return units
 
 
-def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
+def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
     """The units of one group's plan."""
     offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
     for serial, unit in enumerate(plan.units):
@@ -163,7 +161,7 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
     return units
 
 
-class Schedule:
+class LaunchSchedule:
     """Units in a fixed order, and what each of them waits for.
 
     Attributes:
@@ -265,7 +263,7 @@ class IterationPace:
     s_per_byte: float
 
 
-def overtaking(
+def reorder_units(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[ScheduledUnit]:
     """The units in the order in which they begin in the iteration that is played, each on the stream that was free.
@@ -278,7 +276,7 @@ def overtaking(
         pace: of the iteration.
         held: units that leave when the backward pass has ended, not before.
     """
-    played, come_s = _Played(units, pace), coming_s(units, pace, held=held)
+    played, come_s = _StreamReplay(units, pace), coming_s(units, pace, held=held)
     for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
         played.advance(moment_s)
         for number in numbers:
@@ -298,7 +296,7 @@ def coming_s(
     ]
 
 
-class _Played:
+class _StreamReplay:
     """The streams of an iteration, and what waits for them."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:

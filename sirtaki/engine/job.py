@@ -27,7 +27,7 @@ from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.waiting import Deadline, Poll, leave_together, wait_for
 from sirtaki.comm.control.watchdog import Courier, Watchdog
-from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.gradients.trace import InFlight
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.console import start_logging

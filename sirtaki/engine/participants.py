@@ -21,7 +21,7 @@ import torch
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.waiting import Poll, wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
-from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.gradients.trace import InFlight
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 

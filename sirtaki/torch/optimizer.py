@@ -24,7 +24,8 @@ from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.console import NO_LOG
-from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
+from sirtaki.engine.reducing.gradient_hooks import Phase, ReducerOptions
+from sirtaki.engine.reducing.sharing import CLOSED, OptimizerGradients, reducers_of
 from sirtaki.engine.settings import Overlap
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of

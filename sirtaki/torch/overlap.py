@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.engine.reducing.checks import Named
-from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
+from sirtaki.engine.reducing.gradient_hooks import GradientHooks, Phase
+from sirtaki.engine.reducing.sharing import OptimizerGradients
 from sirtaki.errors import StaleReadError
 from sirtaki.machine import free_in_forked_children
 
@@ -593,7 +594,7 @@ class PutOffUpdates:
             reducer.gate = weakref.ref(self)
 
     @property
-    def _reducer(self) -> GradientReducer | None:
+    def _reducer(self) -> GradientHooks | None:
         reducers = self._gradients.reducers
         return reducers[0] if len(reducers) == 1 else None
 
@@ -604,7 +605,7 @@ class PutOffUpdates:
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _can(self, reducer: GradientReducer) -> bool:
+    def _can(self, reducer: GradientHooks) -> bool:
         """Whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
         if not (reducer.can_put_off and self._allowed()):
             return False
@@ -701,7 +702,7 @@ class PutOffUpdates:
             else:
                 self._update(reducer, arrived, params)
 
-    def _update(self, reducer: GradientReducer, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+    def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
         came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)

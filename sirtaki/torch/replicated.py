@@ -31,8 +31,8 @@ from torch import nn
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.hooks import register_last
-from sirtaki.engine.reducing.reducer import ReducerOptions
 from sirtaki.errors import ConfigError
 
 from .compression import Choice, reduction_options

@@ -19,13 +19,14 @@ class Mutant(NamedTuple):
 
 
 BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
-SYNCHRONISER, ITERATION = "comm/gradients/synchroniser.py", "comm/gradients/iteration.py"
-REDUCER, CHECKS = "engine/reducing/reducer.py", "engine/reducing/checks.py"
+PIPELINE, NEGOTIATION = "comm/gradients/pipeline.py", "comm/gradients/negotiation.py"
+READY, TRACE = "comm/gradients/ready.py", "comm/gradients/trace.py"
+HOOKS, CHECKS = "engine/reducing/gradient_hooks.py", "engine/reducing/checks.py"
 OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
 MESH, RENDEZVOUS = "comm/control/mesh.py", "comm/control/mesh_rendezvous.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
-OF_SYNCHRONISER, OF_ITERATION = "comm/gradients/test_synchroniser.py", "comm/gradients/test_iteration.py"
+OF_PIPELINE, OF_NEGOTIATION = "comm/gradients/test_pipeline.py", "comm/gradients/test_negotiation_and_trace.py"
 OF_OVERLAP, PUT_OFF = "sirtaki/torch/test_overlap.py", "sirtaki/torch/test_put_off_updates.py"
 OF_MESH, MEETING = "comm/control/test_mesh.py", "comm/control/test_meeting.py"
 OF_CHECKPOINTS, EDITS = "sirtaki/torch/elastic/test_checkpoints.py", "sirtaki/torch/test_gradient_edits.py"
@@ -133,7 +134,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        SYNCHRONISER,
+        PIPELINE,
         STREAM_ORDER,
         {
             "flags of use are always read": (
@@ -176,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "the watchdog uses GPU 0",
-        ITERATION,
+        TRACE,
         '''Return whether the device is still working on these iterations. Thread-safe."""
         self.device.enter_thread()''',
         '''Return whether the device is still working on these iterations. Thread-safe."""''',
@@ -184,8 +185,8 @@ MUTANTS = (
     ),
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
     *wrong_in(
-        SYNCHRONISER,
-        OF_SYNCHRONISER,
+        PIPELINE,
+        OF_PIPELINE,
         {
             "a missing wait": (
                 "if not self._wait_for(now.works, now.units, interrupted):",
@@ -222,7 +223,7 @@ MUTANTS = (
     ),
     *wrong_in(
         SCHEDULE,
-        OF_SYNCHRONISER,
+        OF_PIPELINE,
         {
             "units that do not wait for the one before": (
                 "                self._awaited[number] += 1\n            last",
@@ -249,8 +250,8 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        ITERATION,
-        OF_ITERATION,
+        NEGOTIATION,
+        OF_NEGOTIATION,
         {
             "a gradient that is ready on one rank only is agreed": (
                 "comm.all_reduce(packed, Op.AND)",
@@ -266,6 +267,12 @@ MUTANTS = (
                 "        if not self.is_intact(position):\n            self.views",
                 "        if self.is_intact(position) is None:\n            self.views",
             ),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
             "a gradient out of order taken for the next one": (
                 " or not all(map(is_, params, buffers.params[expected])):",
                 ":",
@@ -278,13 +285,13 @@ MUTANTS = (
     ),
     *wrong_in(
         BUFFERS,
-        OF_SYNCHRONISER,
+        OF_PIPELINE,
         {
             "zeros that are not zeros": ("        self._device.launch(self.places[position].zero_)\n", ""),
         },
     ),
     *wrong_in(
-        BUFFERS,
+        READY,
         f"{EDITS} are_kept",
         {
             "kept gradients that are written over": (
@@ -302,6 +309,12 @@ MUTANTS = (
         OF_BUFFERS,
         {
             "strides that are not looked at": ("gradient.stride() == wanted for", "wanted for"),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
             "a gradient that is handed out twice": (
                 "wanted = set(positions) - self._handed_out\n",
                 "wanted = set(positions)\n",
@@ -309,7 +322,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} asked_for_through",
         {
             "passes that are not counted": (
@@ -319,7 +332,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} never_zeroed",
         {
             "an iteration that does not begin anew": (
@@ -329,7 +342,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} a_group_leaves",
         {
             "a group that leaves before all of it are there": (

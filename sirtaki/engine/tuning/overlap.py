@@ -15,9 +15,9 @@ from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.simulator import put_off_iteration_s
 from sirtaki.autotune.paired import FEWEST_PAIRS, PairedComparison, Verdict
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import GradientLayout
 from sirtaki.measures import LinkModel, in_ms
 
@@ -272,7 +272,7 @@ class ForwardOverlap:
     def note(
         self,
         report: IterationReport,
-        synchroniser: Synchroniser,
+        synchroniser: GradientPipeline,
         knobs: Knobs,
         space: KnobSpace,
         *,
@@ -321,7 +321,7 @@ class ForwardOverlap:
             logger.info("%s", trials.describe())
         return trials.now.knobs
 
-    def order(self, synchroniser: Synchroniser) -> None:
+    def order(self, synchroniser: GradientPipeline) -> None:
         """Units of a plan that was installed leave in the order that ranks have agreed on."""
         if self._pace is None:
             return
@@ -334,7 +334,7 @@ class ForwardOverlap:
     def _expected(
         self,
         trials: OverlapTrials,
-        synchroniser: Synchroniser,
+        synchroniser: GradientPipeline,
         pace: IterationPace,
         *,
         forward_s: float,
@@ -351,7 +351,7 @@ class ForwardOverlap:
         promising: list[Knobs] = self._control.broadcast(trials.promising(expected_s) if decides else [])
         return promising
 
-    def _agree(self, synchroniser: Synchroniser, skipped: int, *, joined: bool) -> tuple[float, float]:
+    def _agree(self, synchroniser: GradientPipeline, skipped: int, *, joined: bool) -> tuple[float, float]:
         """Return the time of an iteration, and the communication time in it; means over the ranks. Collective."""
         taken_s = (self._ends_s[-1] - self._ends_s[skipped - 1]) / (len(self._ends_s) - skipped)
         total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, statistics.median(self._spans_s), 1.0]))
@@ -362,7 +362,7 @@ class ForwardOverlap:
         return mean_s, span_s
 
     def _prepare(
-        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
         self._prepared += 1
         if self._prepared < PREPARING:
@@ -388,5 +388,5 @@ class ForwardOverlap:
             self.order(synchroniser)
 
 
-def _bytes_of(synchroniser: Synchroniser) -> int:
+def _bytes_of(synchroniser: GradientPipeline) -> int:
     return sum(layout.total_bytes for layout in synchroniser.layouts)

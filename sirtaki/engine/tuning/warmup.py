@@ -37,9 +37,10 @@ from sirtaki.autotune.model.planning import ContentionLearner, Observation, Plan
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.buffers import Pace, Reduction
-from sirtaki.comm.gradients.iteration import IterationReport
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import (
     CommPlan,
     GradientLayout,
@@ -713,12 +714,12 @@ class DriftWatch:
     """
 
     def __init__(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._cool_down = 0
         self._forget()
 
     def _forget(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._iterations = 0
         self._reference: list[float] = []
         self._usual, self._scale = math.nan, 1.0
@@ -760,9 +761,9 @@ class DriftWatch:
         excess = (moment - self._usual) / self._scale
         self._slower = min(max(0.0, self._slower + min(excess - ALLOWANCE, LIMIT)), ENOUGH)
         self._faster = min(max(0.0, self._faster + min(-excess - ALLOWANCE, LIMIT)), ENOUGH)
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         if self.due and max(self._slower, self._faster) >= ENOUGH:
-            self.pace = Pace.SLOWER if self._slower >= ENOUGH else Pace.FASTER
+            self.pace = Drift.SLOWER if self._slower >= ENOUGH else Drift.FASTER
 
     def _learn(self) -> None:
         ordered = sorted(self._reference)
@@ -890,7 +891,7 @@ class TunedSynchroniser:
         self._to_measure = 0  # iterations until it is told what compression costs
         space = replace(space, lossy=self._allowed)
         self._space, self._default = open_default(space, control, self.router, self._choose)
-        self.synchroniser = self._sync = Synchroniser(
+        self.synchroniser = self._sync = GradientPipeline(
             params,
             names,
             control=control,
@@ -1017,7 +1018,7 @@ class TunedSynchroniser:
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
-            self._sync.say_pace(Pace.USUAL)
+            self._sync.say_pace(Drift.USUAL)
         self._take_given()
         if self.tuning and self._assignment is None:
             remembered = False
@@ -1166,9 +1167,9 @@ class TunedSynchroniser:
             if self._drift is not None:
                 self._drift.reordered()
 
-    def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
+    def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
-        if agreed is not Pace.USUAL and drift.due:
+        if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
             else:
@@ -1185,7 +1186,7 @@ class TunedSynchroniser:
         drift.retuned()
         if self.overlap is not None:
             self.overlap.forget()
-        self._sync.say_pace(Pace.USUAL)
+        self._sync.say_pace(Drift.USUAL)
         self.tuning = True
         self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)
         self._next_assignment()

@@ -11,9 +11,9 @@ import pytest
 from fakes.gradients import make_buffers, parameters
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.comm.gradients.buffers import FLAG_COUNT
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.flags import FLAG_COUNT
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
 from sirtaki.engine.tuning import overlap as forward_overlap
 from sirtaki.engine.tuning.overlap import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.engine.reducing.reducer import Phase
+from sirtaki.engine.reducing.gradient_hooks import Phase
 from sirtaki.torch import overlap as awaited
 from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
 

@@ -12,13 +12,13 @@ them a gradient goes through these hands:
 
 *Scheduled* iterations do that: gradients lie in the flat buffers in the agreed order, and units leave in that order,
 straight from the hook, without a control message. Which units leave after how many gradients is known before
-(`Schedule.course`), so that hooks need look at those counts only; from the first gradient that does not come in order,
-each is counted for its units. In *order-profiling* iterations the order is not known: on the host the ranks negotiate
-which gradients are ready (`ReadinessNegotiation`), and neighbours in the flat buffer that all have leave together; on a
-device with streams everything leaves at the end of the backward pass.
+(`LaunchSchedule.course`), so that hooks need look at those counts only; from the first gradient that does not come in
+order, each is counted for its units. In *order-profiling* iterations the order is not known: on the host the ranks
+negotiate which gradients are ready (`ReadinessNegotiation`), and neighbours in the flat buffer that all have leave
+together; on a device with streams everything leaves at the end of the backward pass.
 
 A fixed order costs time if gradients begin to come in another one. Each rank watches that (`OrderProfiling`), and asks
-with a control flag that travels along with the gradients (`ControlFlags`); if anyone asks, all ranks profile the order
+with a control flag that travels along with the gradients (`FlagTraffic`); if anyone asks, all ranks profile the order
 again in the next iteration, and rebuild their buffers.
 """
 
@@ -46,33 +46,26 @@ from ..control.waiting import WAIT_SLICE_S
 from ..device import Device, Event, copy_
 from ..plan import CommPlan, GradientLayout
 from ..transports.contract import Work, scale_
-from .buffers import (
-    FLAG_COUNT,
-    LARGE_ELEMENTS,
-    Arrivals,
-    ControlFlags,
-    Copies,
-    GradientBuffers,
-    LostEdits,
-    Pace,
-    Reduction,
-    Said,
-)
-from .iteration import InFlight, Interrupted, IterationEvents, IterationReport, IterationTrace, ReadinessNegotiation
+from .buffers import FlatBuffers, Reduction
+from .edits import EditCheck
+from .flags import FLAG_COUNT, Drift, FlagTraffic, RankFlags
+from .negotiation import Interrupted, ReadinessNegotiation
+from .ready import LARGE_ELEMENTS, DeferredCopies, ReadyGradients
 from .schedule import (
     IterationPace,
+    LaunchSchedule,
     OrderProfiling,
-    Schedule,
     ScheduledUnit,
     agree_on_order,
     coming_s,
-    overtaking,
+    reorder_units,
     schedule,
 )
+from .trace import InFlight, IterationEvents, IterationReport, IterationTrace
 
 logger = logging.getLogger(__name__)
 
-NOTHING = Said()
+NOTHING = RankFlags()
 
 NAMED_GRADIENTS = 6
 """Of a unit in which something has failed: of more only the first and the last are named."""
@@ -115,7 +108,7 @@ class Iteration:
     first_ready: Event | None = None
     backward_ended: Event | None = None
     reduced: Event | None = None
-    said: Said = NOTHING
+    said: RankFlags = NOTHING
     joined: bool = False
     flushed: bool = False
     one_by_one: bool = False
@@ -129,7 +122,7 @@ def _is_reduced(work: Work) -> bool:
         return False
 
 
-class Synchroniser:
+class GradientPipeline:
     """Keeps the gradients of one set of parameters equal on all ranks.
 
     Constructing, `finish` and `set_plans` are collective; `ready` may be called in any order and not at all for some
@@ -194,18 +187,18 @@ class Synchroniser:
         self.iteration = 0
         self.problem = ""
         self._all_used = False  # this rank has a gradient of every parameter in this iteration
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self.in_flight = InFlight(self._device)
-        self._order, self._edits = OrderProfiling(), LostEdits()
+        self._order, self._edits = OrderProfiling(), EditCheck()
         self._buffers = self._make_buffers(range(self.n_params)[::-1])
         self._begin_iteration()
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_buffers(self, order: Sequence[int]) -> GradientBuffers:
+    def _make_buffers(self, order: Sequence[int]) -> FlatBuffers:
         """Collective: flat buffers in this order of the parameters, which leave by the default plans."""
         self._device.synchronise()  # nothing may use the old ones any more
-        buffers = GradientBuffers(
+        buffers = FlatBuffers(
             order,
             self._params,
             self._names,
@@ -213,13 +206,13 @@ class Synchroniser:
             router=self._router,
             n_flags=FLAG_COUNT + (self.n_params if self._unused_as_none else 0),
         )
-        self._flags = ControlFlags(self._device, buffers.flags[:FLAG_COUNT])
+        self._flags = FlagTraffic(self._device, buffers.flags[:FLAG_COUNT])
         # Where gradients may be None: one a parameter, by position, which is above zero if any rank has its gradient.
         self._usage = buffers.flags[FLAG_COUNT:]
         self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
         return buffers
 
-    def _install(self, plans: Sequence[CommPlan], buffers: GradientBuffers) -> None:
+    def _install(self, plans: Sequence[CommPlan], buffers: FlatBuffers) -> None:
         """Collective: opens the plans' streams; units leave by them from now on, in the order of their last gradients.
 
         Raises:
@@ -233,7 +226,7 @@ class Synchroniser:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._router.open_plan(plan)
         # What tells of usage is known at the end only; other flags when the last gradient has come, and so their unit.
-        self._schedule = Schedule(
+        self._schedule = LaunchSchedule(
             schedule(buffers.groups, plans, buffers.position),
             buffers.order,
             held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
@@ -265,13 +258,13 @@ class Synchroniser:
         units, _ = self.overtaken(self.plans, pace)
         # NCCL's communicators of one device share one order; all others are on their own.
         order, one_order = self._buffers.order, self._device.streams
-        self._schedule = Schedule(units, order, held=self._has_flags, one_order=one_order)
+        self._schedule = LaunchSchedule(units, order, held=self._has_flags, one_order=one_order)
         self._begin_iteration()
 
     def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
         """Units as they would leave by these plans; and when each has what it waits for, after the first gradient."""
         usual = schedule(self._buffers.groups, plans, self._buffers.position)
-        units = overtaking(usual, pace, held=self._has_flags)
+        units = reorder_units(usual, pace, held=self._has_flags)
         return units, coming_s(units, pace, held=self._has_flags)
 
     def _has_flags(self, unit: ScheduledUnit) -> bool:
@@ -287,7 +280,7 @@ class Synchroniser:
         """Asks for the order to be profiled again in one of the next iterations."""
         self._order.requested = True
 
-    def say_pace(self, pace: Pace) -> None:
+    def say_pace(self, pace: Drift) -> None:
         """Between iterations: what this rank finds of reductions; told along with the gradients until it changes."""
         if pace is not self._flags.pace:
             self._flags.pace = pace
@@ -342,11 +335,11 @@ class Synchroniser:
                 self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
             )
             self.compressed.lay_out(self._buffers.groups, self.plans)
-        self._flags.write(Said(reprofile=self._order.asks, complete=True))
+        self._flags.write(RankFlags(reprofile=self._order.asks, complete=True))
         traced = timeline.current is not None or recorder.current is not None
         in_order = not (self.profiling or traced)
         on_threads = in_order and self.compressed is None and not device.streams
-        self._arrivals = Arrivals(self._buffers, beside=on_threads)
+        self._arrivals = ReadyGradients(self._buffers, beside=on_threads)
         self._now = Iteration(
             in_order=in_order,
             ready_events=[None] * self.n_params if self.profiling else [],
@@ -418,7 +411,7 @@ class Synchroniser:
     def _send(self, numbers: Sequence[int], *, since: int | None = None) -> None:
         """Copies the gradients that have come into the flat buffers, and submits units, whose gradients are among them.
 
-        On a device with streams this happens beside the backward pass. `since`: see `Arrivals.copy_in`.
+        On a device with streams this happens beside the backward pass. `since`: see `ReadyGradients.copy_in`.
         """
         with self._device.beside():
             self._copy_in(since)
@@ -433,7 +426,7 @@ class Synchroniser:
         if trace is not None and count:
             trace.copies.append((begin, self._device.record_event(timed=True), count))
 
-    def _prepare(self, copies: Copies, unit: ScheduledUnit) -> None:
+    def _prepare(self, copies: DeferredCopies, unit: ScheduledUnit) -> None:
         """Has copied what a unit waits for, and scaled, beside this thread if the unit's stream has one."""
         needed, last, layout = copies.count, unit.due[0], unit.group.layout
         if last in copies.cut:
@@ -502,7 +495,7 @@ class Synchroniser:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         if not self._arrivals.positions:
             self._now.joined = True
-            self._flags.pace = Pace.USUAL  # without data it knows nothing of that
+            self._flags.pace = Drift.USUAL  # without data it knows nothing of that
             for param in self._params:
                 param.grad = None
         self.flush()
@@ -519,7 +512,7 @@ class Synchroniser:
             self._write_usage()
         if not self.can_reduce:  # before `step()`, so that the flags have not left
             self._flags.write(
-                Said(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
+                RankFlags(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
             )
         if now.first_ready is None:
             now.first_ready = now.backward_ended
@@ -690,7 +683,7 @@ class Synchroniser:
         if self._device.streams:
             said = self._flags.read()
             self.problem = self._edits.hear_late(self.problem, said)
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         if profiled:
             self._end_profiling()
         elif not self.profiling:
@@ -700,7 +693,7 @@ class Synchroniser:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
-                self.pace = Pace.USUAL  # what it is compared with was in another order
+                self.pace = Drift.USUAL  # what it is compared with was in another order
         self._begin_iteration()
         self.iteration += 1
         return report

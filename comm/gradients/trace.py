@@ -1,177 +1,17 @@
-"""What belongs to an iteration of a synchroniser beside its course: negotiation of what is ready, traces, reports."""
+"""Measurements of one iteration: its report, the work in flight on the device, and events for timeline and recorder."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from sirtaki.errors import CommError
-from sirtaki.machine import free_in_forked_children
-
 from .. import recorder, timeline
-from ..control.communicator import Backend, Communicator, Op, Test
-from ..control.failure import FailureBoard, caused
-from ..control.waiting import wait_for, wait_for_work
 from ..device import Device, Event
 from ..recorder import CopySpan, ReadyMoment, Recorder, TracedIteration, TracedUnit
 from ..timeline import Timeline
 from ..transports.contract import Work
-from .buffers import GradientBuffers
+from .buffers import FlatBuffers
 from .schedule import ScheduledUnit
-
-Bits = npt.NDArray[np.bool_]
-
-Interrupted = Callable[[], bool]
-"""Whether to stop waiting; asked now and then."""
-
-
-_given_up: list[Test] = []
-"""Rounds that other ranks never joined; MPI still knows their arrays, which these keep."""
-
-
-def agree(
-    bits: Bits, *, comm: Communicator, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
-) -> Bits | None:
-    """Collective: one round; the bits that are set on every rank, `(n,)`. None if it was given up, being `closing`."""
-    packed = np.packbits(bits)
-    test = comm.all_reduce(packed, Op.AND)
-    wait_for(lambda: test() or closing(), failures=failures)
-    if not test():
-        if comm.backend is Backend.MPI:
-            _given_up.append(test)
-        return None
-    return np.unpackbits(packed, count=bits.size).view(np.bool_)
-
-
-class ReadinessNegotiation:
-    """Finds out, during one backward pass, which gradients are ready on all ranks; a thread of its own does it.
-
-    Used while the order of the gradients is not known yet. A rank joins a round once `granularity_bytes` of
-    gradients have become ready since its last one, or when all are or its backward pass has ended, and goes on until
-    every gradient is agreed. All ranks see the same results, so all stop after the same round.
-    """
-
-    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
-        """Keeps `comm` for its thread, which starts with the first backward pass."""
-        self._comm, self._failures = comm, failures
-        self._wake = free_in_forked_children(threading.Condition())
-        self._thread: threading.Thread | None = None
-        self._bits: Bits = np.zeros(0, dtype=np.bool_)
-        self._sizes_bytes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._granularity_bytes = 0
-        self._fresh_bytes = 0
-        self._ended = False
-        self._closing = self._left_open = False
-        self._on_agreed: Callable[[list[int]], None] | None = None
-        self._done = threading.Event()
-
-    def begin(
-        self, sizes_bytes: npt.NDArray[np.int64], *, granularity_bytes: int, on_agreed: Callable[[list[int]], None]
-    ) -> None:
-        """Starts the negotiation of one backward pass.
-
-        Args:
-            sizes_bytes: of each gradient, `(n_gradients,)`.
-            granularity_bytes: ready bytes that are worth a round.
-            on_agreed: called in the thread with the indices, ascending, that a round has brought.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
-            self._thread.start()
-        self._done.clear()
-        with self._wake:
-            self._sizes_bytes, self._granularity_bytes = sizes_bytes, granularity_bytes
-            self._bits = np.zeros(sizes_bytes.size, dtype=np.bool_)
-            self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
-
-    def set_ready(self, index: int) -> None:
-        """This rank's gradient `index` is ready, in its place in the flat buffer."""
-        with self._wake:
-            self._bits[index] = True
-            self._fresh_bytes += int(self._sizes_bytes[index])
-            # With the last one the pass has ended here: the main thread may wait for other gradients first.
-            self._ended = bool(self._bits.all())
-            if self._worth_a_round():
-                self._wake.notify()
-
-    def end(self) -> None:
-        """The backward pass has ended: all gradients count as ready."""
-        with self._wake:
-            self._bits[:] = True
-            self._ended = True
-            self._wake.notify()
-
-    def wait(self, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Blocks until every gradient is agreed; False if `interrupted`, which is asked now and then, says so.
-
-        Raises:
-            CommError: the job failed meanwhile.
-        """
-        if not wait_for_work([self._done], failures=self._failures, interrupted=interrupted):
-            return False
-        self._failures.check()
-        return True
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(
-                        lambda: self._closing or (self._on_agreed is not None and self._worth_a_round())
-                    )
-                if self._closing:
-                    return
-                self._negotiate()
-                self._done.set()
-        except CommError as err:
-            self._failures.report(err)
-        except Exception as err:  # whatever it is, those who wait must hear of it
-            self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
-        finally:
-            self._done.set()
-
-    def _worth_a_round(self) -> bool:
-        return self._ended or self._fresh_bytes >= self._granularity_bytes
-
-    def _negotiate(self) -> None:
-        """Rounds until all gradients of this backward pass are agreed."""
-        on_agreed = self._on_agreed
-        assert on_agreed is not None
-        agreed = np.zeros(self._bits.size, dtype=np.bool_)
-        while not agreed.all():
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._worth_a_round())
-                if self._closing:
-                    return
-                bits = self._bits.copy()
-                self._fresh_bytes = 0
-            begin_s = time.perf_counter()
-            result = agree(bits, comm=self._comm, failures=self._failures, closing=lambda: self._closing)
-            if result is None:
-                self._left_open = True
-                return
-            if (trace := timeline.current) is not None:
-                brought = int((result & ~agreed).sum())
-                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
-            if fresh := np.flatnonzero(result & ~agreed).tolist():
-                on_agreed(fresh)
-            agreed |= result
-        self._on_agreed = None
-
-    def close(self) -> bool:
-        """Ends the thread; False if the communicator is in use for ever, by a round that other ranks never joined."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread is None:
-            return True
-        self._thread.join(timeout=2.0)
-        return not (self._thread.is_alive() or self._left_open)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +106,7 @@ class IterationTrace:
 
     device: Device
     source: object
-    buffers: GradientBuffers
+    buffers: FlatBuffers
     shown: Timeline | None = field(default_factory=lambda: timeline.current)
     recorded: Recorder | None = field(default_factory=lambda: recorder.current)
     copies: list[tuple[Event, Event, int]] = field(default_factory=list)

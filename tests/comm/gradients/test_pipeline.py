@@ -13,9 +13,10 @@ from sirtaki.comm import recorder
 from sirtaki.comm.control.mesh_rendezvous import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
-from sirtaki.comm.gradients.buffers import FLAG_COUNT, Pace, Reduction
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import FLAG_COUNT, Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, Work
 from sirtaki.errors import CommError, PlanError, TransportError
@@ -62,7 +63,7 @@ class Made:
         self.params = [parameters((size,), dtype=dtype)[0] for size, dtype in zip(sizes, each, strict=True)]
         self.router = LonelyRouter(device, ranks=RANKS)
         self.cuts, self.streams = cuts, streams
-        self.sync = Synchroniser(
+        self.sync = GradientPipeline(
             self.params,
             [f"p{index}" for index in range(len(sizes))],
             control=ControlPlane(alone()),
@@ -307,12 +308,12 @@ def test_what_did_not_come_counts_as_it_is_or_as_zeros_and_a_frozen_parameter_is
 
 def test_a_rank_that_has_joined_gives_zeros() -> None:
     made = Made(2, 2).profiled()
-    made.sync.say_pace(Pace.SLOWER)
+    made.sync.say_pace(Drift.SLOWER)
     made.sync.contribute_zeros()
     assert made.left == [(0, 4 + FLAG_COUNT)]
     made.sync.finish(joined=True)
     assert made.grads == [[0, 0], [0, 0]]
-    assert made.sync.pace is Pace.USUAL
+    assert made.sync.pace is Drift.USUAL
 
 
 @pytest.mark.parametrize("came", [[0, 1], [0]])
