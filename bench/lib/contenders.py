@@ -111,7 +111,7 @@ class Bare:
 
     def measure(self, knobs: Knobs) -> tuple[float, float]:
         """Collective: span and time of one step with this setting, after one that does not count."""
-        self._sync.set_plans([knobs.to_plan(self.layout)])
+        self._sync.use([knobs.to_plan(self.layout)])
         self._step()
         begin_s = time.perf_counter()
         span_s = self._step().span_s

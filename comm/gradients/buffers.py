@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import eq
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -94,6 +96,7 @@ REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 
 # How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
 _USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
+_STRIDE = torch.Tensor.stride
 _NOBODYS = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
@@ -212,9 +215,16 @@ class FlatBuffers:
     def _storage_of(self, view: torch.Tensor) -> torch.UntypedStorage:
         return view.untyped_storage() if view.numel() else _NOBODYS
 
-    def has_users(self, part: slice) -> bool:
-        """Somebody has another tensor over the memory of some of these views."""
-        return list(map(_USERS, self._storage_ids[part])) != self._users[part]
+    def accept(self, part: slice, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return whether the views at these positions may become the `.grad` of gradients that are copied there.
+
+        False if another tensor shares the memory of a view, or if a gradient has another dtype or other strides than
+        its place, as far as `.grad = view` does not raise.
+        """
+        if list(map(_USERS, self._storage_ids[part])) != self._users[part] or any(self._other_dtype[part]):
+            return False
+        strides = self._strides[part]
+        return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))
 
     def is_intact(self, position: int) -> bool:
         """The view still lies in the flat buffer."""
@@ -270,7 +280,7 @@ class FlatBuffers:
         for position in positions:
             if position in self.lent:
                 continue
-            if self.has_users(slice(position, position + 1)):
+            if _USERS(self._storage_ids[position]) != self._users[position]:
                 with self._device.before_packing():
                     self.lent[position] = self.places[position].clone()
             elif self.is_intact(position) and self._is_kept(position):
@@ -305,13 +315,6 @@ class FlatBuffers:
                 f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
                 "model first, then make the optimizer"
             )
-
-    def have_form(self, part: slice, gradients: Sequence[torch.Tensor]) -> bool:
-        """These gradients have the dtypes and strides of their places, as far as `.grad = view` does not tell."""
-        strides = self._strides[part]
-        return not any(self._other_dtype[part]) and all(
-            gradient.stride() == wanted for gradient, wanted in zip(gradients, strides, strict=True) if wanted
-        )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies reduced gradients from their places into tensors that do not lie there; puts back what does."""

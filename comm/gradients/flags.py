@@ -43,7 +43,7 @@ class RankFlags(NamedTuple):
     not_faster: bool = False
 
     @property
-    def pace(self) -> Drift:
+    def drift(self) -> Drift:
         """What all ranks find; as usual where they differ, or where nothing was said."""
         if self.not_slower == self.not_faster:
             return Drift.USUAL
@@ -57,7 +57,7 @@ class FlagTraffic:
     """The flags of one flat buffer.
 
     Attributes:
-        pace: what this rank finds of reductions, which it says along with all else.
+        drift: trend of the communication time, as this rank reports it with the other flags.
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
@@ -69,11 +69,11 @@ class FlagTraffic:
         self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
         self._reduced = device.pinned(FLAG_COUNT, elements.dtype)
         self._read: Event | None = None
-        self.pace = Drift.USUAL
+        self.drift = Drift.USUAL
 
     def write(self, said: RankFlags) -> None:
         """Sets this rank's flags, before the elements are reduced; those of its pace are added."""
-        choice = self._choices[(*said[:-2], self.pace is not Drift.SLOWER, self.pace is not Drift.FASTER)]
+        choice = self._choices[(*said[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:

@@ -28,14 +28,14 @@ LARGE_ELEMENTS = 1 << 18
 
 
 class DeferredCopies:
-    """Gradients on their way into the flat buffers of the host, which the threads that carry units copy.
+    """Copies of gradients into the flat buffers of the host, which transport threads run.
 
-    One thread adds, any may copy: what is needed first is copied first.
+    The training thread adds copies. Any thread may run them, in the order in which they were added.
 
     Attributes:
-        count: how much there is to copy, in gradients and pieces of large ones.
-        copied: how much of that is copied.
-        cut: of those in pieces of `LARGE_ELEMENTS`, by position: how much there is before them.
+        count: copies that were added in this iteration; a large gradient is copied in several pieces.
+        copied: how many of them have been run.
+        cut: number of copies before those of a gradient in pieces of `LARGE_ELEMENTS`, by its position.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,15 @@ class DeferredCopies:
         self.cut: dict[int, int] = {}
         self.count = self.copied = 0
 
+    def clear(self) -> None:
+        """Forget all copies. Call between iterations, when no transport thread runs any."""
+        self._targets.clear()
+        self._sources.clear()
+        self.cut.clear()
+        self.count = self.copied = 0
+
     def add(self, positions: Sequence[int], places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """They are to be copied, each to its place, which has the same form."""
+        """Add copies of gradients to their places, which have the same shapes and strides."""
         if max(map(torch.Tensor.numel, places)) < LARGE_ELEMENTS:
             self._targets += places
             self._sources += gradients
@@ -60,13 +67,13 @@ class DeferredCopies:
         self.count = len(self._targets)
 
     def copy(self, until: int) -> None:
-        """Copies what was not copied before, of the first so many."""
+        """Run those of the first `until` copies that have not been run. Thread-safe."""
         with self._copying, torch.no_grad():  # gradients made with create_graph=True have a graph
             part = slice(self.copied, until)
             if not (targets := self._targets[part]):
                 return
             sources = self._sources[part]
-            self._sources[part] = [_NOTHING] * len(sources)  # nobody needs their memory any more
+            self._sources[part] = [_NOTHING] * len(sources)  # their memory is free from now on
             if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
                 pairs, targets, sources = zip(targets, sources, strict=True), [], []
                 for target, source in pairs:
@@ -103,40 +110,49 @@ def _cut(
 
 
 class ReadyGradients:
-    """What has come so far in this iteration, and its way into the flat buffers and out of them.
+    """The gradients that are ready in this iteration, on their way into the flat buffers and back to `.grad`.
 
-    The tensors are kept as they came: a gradient that the user sets to None afterwards has been computed all the
-    same, and counts for the other ranks. Parameters are named by their positions in the buffers' order.
+    It keeps each tensor that was in `.grad`. A gradient that user code sets to None afterwards has been computed all
+    the same, and counts on the other ranks. Positions are those of `FlatBuffers`.
 
     Attributes:
-        copies: those that other threads do; None = none.
-        positions: of the parameters, in the order in which their gradients came.
-        gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
-        versions: of those tensors; `buffers.WRITTEN` = written since they came.
-        own: how many came from this rank's backward pass; the others were put in for it.
-        lost_replaced: parameters whose `.grad` was another tensor when the reduced gradient was handed out, which has
-            taken its place.
-        lost_written: parameters whose gradients were written in place before that, while they were reduced perhaps.
+        copies: the copies that transport threads run.
+        positions: of the parameters, in the order in which their gradients became ready.
+        gradients: their `.grad` at that time, in the same order; the view of the flat buffer once `.grad` is that.
+        versions: of those tensors; `WRITTEN` = written after the gradient became ready.
+        own: how many gradients this rank has computed; the others were filled in.
+        lost_replaced: parameters whose `.grad` was another tensor when the reduced gradient was assigned, and was lost.
+        lost_written: parameters whose gradients were written in place before that, perhaps during the reduction.
     """
 
-    def __init__(self, buffers: FlatBuffers, *, beside: bool = False) -> None:
-        """Args: `beside`: threads that carry units copy what `add_in_order` has noted, which takes no time here."""
+    def __init__(self, buffers: FlatBuffers) -> None:
         self._buffers = buffers
-        # Three lists, as a tuple for each gradient would be one more object to make and to collect.
+        # Three lists, because a tuple for each gradient is one more object to make and to collect.
         self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
         self.versions: list[int] = []
-        self._copied = 0
-        self.copies = DeferredCopies() if beside else None
-        self.own = 0
+        self.copies = DeferredCopies()
+        self.begin()
+
+    def begin(self, *, defers: bool = False) -> None:
+        """Begin an iteration.
+
+        Args:
+            defers: transport threads run the copies of gradients that come in the expected order.
+        """
+        for each in (self.positions, self.gradients, self.versions):
+            each.clear()
+        self._copied, self.own, self._defers = 0, 0, defers
+        if self.copies.count:
+            self.copies.clear()
         self.lost_replaced: list[int] = []
         self.lost_written: list[int] = []
-        self._handed_out: set[int] = set()
-        self._all_handed_out = False
+        self._assigned: set[int] = set()
+        self._all_assigned = False
 
     @property
     def present(self) -> list[int]:
-        """Of the parameters whose gradients have come, or are in `.grad` from before: all that will count."""
+        """Positions of the gradients that count for the other ranks: those that are ready or in `.grad` from before."""
         arrived = set(self.positions)
         return [
             position
@@ -145,15 +161,18 @@ class ReadyGradients:
         ]
 
     def add(self, position: int, gradient: torch.Tensor, version: int) -> None:
-        """The gradient of a parameter is complete, and had this version when it came."""
+        """Add one gradient, which had this version when it became ready."""
         self.positions.append(position)
         self.gradients.append(gradient)
         self.versions.append(version)
 
     def add_in_order(self, params: Sequence[torch.Tensor]) -> bool:
-        """Dense gradients of these parameters are complete; False, and nothing is noted, unless they are the next ones.
+        """Add the dense gradients of these parameters if they are the next ones in the expected order.
 
-        With `copy_in` and `hand_out` this is what a gradient costs: their loops are C's.
+        With `copy_in` and `assign_all` this is what a gradient costs, so their loops run in C.
+
+        Returns:
+            False, and nothing is added, if another gradient was expected, or one of them is sparse or None.
         """
         buffers, first = self._buffers, len(self.positions)
         expected = slice(first, first + len(params))
@@ -163,7 +182,7 @@ class ReadyGradients:
         try:
             if any(map(IS_SPARSE, gradients)):
                 return False
-        except AttributeError:  # None: a pass that leads here has come to nothing
+        except AttributeError:  # a gradient is None: the pass has led to the parameter, but computed nothing
             return False
         self.positions += buffers.numbers[expected]
         self.gradients += gradients
@@ -171,53 +190,54 @@ class ReadyGradients:
         return True
 
     def copy_in(self, since: int | None = None) -> int:
-        """Copies what has come since the last time into the flat buffers, all at once; returns how many that were.
+        """Copy the gradients that were added since the last call into the flat buffers, all at once.
 
-        Where a gradient fits its place, `.grad` is the view from then on, also where `copies` has yet to fill it.
+        Where a gradient fits its place, `.grad` is the view from then on, also if the copy is deferred.
 
         Args:
-            since: what came from this number on was noted by `add_in_order` just now, so that nobody can have touched
-                it; None = the user may have touched anything.
+            since: `add_in_order` has just added the gradients from this number on, so that user code cannot have
+                changed them; None = user code may have changed any of them.
+
+        Returns:
+            The number of gradients.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
         first, self._copied = self._copied, len(self.positions)
-        if first < self._copied and not self._copy_usual(first, looks=since is None or first < since):
-            self._copy_one_by_one(first)
-        return self._copied - first
-
-    def _copy_usual(self, first: int, *, looks: bool) -> bool:
-        """Neighbours that have come in order, whose gradients nobody has touched: copies them; else returns False."""
+        if first == self._copied:
+            return 0
         buffers, own, fresh = self._buffers, self.positions[first:], self.gradients[first:]
         part = slice(own[0], own[-1] + 1)
         views, params = buffers.views[part], buffers.params[part]
-        if looks and (
+        unchanged = since is not None and first >= since
+        if not unchanged and (
             own != buffers.numbers[part]
             or list(map(VERSION, fresh)) != self.versions[first:]
             or not all(map(is_, map(GRAD, params), fresh))
         ):
-            return False
-        if all(map(is_, views, fresh)):  # autograd has added to what is there
-            return list(map(torch.Tensor.data_ptr, views)) == buffers.addresses[part]
-        if max(map(sys.getrefcount, views)) > REFERENCES or buffers.has_users(part):
-            return False
-        if not buffers.have_form(part, fresh):
-            return False
-        copies = None if looks else self.copies
-        if copies is None:
-            buffers.fill(own, fresh)
-        try:
-            deque(map(setattr, params, repeat("grad"), views), maxlen=0)
-        except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
-            for param, gradient in zip(params, fresh, strict=True):
-                if param.grad is not gradient:
-                    param.grad = gradient
-            return False
-        if copies is not None:
-            copies.add(own, buffers.places[part], fresh)
-        self.gradients[first:], self.versions[first:] = views, map(VERSION, views)
-        return True
+            self._copy_one_by_one(first)
+        elif all(map(is_, views, fresh)):  # autograd has added to what is there
+            if list(map(torch.Tensor.data_ptr, views)) != buffers.addresses[part]:
+                self._copy_one_by_one(first)
+        elif max(map(sys.getrefcount, views)) > REFERENCES or not buffers.accept(part, fresh):
+            self._copy_one_by_one(first)
+        else:
+            deferred = self._defers and unchanged
+            if not deferred:
+                buffers.fill(own, fresh)
+            try:
+                deque(map(setattr, params, repeat("grad"), views), maxlen=0)
+            except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
+                for param, gradient in zip(params, fresh, strict=True):
+                    if param.grad is not gradient:
+                        param.grad = gradient
+                self._copy_one_by_one(first)
+            else:
+                if deferred:
+                    self.copies.add(own, buffers.places[part], fresh)
+                self.gradients[first:], self.versions[first:] = views, map(VERSION, views)
+        return self._copied - first
 
     def _copy_one_by_one(self, first: int) -> None:
         buffers, copied, sources, misfits = self._buffers, list[int](), list[torch.Tensor](), list[int]()
@@ -232,7 +252,7 @@ class ReadyGradients:
             param, view = buffers.params[position], buffers.views[position]
             if position in buffers.lent:
                 continue
-            if not buffers.is_intact(position) or not buffers.have_form(slice(position, position + 1), [gradient]):
+            if not buffers.is_intact(position) or not buffers.accept(slice(position, position + 1), [gradient]):
                 misfits.append(number)
             elif param.grad is gradient:
                 try:
@@ -255,10 +275,10 @@ class ReadyGradients:
         unwritten = self.gradients[number]._version == self.versions[number]
         self.gradients[number], self.versions[number] = view, view._version if unwritten else WRITTEN
 
-    def put_in(self, position: int) -> None:
-        """Stands in for a gradient that did not come: what is in `.grad` counts as it is, nothing counts as zeros.
+    def fill_missing(self, position: int) -> None:
+        """Add what stands in for a gradient that is not ready: the value of `.grad`, or zeros if it is None.
 
-        A frozen parameter is left alone.
+        A parameter that is frozen now keeps its `.grad`, and counts as zeros.
         """
         param = self._buffers.params[position]
         if param.grad is not None and param.requires_grad:
@@ -271,7 +291,7 @@ class ReadyGradients:
 
     @property
     def written(self) -> list[int]:
-        """Parameters whose gradients were written in place after they came, and are not reduced yet."""
+        """Positions of the gradients that were written in place after they became ready. Call before the reduction."""
         params = self._buffers.params
         return [
             position
@@ -281,44 +301,44 @@ class ReadyGradients:
 
     @property
     def replaced(self) -> bool:
-        """The user has put another tensor into some `.grad` since its gradient came, which is not reduced yet."""
+        """True if user code has put another tensor into the `.grad` of a ready gradient. Call before the reduction."""
         params = self._buffers.params
         return any(
             (current := params[position].grad) is not gradient and current is not None
             for position, gradient in zip(self.positions, self.gradients, strict=True)
         )
 
-    def hand_out(self, unused: Sequence[int] = ()) -> None:
-        """After the reduction: every `.grad` that the user has not set to None holds the reduced gradient.
+    def assign_all(self, unused: Sequence[int] = ()) -> None:
+        """Assign the reduced gradients to every `.grad` that user code has not set to None. Call after the reduction.
 
         Args:
-            unused: parameters that keep None because no rank computed their gradients.
+            unused: positions of parameters that keep None, because no rank has computed their gradients.
         """
-        buffers, self._all_handed_out = self._buffers, True
-        if (  # as usual every `.grad` is the flat buffer's view, and was not written
+        buffers, self._all_assigned = self._buffers, True
+        if (  # the usual case: every `.grad` is the flat buffer's view, and was not written
             self.own == len(buffers.params)
-            and not self._handed_out
+            and not self._assigned
             and self.positions == buffers.numbers
             and all(map(is_, map(GRAD, buffers.params), buffers.views))
             and list(map(VERSION, buffers.views)) == self.versions
             and list(map(torch.Tensor.data_ptr, buffers.views)) == buffers.addresses
         ):
             return
-        rest = [number for number, position in enumerate(self.positions) if position not in self._handed_out]
-        self._hand_out(rest, frozenset(unused))
+        rest = [number for number, position in enumerate(self.positions) if position not in self._assigned]
+        self._assign(rest, frozenset(unused))
 
-    def hand_out_some(self, positions: Sequence[int]) -> None:
-        """As `hand_out`, of these parameters, which are reduced already; once each.
+    def assign(self, positions: Sequence[int]) -> None:
+        """Assign the reduced gradients of some parameters, once each, before all are reduced.
 
-        Nothing is done after `hand_out`: places may hold other gradients again, and what is done to `.grad` holds.
+        After `assign_all` nothing is assigned: places may hold other gradients again, and user code owns `.grad`.
         """
-        if self._all_handed_out:
+        if self._all_assigned:
             return
-        wanted = set(positions) - self._handed_out
-        self._handed_out |= wanted
-        self._hand_out([number for number, position in enumerate(self.positions) if position in wanted], frozenset())
+        wanted = set(positions) - self._assigned
+        self._assigned |= wanted
+        self._assign([number for number, position in enumerate(self.positions) if position in wanted], frozenset())
 
-    def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> None:
+    def _assign(self, numbers: Sequence[int], unused: frozenset[int]) -> None:
         buffers, copies = self._buffers, list[tuple[int, torch.Tensor]]()
         for number in numbers:
             position, gradient, version = self.positions[number], self.gradients[number], self.versions[number]
@@ -330,8 +350,8 @@ class ReadyGradients:
                     copies.append((position, current))
                     buffers.view(position)  # one whose memory was swapped is not used again
                 continue
-            if number >= self.own:  # put in, so the reduced one is for this rank, too
-                if not param.requires_grad or position in left_alone:
+            if number >= self.own:  # filled in, so the reduced one is for this rank, too
+                if not param.requires_grad or position in unused:
                     continue
             elif current is None:  # the user has set it so
                 continue

@@ -276,7 +276,7 @@ def reorder_units(
         pace: of the iteration.
         held: units that leave when the backward pass has ended, not before.
     """
-    played, come_s = _StreamReplay(units, pace), coming_s(units, pace, held=held)
+    played, come_s = _StreamReplay(units, pace), complete_s(units, pace, held=held)
     for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
         played.advance(moment_s)
         for number in numbers:
@@ -286,7 +286,7 @@ def reorder_units(
     return played.order
 
 
-def coming_s(
+def complete_s(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[float]:
     """When each unit has all that it waits for, after the first gradient."""

@@ -22,9 +22,10 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.engine import job
 from sirtaki.engine.console import NO_LOG
-from sirtaki.engine.reducing.gradient_hooks import Phase, ReducerOptions
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.sharing import CLOSED, OptimizerGradients, reducers_of
 from sirtaki.engine.settings import Overlap
 from sirtaki.engine.tuning.overlap import ForwardOverlap
@@ -495,7 +496,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.phase is Phase.STEPPED:  # no backward pass since
+        if updates.state is IterationState.DEFERRED:  # no backward pass since
             updates.settle()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
@@ -524,7 +525,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
         self._stop_watching()
         if self._updates is not None:
-            if self._updates.phase is Phase.GATED and self._should_synchronize:
+            if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
                 self._tell_once(SYNCHRONIZED)
             self._updates.settle()
         super().synchronize()
@@ -532,10 +533,10 @@ class OverlappedOptimizer(AveragingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
-        if updates is None or updates.phase not in (Phase.GATED, Phase.STEPPED):
+        if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
             with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)  # which reads no parameter
-        elif updates.phase is Phase.GATED:  # its step was left out
+        elif updates.state is IterationState.LAUNCHED:  # its step was left out
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:
@@ -596,7 +597,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def finish(self) -> None:
         """Blocks until all parameters are what the last `step()` makes of them; not collective."""
-        if self._updates is not None and self._updates.phase is Phase.STEPPED:
+        if self._updates is not None and self._updates.state is IterationState.DEFERRED:
             self._updates.settle()
             self._stop_watching()
 

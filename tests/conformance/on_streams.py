@@ -167,7 +167,7 @@ def train(streams: Streams, iterations: int, goes_on: GoesOn = always) -> int:
                 knobs = ((64, 3, None), (100_000, 1, 512), (4096, 2, 1024))[number % 3]
                 unit_bytes, count, threads = knobs
                 threads = threads if streams.opener is not None else None
-                training.sync.set_plans(
+                training.sync.use(
                     [training.plan(layout, unit_bytes, count, threads) for layout in training.sync.layouts]
                 )
             if number % 4 == 3:

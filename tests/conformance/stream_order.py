@@ -91,7 +91,7 @@ class Training:
                 self.device.notice_stream()
                 come.append(param)
                 if count in at_once:
-                    if not self.sync.come(come):
+                    if not self.sync.ready_in_order(come):
                         for each in come:
                             place = next(i for i, own in enumerate(self.params) if own is each)
                             self.sync.ready(place, each.grad, each.grad._version)  # type: ignore[arg-type, union-attr]

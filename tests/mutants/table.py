@@ -138,12 +138,12 @@ MUTANTS = (
         STREAM_ORDER,
         {
             "flags of use are always read": (
-                "if not self._unused_as_none or self._all_used:",
-                "if not self._unused_as_none:",
+                "        if self._all_used:\n            return ()\n",
+                "",
             ),
             "gradients on a GPU are counted one by one": (
-                "in_order = not (self.profiling or traced)",
-                "in_order = not (self.profiling or traced or device.streams)",
+                "elif self._trace is None:",
+                "elif self._trace is None and not device.streams:",
             ),
         },
     ),
@@ -189,33 +189,36 @@ MUTANTS = (
         OF_PIPELINE,
         {
             "a missing wait": (
-                "if not self._wait_for(now.works, now.units, interrupted):",
+                "if not self._wait_for(self._works, self._units, interrupted):",
                 "if interrupted and interrupted():",
             ),
             "a wrong divisor": ("scale=reduction.postscale,", "scale=1.0,"),
             "a factor that is left out": ("self._reduction.prescale) != 1.0:", "self._reduction.prescale) > 1.0:"),
             "a lost unit": (
-                "for number in range(len(self._schedule.units)) if number not in left]",
-                "for number in range(1, len(self._schedule.units)) if number not in left]",
+                "for number in range(len(self._schedule.units)) if number not in launched]",
+                "for number in range(1, len(self._schedule.units)) if number not in launched]",
             ),
             "a unit that leaves without its gradients": (
-                "            self._copy_in(since)\n            self._now.left += numbers",
-                "            self._now.left += numbers",
+                "n_copied = self._ready.copy_in(since)",
+                "n_copied = 0",
             ),
-            "a gradient that did not come is not put in": (
-                "                if position not in came:\n",
-                "                if position not in came and position:\n",
+            "a missing gradient is not filled in": (
+                "                if position not in own:\n",
+                "                if position not in own and position:\n",
             ),
-            "a course that is gone too far": ("course[now.step][0] <= came:", "course[now.step][0] <= came + 1:"),
-            "counting that forgets what came in order": (
-                "self._schedule.missing([self._buffers.order[place] for place in arrived.positions])",
+            "a unit that is launched a gradient too early": (
+                "course[self._step][0] <= n_ready:",
+                "course[self._step][0] <= n_ready + 1:",
+            ),
+            "counting that forgets what was ready in order": (
+                "self._schedule.missing([self._buffers.order[place] for place in ready.positions])",
                 "self._schedule.missing()",
             ),
             "missing gradients that count as reduced": (
-                "if self.complete or len(self._arrivals.positions) < self.n_params:",
-                "if self.complete:",
+                "if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:",
+                "if self.state is IterationState.REDUCED:",
             ),
-            "a gradient that is handed out before its unit is reduced": (
+            "a gradient that is assigned before its unit is reduced": (
                 "for number in self._schedule.units_of[index]]\n",
                 "for number in self._schedule.units_of[index][:0]]\n",
             ),
@@ -295,8 +298,8 @@ MUTANTS = (
         f"{EDITS} are_kept",
         {
             "kept gradients that are written over": (
-                "if max(map(sys.getrefcount, views)) > REFERENCES or buffers.has_users(part):",
-                "if buffers.outdated:",
+                "elif max(map(sys.getrefcount, views)) > REFERENCES or not buffers.accept(part, fresh):",
+                "elif buffers.outdated:",
             ),
             "kept memory that is not put back": (
                 "        if buffers.lent:\n            buffers.put_back",
@@ -308,15 +311,18 @@ MUTANTS = (
         BUFFERS,
         OF_BUFFERS,
         {
-            "strides that are not looked at": ("gradient.stride() == wanted for", "wanted for"),
+            "strides that are not looked at": (
+                "return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))",
+                "return True",
+            ),
         },
     ),
     *wrong_in(
         READY,
         OF_BUFFERS,
         {
-            "a gradient that is handed out twice": (
-                "wanted = set(positions) - self._handed_out\n",
+            "a gradient that is assigned twice": (
+                "wanted = set(positions) - self._assigned\n",
                 "wanted = set(positions)\n",
             ),
         },

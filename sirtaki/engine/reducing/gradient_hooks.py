@@ -34,10 +34,9 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.gradients.trace import InFlight
 from sirtaki.comm.modes import outside_changes
 from sirtaki.errors import CommError, GradientError
@@ -64,9 +64,6 @@ from .checks import Named, NanCheck, require_same_model, warn_of_different_value
 from .hooks import expect, register_last
 from .sparse_names import KnownSparse
 
-if TYPE_CHECKING:
-    from .sharing import OptimizerGradients
-
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
@@ -81,16 +78,6 @@ NEVER_CAME = (
     "the update of this parameter was put off by overlap_forward, and its ranks parted before its gradient had come; "
     "call optimizer.finish() or hvd.shutdown() first"
 )
-
-
-class Phase(Enum):
-    """Where an iteration is; the drawing above shows what leads from one to another."""
-
-    COMING = "some gradients may still come; units leave as they are full"
-    GATED = "all have left in the backward pass, and whoever looks at a parameter waits"
-    STEPPED = "step() has returned, and whoever looks at a parameter waits, and has it updated"
-    REDUCED = "every .grad holds the reduced gradient"
-    FAILED = "a backward pass has raised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +114,18 @@ class ForwardGate(Protocol):
 
     def close(self) -> None:
         """Nothing will be put off any more; not collective."""
+        ...
+
+
+class GradientUser(Protocol):
+    """An optimizer, which may use several `GradientHooks`."""
+
+    def fail(self) -> None:
+        """Drop the gradients of a backward pass that has raised."""
+        ...
+
+    def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
+        """Use `part`, too, which has taken over some of the parameters of `of`."""
         ...
 
 
@@ -212,7 +211,7 @@ class GradientHooks:
         self.key = (members.number, next(job.serials[members.number]))
         self.progress = Progress()
         self.shared, self.n_reduced = False, 0
-        self.users: weakref.WeakSet[OptimizerGradients] = weakref.WeakSet()
+        self.users: weakref.WeakSet[GradientUser] = weakref.WeakSet()
         self.gate: weakref.ref[ForwardGate] | None = None
         settings = job.settings
         self._settings = replace(settings, unused_as_none=options.unused_as_none or settings.unused_as_none)
@@ -328,7 +327,7 @@ class GradientHooks:
         for waiting in self._waiting:
             waiting.clear()
         self._come.clear()
-        self.phase, self.failed_in = Phase.COMING, None
+        self.state, self.failed_in = IterationState.COLLECTING, None
 
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -390,7 +389,7 @@ class GradientHooks:
                     if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
                         self._passes_left_of_all -= 1
                         return
-                elif not self._looks_at_each and self._sync is not None and self._sync.come(new):
+                elif not self._looks_at_each and self._sync is not None and self._sync.ready_in_order(new):
                     return
                 self._passes_left = self._counted()
             for param in new:
@@ -438,7 +437,7 @@ class GradientHooks:
 
     def begin_backward(self) -> bool:
         """A backward pass begins; False if its gradients do not count. Collective if the one before has raised."""
-        if self.phase is not Phase.COMING:
+        if self.state is not IterationState.COLLECTING:
             self.settle()
             if self.failed_in is not None:
                 self._job.participants.drop_failed(self.failed_in)
@@ -483,16 +482,16 @@ class GradientHooks:
         dense_come, rows = self._sync is not None and self._sync.can_reduce, self._rows
         if not (dense_come or (rows is not None and self._can_reduce_sparse(rows))):
             if self._sync is not None:
-                self._sync.catch_up()
+                self._sync.run_copies()
             return
         for other in self._job.participants:  # for which other ranks may wait first
             if other is not self:
                 other.flush()
         self._job.joining.begins(self, Stage.REDUCE)
-        if self.gate is not None and self.can_put_off and (gate := self.gate()) is not None:
+        if self.gate is not None and self.can_defer and (gate := self.gate()) is not None:
             self.flush()
             if gate.keep():
-                self.phase = Phase.GATED
+                self.state = IterationState.LAUNCHED
                 return
         self.reduce()
         if self._sync is not None and self._sync.problem:
@@ -500,8 +499,8 @@ class GradientHooks:
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """All dense gradients of this iteration were reduced before, and all sparse ones have come."""
-        done = self._sync is None or self._sync.complete
-        return rows.pending and done and not (rows.missing or self.phase is Phase.REDUCED)
+        done = self._sync is None or self._sync.state is IterationState.REDUCED
+        return rows.pending and done and not (rows.missing or self.state is IterationState.REDUCED)
 
     def reduce(self) -> None:
         """Blocks until what has come is reduced, unless this rank is needed elsewhere.
@@ -511,12 +510,12 @@ class GradientHooks:
         """
         sync, rows, interrupted = self._sync, self._rows, partial(self._job.blocked.need, self)
         with self.progress.waits(Stage.REDUCE):
-            if self.phase is Phase.GATED:
-                self.phase = Phase.COMING
-            if sync is not None and not sync.complete and not sync.reduce(interrupted):
+            if self.state is IterationState.LAUNCHED:
+                self.state = IterationState.COLLECTING
+            if sync is not None and sync.state is not IterationState.REDUCED and not sync.reduce(interrupted):
                 return
             if rows is None or (not rows.missing and rows.reduce(interrupted)):
-                self.phase = Phase.REDUCED
+                self.state = IterationState.REDUCED
             if sync is not None and sync.profiling:
                 self.sparse.make_sparse(self.sparse.found)
 
@@ -531,8 +530,8 @@ class GradientHooks:
         """What has come does not count; `.grad` leaves the buffers, in which gradients are on their way."""
         if self.closed:
             return
-        if self.phase is not Phase.FAILED:
-            self.phase = Phase.FAILED
+        if self.state is not IterationState.FAILED:
+            self.state = IterationState.FAILED
             self._detach()
             self._failed_with = [(param, param.grad, _version(param.grad)) for _, param in self.hooked]
         self.failed_in = self._job.participants.n_begun
@@ -543,9 +542,9 @@ class GradientHooks:
 
     def drop_failed(self) -> None:
         """Collective if a pass has raised in this iteration: ends it, and leaves `.grad` as it is."""
-        if self.phase is not Phase.FAILED:
+        if self.state is not IterationState.FAILED:
             return
-        self.phase, self.failed_in = Phase.COMING, None
+        self.state, self.failed_in = IterationState.COLLECTING, None
         self._detach()
         kept = [(param, param.grad) for param, _, _ in self._failed_with]
         for param, _ in kept:
@@ -557,10 +556,16 @@ class GradientHooks:
     # ── the end of an iteration that comes late ──────────────────────────────────────────────────────────────────
 
     @property
-    def can_put_off(self) -> bool:
+    def can_defer(self) -> bool:
         """Nothing in the end of this iteration needs the other ranks, once all gradients have left."""
         tuned = self.tuned
-        if tuned is None or self.shared or self.phase is Phase.FAILED or not self.all_dense or self.sparse.found:
+        if (
+            tuned is None
+            or self.shared
+            or self.state is IterationState.FAILED
+            or not self.all_dense
+            or self.sparse.found
+        ):
             return False
         return tuned.can_put_off and self._compared_values and self._nan_check is None and not self.thawed
 
@@ -571,9 +576,9 @@ class GradientHooks:
 
     @outside_changes
     def put_off(self) -> None:
-        """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
+        """If it `can_defer`: this rank takes part in the end of the iteration, and waits for nobody."""
         assert self._sync is not None
-        self.phase = Phase.STEPPED
+        self.state = IterationState.DEFERRED
         self._job.joining.begins(self, Stage.FINISH)
         self._put_in_missing()
         self._sync.flush()
@@ -591,17 +596,17 @@ class GradientHooks:
         """
         if self._sync is None:
             raise CommError(NEVER_CAME)
-        late = self.phase is Phase.STEPPED
+        late = self.state is IterationState.DEFERRED
         with self.progress.waits(Stage.FINISH if late else Stage.REDUCE):
-            numbers = self._sync.wait_for(number, None if late else partial(self._job.blocked.need, self))
+            numbers = self._sync.wait_for_one(number, None if late else partial(self._job.blocked.need, self))
         if not numbers:
-            self.phase = Phase.COMING
+            self.state = IterationState.COLLECTING
         return numbers
 
-    def hand_out(self, numbers: Sequence[int]) -> None:
+    def assign_gradients(self, numbers: Sequence[int]) -> None:
         """What `wait_for` has returned: each `.grad` holds the reduced gradient from now on."""
         assert self._sync is not None
-        self._sync.hand_out_some(numbers)
+        self._sync.assign_gradients(numbers)
 
     def settle(self) -> None:
         """Blocks until no end of an iteration is put off any more; not collective."""
@@ -625,16 +630,16 @@ class GradientHooks:
         if not joined:
             if not (self.hooked or self.thawed):
                 return
-            if self.phase is Phase.FAILED and any(
+            if self.state is IterationState.FAILED and any(
                 param.grad is not left or _version(left) != version for param, left, version in self._failed_with
             ):
                 self.drop_failed()
             if not self.begun:
                 distributed_autograd.require_gradients_outside(self.hooked)
             self._job.joining.begins(self, Stage.FINISH)
-        late, problem = self.phase is Phase.STEPPED, ""
+        late, problem = self.state is IterationState.DEFERRED, ""
         if late:
-            self.phase = Phase.COMING
+            self.state = IterationState.COLLECTING
         if not self.shared or self._is_due(here=self.begun or (due and not joined)):
             with self.progress.waits(Stage.FINISH):
                 changed = self._reduce_all(joined=joined, late=late)
@@ -680,9 +685,9 @@ class GradientHooks:
         thawed = self.thawed if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self._counted(), self.hooked)
-        if sync is None or self._looks_at_each or (not sync.complete and sync.missing):
+        if sync is None or self._looks_at_each or (sync.state is not IterationState.REDUCED and sync.missing):
             self._put_in_missing()
-        if rows is not None and self.phase is not Phase.REDUCED:
+        if rows is not None and self.state is not IterationState.REDUCED:
             rows.put_in_missing(joined=joined)
         profiling = sync is not None and sync.profiling
         if self.tuned is not None:
@@ -784,7 +789,7 @@ class GradientHooks:
     @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
-        missing = self._sync is not None and bool(self._sync.missing_names())
+        missing = self._sync is not None and bool(self._sync.missing)
         return self.progress.given(missing=missing or (self._rows is not None and bool(self._rows.missing)))
 
     def flush(self) -> None:
@@ -862,7 +867,7 @@ def _progress_of(this: weakref.ref[GradientHooks], participants: Participants) -
     sync = tuned.synchroniser
     if not (reducer.pending or reducer.progress.waiting or reducer in participants.in_use):
         return ""
-    missing = sync.missing_names()
+    missing = [sync.names[index] for index in sync.missing]
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     waiting = sync.in_flight.unreduced_unit()
     return "".join(

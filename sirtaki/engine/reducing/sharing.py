@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 
 from sirtaki.comm.collectives.engine import RankSet
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.errors import ConfigError, GradientError, MismatchError, NotInitializedError
 
 from ..job import Job
 from .checks import Named
-from .gradient_hooks import GradientHooks, Phase, ReducerOptions
+from .gradient_hooks import GradientHooks, ReducerOptions
 
 IN_FLIGHT = "add_param_group() between backward() and step(): call step() or synchronize() first"
 
@@ -190,10 +191,10 @@ class OptimizerGradients:
         """
         failed = reduced = unreduced = False
         for reducer in self._seen:
-            failed |= reducer.phase is Phase.FAILED
+            failed |= reducer.state is IterationState.FAILED
             if reducer.pending:
-                reduced |= reducer.phase is Phase.REDUCED
-                unreduced |= reducer.phase is not Phase.REDUCED
+                reduced |= reducer.state is IterationState.REDUCED
+                unreduced |= reducer.state is not IterationState.REDUCED
         if failed:
             for reducer in self._seen:
                 reducer.drop_failed()

@@ -327,9 +327,9 @@ class ForwardOverlap:
             return
         if self.trials is None:
             if not self._tries:
-                synchroniser.overtake(self._pace)
+                synchroniser.reorder_units(self._pace)
         elif self.trials.now.puts_off:  # again as it was tried, if it was
-            synchroniser.overtake(self._paces.setdefault(self.trials.now, self._pace))
+            synchroniser.reorder_units(self._paces.setdefault(self.trials.now, self._pace))
 
     def _expected(
         self,
@@ -344,7 +344,7 @@ class ForwardOverlap:
 
         def expected_s(knobs: Knobs) -> float:
             assert link is not None
-            units, come_s = synchroniser.overtaken(plans_for(knobs, synchroniser.layouts), pace)
+            units, come_s = synchroniser.reordered_units(plans_for(knobs, synchroniser.layouts), pace)
             return put_off_iteration_s(units, come_s, pace, forward_s=max(0.0, forward_s), link=link)
 
         decides = self._control.rank == 0 and link is not None

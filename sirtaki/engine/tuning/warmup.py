@@ -959,7 +959,7 @@ class TunedSynchroniser:
     def can_put_off(self) -> bool:
         """The end of this iteration needs no other rank, once all gradients have left."""
         ready = self.overlap is not None and self.overlap.ready
-        return ready and not self.tuning and not self._to_measure and self._sync.can_put_off
+        return ready and not self.tuning and not self._to_measure and self._sync.can_defer
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
@@ -986,7 +986,7 @@ class TunedSynchroniser:
                     self._next_assignment()
             else:
                 if self._drift is not None and (self.overlap is None or not self.overlap.trying):
-                    self._watch(self._drift, span_s, self._sync.pace)
+                    self._watch(self._drift, span_s, self._sync.drift)
                 if self._to_measure and not self.tuning:
                     self._measure_loss()
                 elif self.overlap is not None and not self.tuning:
@@ -1018,7 +1018,7 @@ class TunedSynchroniser:
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
-            self._sync.say_pace(Drift.USUAL)
+            self._sync.vote_drift(Drift.USUAL)
         self._take_given()
         if self.tuning and self._assignment is None:
             remembered = False
@@ -1120,7 +1120,7 @@ class TunedSynchroniser:
 
     def _apply(self, knobs: Knobs) -> None:
         """Collective."""
-        self._sync.set_plans(plans_for(knobs, self._layouts))
+        self._sync.use(plans_for(knobs, self._layouts))
         self.knobs = knobs
 
     def _end(self) -> None:
@@ -1158,7 +1158,7 @@ class TunedSynchroniser:
             link=None if self.model is None else self.model.link_between_hosts(self.knobs.route),
         )
         if knobs is not None:
-            self._sync.set_plans(plans_for(knobs, self._layouts))
+            self._sync.use(plans_for(knobs, self._layouts))
             self.knobs = knobs
             overlap.order(self._sync)
             if overlap.trying:
@@ -1177,7 +1177,7 @@ class TunedSynchroniser:
             return
         drift.note(span_s)
         if self._coordinator is None or not self._coordinator.failed:
-            self._sync.say_pace(drift.pace)
+            self._sync.vote_drift(drift.pace)
 
     def _retune(self, drift: DriftWatch, span_s: float) -> None:
         """Collective: a short search begins with what runs now."""
@@ -1186,7 +1186,7 @@ class TunedSynchroniser:
         drift.retuned()
         if self.overlap is not None:
             self.overlap.forget()
-        self._sync.say_pace(Drift.USUAL)
+        self._sync.vote_drift(Drift.USUAL)
         self.tuning = True
         self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)
         self._next_assignment()

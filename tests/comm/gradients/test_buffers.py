@@ -59,7 +59,7 @@ def test_what_has_come_since_the_last_time_is_copied_in_and_comes_out_as_it_was(
     assert [arrivals.copy_in() for _ in range(2)] == [3, 0]
     come(arrivals, params, 2, 1)
     assert arrivals.copy_in() == 2
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert [param.grad.tolist() for param in params] == wanted  # type: ignore[union-attr]
     assert all(param.grad is buffers.view(index) for index, param in enumerate(params))
 
@@ -73,7 +73,7 @@ def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_us
         come(arrivals, params, 0, 1)
         arrivals.copy_in()
         buffers.groups[0].buffer.tensor.mul_(2)
-        arrivals.hand_out()
+        arrivals.assign_all()
         assert [param.grad.tolist() for param in params] == [[6, 8], [6, 8]]  # type: ignore[union-attr]
         in_place = [param.grad.data_ptr() == buffers.addresses[index] for index, param in enumerate(params)]  # type: ignore[union-attr]
         params[0].grad.data = torch.zeros(2)
@@ -103,7 +103,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated(
     arrivals.copy_in()
     assert buffers.outdated
     assert other.grad is buffers.view(1)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (param.grad.stride(), param.grad.dtype) == (param.stride(), param.dtype)
     assert bool((param.grad == 3.0).all())
 
@@ -141,7 +141,7 @@ def test_what_the_user_does_to_gradients_that_have_come_is_seen(copied: bool) ->
     assert arrivals.written == [3], "what was written before it was copied in is not forgotten"
     for index in (0, 1, 2):
         assert torch.equal(buffers.view(index), wanted[index])
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (arrivals.lost_replaced, arrivals.lost_written) == ([0], [3])
     assert params[0].grad is buffers.view(0)
     assert params[4].grad is None
@@ -156,11 +156,11 @@ def test_a_frozen_parameter_keeps_what_it_has_though_zeros_were_reduced_for_it()
     params[2].grad = None  # with none
     params[2].requires_grad_(requires_grad=False)
     for index in range(3):
-        arrivals.put_in(index)
+        arrivals.fill_missing(index)
     arrivals.copy_in()
     assert flat(buffers) == [0] * 6
     buffers.groups[0].buffer.tensor.add_(5)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert [None if param.grad is None else param.grad.tolist() for param in params] == [[0, 1], [7, 8], None]
 
 
@@ -170,7 +170,7 @@ def test_where_the_place_does_not_fit_any_more_the_reduced_gradient_is_copied() 
     arrivals.copy_in()
     params[0].data = params[0].data.t()  # other strides now
     params[0].grad = torch.full((2, 2), -1.0)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert params[0].grad.stride() == params[0].stride()
     assert params[0].grad.tolist() == [[0, 1], [2, 3]]
     assert params[0].grad.data_ptr() != buffers.addresses[0]
@@ -180,13 +180,13 @@ def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None
     params, buffers, arrivals = made((2,), (2,), (1,))
     come(arrivals, params, 0, 1, 2)
     arrivals.copy_in()
-    arrivals.hand_out_some([1])
+    arrivals.assign([1])
     assert params[1].grad is not None
     params[1].grad.zero_()  # what is done to it now holds
-    arrivals.hand_out_some([0, 1])
+    arrivals.assign([0, 1])
     params[2].grad = torch.ones(1)  # and this comes too early
     buffers.groups[0].buffer.tensor[0] = 7
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (arrivals.lost_replaced, arrivals.lost_written) == ([2], [])
     assert params[1].grad.tolist() == [0, 0]
 
@@ -257,16 +257,16 @@ def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
     for own, others in itertools.product(ALL, repeat=2):
         if not (own.not_slower or own.not_faster):
             continue  # nobody finds both
-        flags.pace = own.pace
+        flags.drift = own.drift
         flags.write(own)
         buffer += 7 * torch.tensor(others, dtype=dtype)  # of seven other ranks
         buffer /= 8  # an average
         heard = RankFlags(*(mine or theirs for mine, theirs in zip(own, others, strict=True)))
         assert flags.read() == heard
-        if own.pace is not Drift.USUAL:
-            agrees = RankFlags(not_slower=own.not_slower, not_faster=own.not_faster).pace
+        if own.drift is not Drift.USUAL:
+            agrees = RankFlags(not_slower=own.not_slower, not_faster=own.not_faster).drift
             differs = others.not_slower > own.not_slower or others.not_faster > own.not_faster
-            assert heard.pace is (Drift.USUAL if differs else agrees)
+            assert heard.drift is (Drift.USUAL if differs else agrees)
 
 
 def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:

@@ -65,10 +65,10 @@ class Sync:
     def __init__(self) -> None:
         self.order: list[IterationPace] = []
 
-    def overtake(self, pace: IterationPace) -> None:
+    def reorder_units(self, pace: IterationPace) -> None:
         self.order.append(pace)
 
-    def overtaken(self, plans: list[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+    def reordered_units(self, plans: list[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
         (group,), (plan,) = make_buffers(parameters(((1 << 20) - FLAG_COUNT,)), None).groups, plans
         route = (plan.transport, plan.units[0].algorithm)
         units = [ScheduledUnit(group, unit.start, unit.stop, unit.stream, route) for unit in plan.units]
