@@ -181,7 +181,7 @@ class Sirtaki(Contender):
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
             choices = self._reducer.sparse.choices.values()
-            tuned = self._reducer.tuned
+            tuned = self._reducer.tuning
             chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
             if chosen and (tuned is None or not tuned.tuning):
                 break

@@ -91,7 +91,7 @@ class Optimizer(OneRank):
     def describe(self) -> str:
         """Return the setting that runs."""
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # a DistributedOptimizer's
-        return str(gradients.reducers[0].tuned.knobs.describe())
+        return str(gradients.reducers[0].tuning.knobs.describe())
 
     def close(self) -> None:
         """See `OneRank`. Collective."""

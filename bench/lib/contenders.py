@@ -230,7 +230,7 @@ class Ddp(Contender):
         from sirtaki.engine import job
         from sirtaki.engine.reducing.sharing import reducers_of
 
-        self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
+        self.sync = next((reducer.tuning for reducer in reversed(reducers_of(job.current()))), None)
 
     def describe(self) -> str:
         """See `Contender`."""
@@ -318,7 +318,7 @@ class Sirtaki(Contender):
         finally:
             current.settings = settings
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # None with one rank
-        self.sync = None if gradients is None else gradients.reducers[0].tuned
+        self.sync = None if gradients is None else gradients.reducers[0].tuning
 
     def finish(self) -> None:
         """Waits for updates that the last step has put off."""

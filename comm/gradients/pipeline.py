@@ -572,6 +572,10 @@ class GradientPipeline:
             error = self._with_place(err, unit)
             raise error from error.__cause__
 
+    def check(self) -> None:
+        """Raise what a transport has found out by itself. Thread-safe."""
+        self._router.check()
+
     def where(self) -> str:
         """Describe the current iteration and its gradients, for messages about faults of no single unit."""
         names = self.names

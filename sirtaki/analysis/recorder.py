@@ -235,9 +235,9 @@ def own_placement(control: ControlPlane) -> Placement:
 def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
     """Return what reduces gradients on this rank, each with its key."""
     return [
-        (there.key, there.tuned)
+        (there.key, there.tuning)
         for there in job.participants
-        if isinstance(there, GradientHooks) and there.tuned is not None
+        if isinstance(there, GradientHooks) and there.tuning is not None
     ]
 
 

@@ -18,10 +18,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.waiting import Poll, wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
-from sirtaki.comm.gradients.trace import InFlight
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 
@@ -71,19 +72,19 @@ class Progress:
         return self.finished + (not missing or (waiting is not None and waiting[0] is not Stage.ASK))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What a participant's iterations run now.
+class Tuning(Protocol):
+    """Tuning of the gradients of a participant.
 
     Attributes:
-        iteration: the number of the current one.
-        setting: in words.
-        tuning: it may be a trial's.
+        knobs: the current setting.
+        tuning: True while settings are tried.
     """
 
-    iteration: int
-    setting: str
+    knobs: Knobs
     tuning: bool
+
+    def remember(self) -> None:
+        """Store what an unfinished warm-up has found. Idempotent."""
 
 
 class Participant(Protocol):
@@ -112,19 +113,12 @@ class Participant(Protocol):
         """Gradients are being reduced."""
 
     @property
-    def in_flight(self) -> InFlight | None:
-        """What a device may still be busy with; None where nothing is reduced. Any thread."""
+    def pipeline(self) -> GradientPipeline | None:
+        """Reduction of its dense gradients; None where nothing is reduced. Any thread."""
 
     @property
-    def busy(self) -> bool:
-        """A device is not done with iterations that have ended on the host. Any thread."""
-
-    @property
-    def running(self) -> Running | None:
-        """What its iterations run; None where nothing is reduced. Any thread."""
-
-    def remember(self) -> None:
-        """Stores what an unfinished warm-up has found. Idempotent."""
+    def tuning(self) -> Tuning | None:
+        """Tuning of its dense gradients; None where nothing is reduced. Any thread."""
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
@@ -146,6 +140,11 @@ class Participant(Protocol):
 
     def close(self, reason: str) -> None:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
+
+
+def _is_busy(participant: Participant) -> bool:
+    """Return whether a device is still working on iterations that have ended on the host. Thread-safe."""
+    return participant.pipeline is not None and participant.pipeline.in_flight.busy
 
 
 class Participants:
@@ -266,7 +265,7 @@ class Joining:
             for mine in self._taking_part.copy():
                 if mine.key == participant.key:
                     mine.ended = True
-                if mine.ended and not participant.busy:
+                if mine.ended and not _is_busy(participant):
                     self._taking_part.remove(mine)
 
     def forget(self, key: Key) -> None:
@@ -277,7 +276,7 @@ class Joining:
 
     def _forget_ended(self) -> None:
         """What has ended on the device, too: the others may drop that optimizer."""
-        busy = {participant.key for participant in self._participants if participant.busy}
+        busy = {participant.key for participant in self._participants if _is_busy(participant)}
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
@@ -312,7 +311,7 @@ class Joining:
         assert engine is not None
         self._participants.settle()
         failures = self._watchdog.failures
-        wait_for(lambda: not any(participant.busy for participant in self._participants), failures=failures)
+        wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
             self._taking_part.clear()

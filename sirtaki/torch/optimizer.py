@@ -459,7 +459,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     @property
     def _overlap(self) -> ForwardOverlap | None:
         reducers = [] if self._gradients is None else self._gradients.reducers
-        tuned = reducers[0].tuned if len(reducers) == 1 else None
+        tuned = reducers[0].tuning if len(reducers) == 1 else None
         return None if tuned is None else tuned.overlap
 
     def _may_put_off(self) -> bool:

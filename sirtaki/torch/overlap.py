@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from sirtaki.comm.collectives.operations import is_dtensor
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.gradient_hooks import GradientHooks
@@ -545,6 +546,11 @@ def _has_alias(param: torch.Tensor) -> bool:
     return _n_references(param) > _ALONE
 
 
+def _pipeline(hooks: GradientHooks) -> GradientPipeline:
+    assert hooks.pipeline is not None, "only what the pipeline reduces is put off"
+    return hooks.pipeline
+
+
 class Zeroing(Enum):
     """What `zero_grad` has asked for while updates were put off."""
 
@@ -649,10 +655,10 @@ class PutOffUpdates:
             if reducer is None or not self._can(reducer):
                 self.withdraw()
                 return False
-            if reducer.state is not IterationState.LAUNCHED and reducer.written:  # `step()` is to raise that
+            if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:  # `step()` must raise that
                 return False
             kept = reducer.state is IterationState.LAUNCHED
-            reducer.put_off()
+            reducer.defer()
             if not kept:  # some gradients did not come in the backward pass
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
@@ -699,7 +705,7 @@ class PutOffUpdates:
             for param in params:
                 let_go(param)
             if reducer.state is IterationState.LAUNCHED:
-                reducer.assign_gradients(arrived)
+                _pipeline(reducer).assign_gradients(arrived)
             else:
                 self._update(reducer, arrived, params)
 
@@ -707,7 +713,7 @@ class PutOffUpdates:
         came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
-        reducer.assign_gradients(arrived)
+        _pipeline(reducer).assign_gradients(arrived)
         self._partial.update(params)
         for number, param in zip(arrived, params, strict=True):
             zeroing = self._zeroing.pop(number, None)

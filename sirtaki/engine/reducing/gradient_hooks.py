@@ -1,29 +1,27 @@
-"""Reduces the gradients of some parameters, and of optimizers: what stands between autograd and the synchroniser.
+"""Hooks on parameters that have their gradients reduced: the autograd side of `GradientPipeline`.
 
-An iteration of a reducer is in one of these phases; methods lead from one to another:
+`GradientHooks.state` is the state of an iteration, sparse gradients included:
 
-    ─ attach() ─▶ COMING ◀─ hooks note what comes, and look at it where a unit may be complete: then it leaves
-                   │ │ │
-                   │ │ └─ end_backward(), all have come ─┬─▶ REDUCED ─ finish() ──────────────────────▶ the next one
-                   │ │ ◀─ this rank is needed elsewhere ─┤                                                    ▲
-                   │ │                                   └─▶ GATED, by a forward gate: nobody has waited      │
-                   │ │                                         │ put_off()                                    │
-                   │ ├─ put_off(): zeros for what is missing ─▶ STEPPED ─ wait_for(), hand_out(), finish() ───┤
-                   │ └─ finish(): zeros for what is missing, waits for the rest ──────────────────────────────┤
-                   └─── fail_backward(), from any phase ─▶ FAILED ─ drop_failed(), finish() ──────────────────┘
+    COLLECTING ─ end_backward(), all gradients are ready ─┬─▶ REDUCED ─ finish() ─▶ the next iteration
+      │ │ ◀─ this rank is needed elsewhere ───────────────┤
+      │ │                                                 └─▶ LAUNCHED, if a forward gate holds the parameters
+      │ │                                                       │ defer()
+      │ ├─ defer(): missing gradients are filled in ──────────▶ DEFERRED ─ wait_for(), finish() ─▶ the next iteration
+      │ └─ finish(): missing gradients are filled in, and the training thread waits ────────────▶ the next iteration
+      └─── fail_backward(), from any state ─▶ FAILED ─ drop(), finish() ─▶ the next iteration
 
-COMING becomes REDUCED once every gradient has come: then nothing need be known of what the script does next. Otherwise
-nobody knows whether the rest will come, and finish() waits. So a pass that brings no gradient of these parameters, as
-`torch.autograd.grad`, changes nothing.
+An iteration becomes REDUCED when every gradient is ready: then what the script does next does not matter. Otherwise
+nothing tells whether the other gradients will come, and `finish` waits. So a pass that computes no gradient of these
+parameters, such as `torch.autograd.grad`, changes nothing.
 
-FAILED: a backward pass has raised. What has come does not count, and `.grad` stays as the script has it, unless the
-script steps without having touched it. The iteration ends on all ranks alike, in the next pass or `finish`.
+If a backward pass raises, its gradients do not count, and `.grad` stays as the script has it, unless the script steps
+without having changed it. The iteration ends on all ranks alike, in the next pass or in `finish`.
 
-GATED and STEPPED need no message: all units have left on this rank, the other ranks' leave when they come to their
-`step()`, and so whoever waits for one waits for nothing that a rank does after that.
+LAUNCHED and DEFERRED need no message. All units are launched on this rank, and on the other ranks at the latest in
+their `step()`. So a wait for a unit depends on nothing that another rank does after that.
 
-The synchroniser knows only dense gradients that are ready or not; sparse ones go beside it, and what is thawed in
-mid-training is reduced by itself once, until there is a hook on it.
+The pipeline knows dense gradients only. Sparse gradients are reduced beside it. The gradient of a parameter that was
+unfrozen in mid-training is reduced by itself once, until the parameter has a hook.
 """
 
 from __future__ import annotations
@@ -49,14 +47,13 @@ from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
-from sirtaki.comm.gradients.trace import InFlight
 from sirtaki.comm.modes import outside_changes
 from sirtaki.errors import CommError, GradientError
 from sirtaki.machine import free_in_forked_children, in_forked_children
 from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 
 from ..job import Job
-from ..participants import Participants, Progress, Running, Stage
+from ..participants import Participants, Progress, Stage
 from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
 from . import distributed_autograd
@@ -87,9 +84,9 @@ class ReducerOptions:
     Attributes:
         reduction: what is done to every gradient.
         sparse_as_dense: sparse gradients are made dense.
-        groups: parameters that go together: none of a group leaves before all are there.
-        unused_as_none: gradients that no rank has are None, whatever the settings say.
-        arms: search techniques to tune with, None = the usual ones.
+        groups: parameters whose gradients are launched together, once all of a group are ready.
+        unused_as_none: gradients that no rank has computed are None, whatever the settings say.
+        arms: search techniques for tuning, None = the usual ones.
         overlaps: iterations may end in the next forward pass.
     """
 
@@ -102,18 +99,18 @@ class ReducerOptions:
 
 
 class ForwardGate(Protocol):
-    """Keeps everybody from gradients that are under way, and from parameters that wait for them."""
+    """Holds parameters and gradients until their units are reduced. None of its methods is collective."""
 
     def keep(self) -> bool:
-        """All gradients have left in the backward pass; True if it keeps them, so that nobody waits there."""
+        """Hold all parameters, once all units are launched; False if the training thread must wait instead."""
         ...
 
     def settle(self) -> None:
-        """Blocks until nothing is put off any more; not collective."""
+        """Block until no end of an iteration is deferred any more."""
         ...
 
     def close(self) -> None:
-        """Nothing will be put off any more; not collective."""
+        """Defer nothing any more."""
         ...
 
 
@@ -130,55 +127,56 @@ class GradientUser(Protocol):
 
 
 class PassEnd:
-    """Tells a reducer that the backward pass is over in which this was made, or has raised; keeps nothing alive."""
+    """A callback at the end of the backward pass in which it is made, which also notices if the pass raises."""
 
-    def __init__(self, reducer: GradientHooks) -> None:
-        self._reducer, self._over = weakref.ref(reducer), False
+    def __init__(self, hooks: GradientHooks) -> None:
+        self._hooks, self._over = weakref.ref(hooks), False
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @outside_changes
     def __call__(self) -> None:
-        """Autograd's call."""
+        """End the pass. Autograd calls this."""
         self._over = True
-        if (reducer := self._reducer()) is not None:
-            reducer.end_backward()
+        if (hooks := self._hooks()) is not None:
+            hooks.end_backward()
 
     def __del__(self) -> None:
-        if not self._over and (reducer := self._reducer()) is not None:
-            reducer.fail_backward()
+        if not self._over and (hooks := self._hooks()) is not None:
+            hooks.fail_backward()
 
 
 class GradientHooks:
-    """Keeps the gradients of some parameters equal on some of the ranks.
+    """Hooks on some parameters, whose gradients become equal on some of the ranks.
 
-    It lives as long as an optimizer that uses it; hooks, job and watchdog know it by weak references.
+    It lives as long as an optimizer that uses it. Hooks, job and watchdog have weak references to it.
 
     Attributes:
-        key: the number of the ranks' process set and its own there, the same on all of these ranks.
-        members: the ranks that take part, with their control plane.
-        ranks: the same, by their rank among all.
+        key: number of the ranks' process set, and serial number in it; the same on all of these ranks.
+        members: the participating ranks, with their control plane.
+        ranks: the participating ranks, by their rank in the job.
         options: how gradients are reduced.
-        named: its parameters with their names, frozen ones too; none once it is closed.
-        hooked: those that wanted a gradient when hooks were made.
-        passes: backward passes whose gradients are added up before they are reduced, of all parameters or of each.
-        tuned: what has the dense gradients reduced; None if there are none.
-        sparse: which of its gradients are sparse, and what reduces these.
-        phase: where its iteration is.
+        named: the parameters with their names, frozen ones too; none once it is closed.
+        hooked: those that required a gradient when the hooks were made.
+        passes: backward passes whose gradients are accumulated before the reduction, of all parameters or of each.
+        pipeline: reduces the dense gradients; None if there are none.
+        tuning: tunes the pipeline, and ends its iterations; None if there are no dense gradients.
+        sparse: which gradients are sparse, and what reduces them.
+        state: state of the iteration.
         failed_in: the backward pass that has raised, by `Participants.n_begun`; None = none has in this iteration.
-        progress: how far this rank is in its iterations.
-        shared: several optimizers may use it; the same on all ranks.
-        users: those optimizers of this rank that do.
-        n_reduced: iterations in which gradients were reduced; a shared reducer may find nothing to reduce.
-        gate: who may have the end of an iteration put off.
+        progress: finished iterations, and what this rank waits for.
+        shared: True if several optimizers may use these hooks; the same on all ranks.
+        users: the optimizers of this rank that use these hooks.
+        n_reduced: iterations in which gradients were reduced; a shared one may find nothing to reduce.
+        gate: may have the end of an iteration deferred.
         closed: why it is closed; empty while it is open.
     """
 
     may_begin_apart = True
-    """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
+    """True if the parameters may differ between ranks, so that the first iteration compares them."""
     nodes_are_kept = False
-    """Whether PyTorch itself keeps the AccumulateGrad nodes of the parameters."""
+    """True if PyTorch itself keeps the AccumulateGrad nodes of the parameters."""
     undefined_are_zeros = False
-    """Whether a gradient counts as computed that is None after the backward pass has led to its parameter, as zeros."""
+    """True if a gradient counts as zeros that is None after the backward pass has led to its parameter."""
     failed_in: int | None
     _ends_itself = False  # whether compiled autograd runs this pass
 
@@ -192,15 +190,15 @@ class GradientHooks:
         options: ReducerOptions,
         known_sparse: Iterable[str] = (),
     ) -> None:
-        """Collective.
+        """Make the hooks and open the pipeline. Collective.
 
         Args:
-            job: of this process.
-            members: see above.
-            named: the parameters with their names, frozen ones too, the same on all ranks.
-            passes: see above.
-            options: see above.
-            known_sparse: parameters of which all ranks know that their gradients are sparse.
+            job: job of this process.
+            members: participating ranks.
+            named: parameters with their names, frozen ones too, the same on all ranks.
+            passes: backward passes whose gradients are accumulated.
+            options: how gradients are reduced.
+            known_sparse: names of parameters whose gradients are sparse, as all ranks know.
         """
         assert members.control is not None
         assert members.engine is not None
@@ -229,7 +227,7 @@ class GradientHooks:
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
         self._compared_values = not self.may_begin_apart
-        # What belongs to it without leading back to it, since `__del__` hands it to another thread to be closed.
+        # Closed by another thread after `__del__`, so that nothing in it may refer to these hooks.
         self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
@@ -247,7 +245,7 @@ class GradientHooks:
 
     @outside_changes
     def attach(self, named: Sequence[Named]) -> None:
-        """Collective, between iterations: from now on, these are its parameters, frozen ones too."""
+        """Replace the parameters, frozen ones included. Collective, between iterations."""
         self._unhook()
         self._control.reclaim()
         try:
@@ -261,16 +259,16 @@ class GradientHooks:
         self._hooks.close()
         self.named, self.hooked, self._frozen = list[Named](), list[Named](), list[torch.Tensor]()
         self._number_of = dict[int, int]()
-        self.tuned: TunedSynchroniser | None = None
-        self._sync: GradientPipeline | None = None
-        self._rows: SparseReductions | None = None  # where some of them have sparse gradients
+        self.tuning: TunedSynchroniser | None = None
+        self.pipeline: GradientPipeline | None = None
+        self._rows: SparseReductions | None = None  # if some parameters have sparse gradients
         self._dense_index = dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
         self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # gradients of each group
         self._come, self._at_once = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
-        """Collective; what it makes before it raises is closed with the reducer."""
+        """Make hooks and pipeline. Collective. What it opens before it raises is closed by `close`."""
         self.named, self.hooked = list(named), [item for item in named if item[1].requires_grad]
         self._frozen = [param for _, param in named if not param.requires_grad]
         require_same_model(self._control, self.hooked)
@@ -278,7 +276,7 @@ class GradientHooks:
         self._rows = self.sparse.rows if self.sparse.names else None
         dense = [number for number, (name, _) in enumerate(self.hooked) if name not in self.sparse.names]
         if dense:
-            self.tuned = TunedSynchroniser(
+            self.tuning = TunedSynchroniser(
                 self._control,
                 self._settings,
                 [self.hooked[number][1] for number in dense],
@@ -289,14 +287,14 @@ class GradientHooks:
                 overlaps=self.options.overlaps,
                 rank=self._job.rank,
             )
-            self._hooks.callback(self.tuned.close)
-            self._sync = self.tuned.synchroniser
+            self._hooks.callback(self.tuning.close)
+            self.pipeline = self.tuning.synchroniser
         self._dense_index = dict(zip(dense, range(len(dense)), strict=True))
         self._number_of = number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        # Else gradients that come in the expected order can go to the synchroniser as they come.
+        # Otherwise the pipeline takes gradients in the expected order without a look at each.
         self._looks_at_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
@@ -306,22 +304,22 @@ class GradientHooks:
 
     @property
     def all_dense(self) -> bool:
-        """No parameter is known to have sparse gradients."""
+        """True if no parameter is known to have sparse gradients."""
         return len(self._dense_index) == len(self.hooked)
 
     @property
-    def thawed(self) -> list[torch.Tensor]:
-        """Parameters that want a gradient now, and have no hook yet."""
+    def _unfrozen(self) -> list[torch.Tensor]:
+        """Parameters that require a gradient now, and have no hook yet."""
         return [param for param in self._frozen if param.requires_grad]
 
     def set_passes(self, passes: int | Sequence[int]) -> None:
-        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
+        """Accumulate the gradients of `passes` backward passes before the reduction, from the next iteration on."""
         self.passes = passes
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        """Nothing has come."""
-        # How many passes a gradient is wanted of still: of each, or of each that the synchroniser has not got yet.
+        """Prepare the next iteration."""
+        # Remaining passes: of each parameter, or of each whose gradient the pipeline has not got yet.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         for waiting in self._waiting:
@@ -332,18 +330,18 @@ class GradientHooks:
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        # Garbage collection does not see what a hook holds, so it holds nothing that leads back to it.
+        # Garbage collection does not see what a hook holds, so a hook must not refer to its owner.
         this, come, at_once = weakref.ref(self), self._come, self._at_once
-        device = None if self._sync is None else self._sync.device
+        device = None if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
-            """The hot path: most gradients are noted, and no more."""
+            """Note a gradient. This is the hot path: most gradients need no more."""
             if come:
                 come.append(param)
-                if len(come) in at_once[0] and (reducer := this()) is not None:
-                    reducer._look()
-            elif (reducer := this()) is not None:
-                reducer._begin_pass(param)
+                if len(come) in at_once[0] and (hooks := this()) is not None:
+                    hooks._process_ready()
+            elif (hooks := this()) is not None:
+                hooks._begin_pass(param)
 
         if device is None or not device.streams:
             return hook
@@ -356,7 +354,7 @@ class GradientHooks:
         return hook_on_streams
 
     def _begin_pass(self, param: torch.Tensor) -> None:
-        """The first gradient of a backward pass has come, of `param`."""
+        """Begin a backward pass with its first gradient."""
         if self.closed or not self.begin_backward():
             return
         if id(param) in self._number_of:  # hooks may have been made anew meanwhile, with other parameters
@@ -365,54 +363,53 @@ class GradientHooks:
             if self._passes_left is None and self._passes_left_of_all > 1:
                 at_once = ()
             elif self._passes_left is None and not self._looks_at_each:
-                assert self._sync is not None
-                at_once = self._sync.begin_pass()
+                assert self.pipeline is not None
+                at_once = self.pipeline.begin_pass()
             self._at_once[0] = at_once = (len(self.hooked),) if self._ends_itself else at_once
             self._come.append(param)
             if 1 in at_once:
-                self._look()
+                self._process_ready()
 
     @outside_changes
-    def _look(self) -> None:
-        """Launch units that are complete. Compiled autograd calls nothing at the end of a pass, so end it here."""
-        self._process_ready()
+    def _process_ready(self) -> None:
+        """Launch units that the gradients since the last call complete, or count these gradients.
+
+        Compiled autograd calls nothing at the end of a pass, so such a pass ends here.
+        """
+        with self._looking:  # autograd computes the gradients of several devices in a thread for each
+            new, self._looked = self._come[self._looked :], len(self._come)
+            if self._passes_left is None and self._passes_left_of_all > 1:
+                if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
+                    self._passes_left_of_all -= 1
+                    new = []
+            elif self._passes_left is None and not self._looks_at_each and self.pipeline is not None:
+                new = [] if self.pipeline.ready_in_order(new) else new
+            if new:
+                self._passes_left = self._counted()
+                for param in new:
+                    self._count(self._number_of[id(param)], self._passes_left)
         if self._ends_itself and len(self._come) >= len(self.hooked):
             self._ends_itself = False
             self.end_backward()
 
-    def _process_ready(self) -> None:
-        """Launch units that the gradients since the last call complete, or count these gradients."""
-        with self._looking:  # autograd computes the gradients of several devices in a thread for each
-            new, self._looked = self._come[self._looked :], len(self._come)
-            if self._passes_left is None:
-                if self._passes_left_of_all > 1:
-                    if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
-                        self._passes_left_of_all -= 1
-                        return
-                elif not self._looks_at_each and self._sync is not None and self._sync.ready_in_order(new):
-                    return
-                self._passes_left = self._counted()
-            for param in new:
-                self._count(self._number_of[id(param)], self._passes_left)
-
     @property
     def too_often(self) -> str:
-        """What is wrong where a gradient comes that is not wanted any more."""
+        """Error message for a gradient that is not expected any more."""
         return IN_CHECKPOINTS if _in_reentrant_checkpoint() else TOO_OFTEN
 
     def _counted(self) -> list[int]:
-        """Of how many backward passes a gradient of each parameter is wanted still."""
+        """Return the remaining passes of each parameter."""
         if self._passes_left is not None:
             return self._passes_left
         left = [self._passes_left_of_all] * len(self.hooked)
-        if self._sync is not None and self._sync.pending:
+        if self.pipeline is not None and self.pipeline.pending:
             left = [0] * len(self.hooked)
-            for number in self._sync.missing:  # no parameter has sparse gradients, so that both count alike
+            for number in self.pipeline.missing:  # no parameter has sparse gradients, so indices are the same here
                 left[number] = self._passes_left_of_all
         return left
 
     def _count(self, number: int, left: list[int]) -> None:
-        """A gradient has come: of the last pass that is wanted it leaves."""
+        """Count a gradient of one pass. After the last pass, hand it to the pipeline."""
         if left[number] != 1:
             if left[number] < 1:
                 raise AssertionError(self.too_often)
@@ -433,10 +430,14 @@ class GradientHooks:
         waiting = [] if place is None else self._waiting[place]
         waiting.append((number, gradient, gradient._version))
         if place is None or len(waiting) == self._group_sizes[place]:
-            self._leave(waiting)
+            self._hand_over(waiting)
 
     def begin_backward(self) -> bool:
-        """A backward pass begins; False if its gradients do not count. Collective if the one before has raised."""
+        """Begin a backward pass. Collective if the one before has raised.
+
+        Returns:
+            False if the gradients of this pass do not count.
+        """
         if self.state is not IterationState.COLLECTING:
             self.settle()
             if self.failed_in is not None:
@@ -447,44 +448,44 @@ class GradientHooks:
             PassEnd(self)
         return bool(self.named)
 
-    def _leave(self, come: list[tuple[int, torch.Tensor, int]]) -> None:
-        for number, gradient, version in come:
+    def _hand_over(self, ready: list[tuple[int, torch.Tensor, int]]) -> None:
+        for number, gradient, version in ready:
             if (index := self._dense_index.get(number)) is None:
                 assert self._rows is not None
                 self._rows.start(self.hooked[number][0], gradient, version)
             else:
-                assert self._sync is not None
-                self._sync.ready(index, gradient, version)
-        come.clear()
+                assert self.pipeline is not None
+                self.pipeline.ready(index, gradient, version)
+        ready.clear()
 
     def _as_it_travels(self, name: str) -> torch.Tensor:
-        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
-        if self._sync is not None and self.sparse.looks_new(name) and not self._sync.profiling:
-            self._sync.profile_again()  # the ranks agree on it then
+        """Return a sparse gradient, made dense in `.grad`, too, unless all ranks expect a sparse one."""
+        if self.pipeline is not None and self.sparse.looks_new(name) and not self.pipeline.profiling:
+            self.pipeline.profile_again()  # then the ranks agree on what is sparse
         return self.sparse.as_it_travels(name)
 
-    def _put_in_missing(self) -> None:
-        """Gradients leave whose group will not be complete; those that did not come are made what they travel as."""
+    def _hand_over_incomplete(self) -> None:
+        """Hand incomplete groups to the pipeline, and make missing gradients dense that are sparse in `.grad`."""
         for waiting in self._waiting:
-            self._leave(waiting)
+            self._hand_over(waiting)
         for left, (name, param) in zip(self._counted(), self.hooked, strict=True):
             if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
                 self._as_it_travels(name)
 
     def end_backward(self) -> None:
-        """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
+        """End a backward pass: reduce the dense gradients if all are ready, then the sparse ones."""
         try:
             self._process_ready()
         except BaseException:
             self.fail_backward()
             raise
         self._come.clear()
-        dense_come, rows = self._sync is not None and self._sync.can_reduce, self._rows
-        if not (dense_come or (rows is not None and self._can_reduce_sparse(rows))):
-            if self._sync is not None:
-                self._sync.run_copies()
+        pipeline, rows = self.pipeline, self._rows
+        if not ((pipeline is not None and pipeline.can_reduce) or (rows is not None and self._can_reduce_sparse(rows))):
+            if pipeline is not None:
+                pipeline.run_copies()
             return
-        for other in self._job.participants:  # for which other ranks may wait first
+        for other in self._job.participants:  # other ranks may wait for these first
             if other is not self:
                 other.flush()
         self._job.joining.begins(self, Stage.REDUCE)
@@ -494,21 +495,21 @@ class GradientHooks:
                 self.state = IterationState.LAUNCHED
                 return
         self.reduce()
-        if self._sync is not None and self._sync.problem:
-            self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
+        if pipeline is not None and pipeline.problem:
+            self.finish()  # which raises: the next pass belongs to the next iteration, as on the other ranks
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
-        """All dense gradients of this iteration were reduced before, and all sparse ones have come."""
-        done = self._sync is None or self._sync.state is IterationState.REDUCED
+        """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
+        done = self.pipeline is None or self.pipeline.state is IterationState.REDUCED
         return rows.pending and done and not (rows.missing or self.state is IterationState.REDUCED)
 
     def reduce(self) -> None:
-        """Blocks until what has come is reduced, unless this rank is needed elsewhere.
+        """Block until the ready gradients are reduced, unless this rank is needed elsewhere.
 
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        sync, rows, interrupted = self._sync, self._rows, partial(self._job.blocked.need, self)
+        sync, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.need, self)
         with self.progress.waits(Stage.REDUCE):
             if self.state is IterationState.LAUNCHED:
                 self.state = IterationState.COLLECTING
@@ -520,32 +521,30 @@ class GradientHooks:
                 self.sparse.make_sparse(self.sparse.found)
 
     def fail_backward(self) -> None:
-        """A backward pass has raised, wherever that was."""
+        """End a backward pass that has raised, anywhere."""
         self._come.clear()
         self.fail()
-        for user in self.users:  # whose other parts may have gradients of passes before this one
+        for user in self.users:  # its other hooks may have gradients of earlier passes
             user.fail()
 
     def fail(self) -> None:
-        """What has come does not count; `.grad` leaves the buffers, in which gradients are on their way."""
+        """Drop the gradients of this iteration, and move `.grad` out of the flat buffers, which are being reduced."""
         if self.closed:
             return
         if self.state is not IterationState.FAILED:
             self.state = IterationState.FAILED
-            self._detach()
+            if self.pipeline is not None:
+                self.pipeline.detach()
             self._failed_with = [(param, param.grad, _version(param.grad)) for _, param in self.hooked]
         self.failed_in = self._job.participants.n_begun
 
-    def _detach(self) -> None:
-        if self._sync is not None:
-            self._sync.detach()
-
     def drop_failed(self) -> None:
-        """Collective if a pass has raised in this iteration: ends it, and leaves `.grad` as it is."""
+        """End the iteration if a pass has raised in it, and leave `.grad` as it is. Collective in that case."""
         if self.state is not IterationState.FAILED:
             return
         self.state, self.failed_in = IterationState.COLLECTING, None
-        self._detach()
+        if self.pipeline is not None:
+            self.pipeline.detach()
         kept = [(param, param.grad) for param, _, _ in self._failed_with]
         for param, _ in kept:
             param.grad = None
@@ -553,63 +552,49 @@ class GradientHooks:
         for param, gradient in kept:
             param.grad = gradient
 
-    # ── the end of an iteration that comes late ──────────────────────────────────────────────────────────────────
+    # ── a deferred end of an iteration ───────────────────────────────────────────────────────────────────────────
 
     @property
     def can_defer(self) -> bool:
-        """Nothing in the end of this iteration needs the other ranks, once all gradients have left."""
-        tuned = self.tuned
-        if (
-            tuned is None
-            or self.shared
-            or self.state is IterationState.FAILED
-            or not self.all_dense
-            or self.sparse.found
-        ):
+        """True if this iteration may end without the other ranks, once all units are launched."""
+        tuning = self.tuning
+        if tuning is None or self.shared or not self.all_dense or self.sparse.found:
             return False
-        return tuned.can_put_off and self._compared_values and self._nan_check is None and not self.thawed
-
-    @property
-    def written(self) -> bool:
-        """This rank has written gradients in place before they are reduced, so that `finish` will raise."""
-        return self._sync is not None and self._sync.written
+        if self.state is IterationState.FAILED or not tuning.can_put_off:
+            return False
+        return self._compared_values and self._nan_check is None and not self._unfrozen
 
     @outside_changes
-    def put_off(self) -> None:
-        """If it `can_defer`: this rank takes part in the end of the iteration, and waits for nobody."""
-        assert self._sync is not None
+    def defer(self) -> None:
+        """Launch all units, so that the iteration may end later. Non-blocking. Call if it `can_defer`."""
+        assert self.pipeline is not None
         self.state = IterationState.DEFERRED
         self._job.joining.begins(self, Stage.FINISH)
-        self._put_in_missing()
-        self._sync.flush()
+        self._hand_over_incomplete()
+        self.pipeline.flush()
 
     @outside_changes
     def wait_for(self, number: int) -> list[int]:
-        """Blocks until the gradient of a parameter is reduced that has left.
+        """Block until the launched gradient of one parameter is reduced.
 
         Returns:
-            All parameters that are with it, by number among those that are hooked; none if this rank is needed
-            elsewhere, before `step()`: nothing is kept any more then.
+            All parameters whose gradients are reduced with it, by number in `hooked`; none if this rank is needed
+            elsewhere, before `step()`. Then the gate must hold nothing any more.
 
         Raises:
             CommError: the reduction failed, or the job did.
         """
-        if self._sync is None:
+        if self.pipeline is None:
             raise CommError(NEVER_CAME)
         late = self.state is IterationState.DEFERRED
         with self.progress.waits(Stage.FINISH if late else Stage.REDUCE):
-            numbers = self._sync.wait_for_one(number, None if late else partial(self._job.blocked.need, self))
+            numbers = self.pipeline.wait_for_one(number, None if late else partial(self._job.blocked.need, self))
         if not numbers:
             self.state = IterationState.COLLECTING
         return numbers
 
-    def assign_gradients(self, numbers: Sequence[int]) -> None:
-        """What `wait_for` has returned: each `.grad` holds the reduced gradient from now on."""
-        assert self._sync is not None
-        self._sync.assign_gradients(numbers)
-
     def settle(self) -> None:
-        """Blocks until no end of an iteration is put off any more; not collective."""
+        """Block until no end of an iteration is deferred any more. Not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
             gate.settle()
 
@@ -617,24 +602,24 @@ class GradientHooks:
 
     @outside_changes
     def finish(self, *, due: bool = True, joined: bool = False) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+        """Block until `.grad` holds the reduced gradients, and end the iteration. Collective.
 
         Args:
-            due: of a shared one: no other optimizer has had gradients reduced since this one last had. If it is not
-                due on any rank, and no gradients have come, the reduced gradients are in place.
-            joined: this rank has no data any more and takes part with zeros.
+            due: if shared: False if another optimizer has had the gradients reduced since the caller last had. If that
+                is so on all ranks, and no gradient is ready, the reduced gradients are in place.
+            joined: this rank has no data any more, and takes part with zeros.
 
         Raises:
             GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
         """
         if not joined:
-            if not (self.hooked or self.thawed):
+            if not (self.hooked or self._unfrozen):
                 return
             if self.state is IterationState.FAILED and any(
                 param.grad is not left or _version(left) != version for param, left, version in self._failed_with
             ):
                 self.drop_failed()
-            if not self.begun:
+            if self.state is not IterationState.REDUCED and not self.begun:
                 distributed_autograd.require_gradients_outside(self.hooked)
             self._job.joining.begins(self, Stage.FINISH)
         late, problem = self.state is IterationState.DEFERRED, ""
@@ -643,7 +628,7 @@ class GradientHooks:
         if not self.shared or self._is_due(here=self.begun or (due and not joined)):
             with self.progress.waits(Stage.FINISH):
                 changed = self._reduce_all(joined=joined, late=late)
-                problem = "" if self._sync is None else self._sync.problem
+                problem = "" if self.pipeline is None else self.pipeline.problem
                 if changed:
                     self.attach(self.named)
                 else:
@@ -655,19 +640,19 @@ class GradientHooks:
             raise GradientError(problem)
 
     def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        """Launch zeros, on a rank that has joined, for an iteration that the other ranks have not begun to end."""
         if self.closed:
             return
         if self._rows is not None:
             self._rows.put_in_missing(joined=True)
-        if self._sync is not None:
-            self._sync.contribute_zeros()
+        if self.pipeline is not None:
+            self.pipeline.contribute_zeros()
 
     def _is_due(self, *, here: bool) -> bool:
-        """Collective, while it is shared: whether any rank has something to reduce; ends that if one user is left.
+        """Return whether any rank has gradients to reduce. Stop sharing if one user is left. Collective while shared.
 
         Args:
-            here: this rank has, or cannot know.
+            here: this rank has gradients, or cannot know.
         """
         with self.progress.waits(Stage.ASK):
             anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
@@ -675,42 +660,45 @@ class GradientHooks:
         return bool(anywhere > 0)
 
     def _reduce_all(self, *, joined: bool, late: bool) -> bool:
-        """Collective: True if hooks are to be made anew after this iteration.
+        """Reduce all gradients, and end the iteration of each part. Collective.
 
         Args:
-            joined: this rank has no data any more and takes part with zeros.
-            late: it was put off, and what was thawed since belongs to the next iteration.
+            joined: this rank has no data any more, and takes part with zeros.
+            late: the end was deferred, so that parameters unfrozen since belong to the next iteration.
+
+        Returns:
+            True if hooks must be made anew after this iteration.
         """
-        control, sync, rows = self._control, self._sync, self._rows
-        thawed = self.thawed if self._frozen and not late else []
+        control, sync, rows = self._control, self.pipeline, self._rows
+        unfrozen = self._unfrozen if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self._counted(), self.hooked)
         if sync is None or self._looks_at_each or (sync.state is not IterationState.REDUCED and sync.missing):
-            self._put_in_missing()
+            self._hand_over_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
             rows.put_in_missing(joined=joined)
         profiling = sync is not None and sync.profiling
-        if self.tuned is not None:
-            self.tuned.finish(joined=joined)
+        if self.tuning is not None:
+            self.tuning.finish(joined=joined)
         if rows is not None:
             rows.reduce(None)
         found_sparse = profiling and self.sparse.agree()
         if rows is not None:
             rows.end_iteration()
-        if thawed:
-            self._reduce_thawed(thawed)
+        if unfrozen:
+            self._reduce_unfrozen(unfrozen)
         if not self._compared_values:  # and nothing is updated
             wanting = [item for item in self.named if item[1].requires_grad]
             self._compared_values = bool(wanting)
             warn_of_different_values(control, wanting)
         if joined:
-            for param in [*(param for _, param in self.hooked), *thawed]:
+            for param in [*(param for _, param in self.hooked), *unfrozen]:
                 param.grad = None  # the others' gradients must not add to the next ones of this rank
-        return found_sparse or bool(thawed)
+        return found_sparse or bool(unfrozen)
 
     @torch.no_grad()
-    def _reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:
-        """Collective: reduces gradients of parameters that have no hook yet; afterwards they are dense."""
+    def _reduce_unfrozen(self, params: Sequence[torch.Tensor]) -> None:
+        """Reduce gradients of parameters that have no hook yet. Afterwards they are dense. Collective."""
         prefix = f"optimizer.{self.key[1]}.thawed"
         computed = torch.tensor([param.grad is not None for param in params], dtype=torch.float32, device="cpu")
         wanted = self._sum(computed, f"{prefix}.computed", Reduction()).tolist()
@@ -737,7 +725,7 @@ class GradientHooks:
         return work.results[0]
 
     def drop_accumulated(self) -> None:
-        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        """Drop gradients of fewer backward passes than are accumulated before the reduction."""
         if self._passes_left is None and self._passes_left_of_all == self.passes:
             return
         if self._accumulated and not self.pending:
@@ -752,60 +740,40 @@ class GradientHooks:
 
     @property
     def _accumulated(self) -> bool:
-        """Some gradient has come of some backward pass of this iteration."""
+        """True if a gradient of any backward pass of this iteration was counted."""
         return (
             self._passes_left_of_all != self.passes if self._passes_left is None else self._passes_left != self._wanted
         )
 
-    # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
-        """Gradients are being reduced."""
-        return (self._sync is not None and self._sync.pending) or (self._rows is not None and self._rows.pending)
+        """True if gradients are being reduced."""
+        pipeline, rows = self.pipeline, self._rows
+        return (pipeline is not None and pipeline.pending) or (rows is not None and rows.pending)
 
     @property
     def begun(self) -> bool:
-        """Gradients have come on this rank that no finished iteration has reduced."""
-        return self.pending or self._accumulated or any(param.grad is not None for param in self.thawed)
-
-    @property
-    def in_flight(self) -> InFlight | None:
-        """What a device may still be busy with; None where nothing is reduced."""
-        return None if self._sync is None else self._sync.in_flight
-
-    @property
-    def busy(self) -> bool:
-        """A device is not done with iterations that have ended on the host."""
-        return self._sync is not None and self._sync.in_flight.busy
-
-    @property
-    def running(self) -> Running | None:
-        """Which iteration and setting its dense gradients are at; None without any."""
-        if (tuned := self.tuned) is None:
-            return None
-        return Running(iteration=tuned.synchroniser.iteration, setting=tuned.knobs.describe(), tuning=tuned.tuning)
+        """True if this rank has gradients that no finished iteration has reduced."""
+        return self.pending or self._accumulated or any(param.grad is not None for param in self._unfrozen)
 
     @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
-        missing = self._sync is not None and bool(self._sync.missing)
-        return self.progress.given(missing=missing or (self._rows is not None and bool(self._rows.missing)))
+        pipeline, rows = self.pipeline, self._rows
+        missing = (pipeline is not None and bool(pipeline.missing)) or (rows is not None and bool(rows.missing))
+        return self.progress.given(missing=missing)
 
     def flush(self) -> None:
-        """Sends what has not left if all dense gradients of this iteration have come; waits for nobody."""
-        if self._sync is not None and self._sync.can_reduce:
-            self._sync.flush()
-
-    def remember(self) -> None:
-        """Stores what an unfinished warm-up has found."""
-        if (tuned := self.tuned) is not None:
-            tuned.remember()
+        """Launch the remaining units if all dense gradients of this iteration are ready. Non-blocking."""
+        if self.pipeline is not None and self.pipeline.can_reduce:
+            self.pipeline.flush()
 
     # ── its own end ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self, reason: str) -> None:
-        """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
+        """Reduce gradients no more, because of `reason`. Not collective. Idempotent."""
         if not self.closed:
             self.closed = reason
             if self.gate is not None and (gate := self.gate()) is not None:
@@ -816,18 +784,18 @@ class GradientHooks:
             self._passes_left, self._waiting = [], []
 
     def _leave_in_child(self) -> None:
-        """In a forked child: backward passes compute local gradients, and a step of the optimizer raises."""
+        """Close in a forked child: backward passes compute local gradients, and a step of the optimizer raises."""
         self.closed = "in this process, which was forked from a rank of the job and is none itself"
         self._come.clear()
 
     def __del__(self) -> None:
-        # In any thread, at any time: what must be closed is handed over.
+        # Runs in any thread, at any time, so another thread closes what must be closed.
         if not self.closed:
             self._job.disposal.put(self._open.close)
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """The backward pass that calls this is one that a checkpoint runs within another."""
+    """Return whether the backward pass that calls this runs within another, as a reentrant checkpoint's does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.backward.__code__:
@@ -841,38 +809,35 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _current_wait(this: weakref.ref[GradientHooks]) -> Wait | None:
-    """For the watchdog's thread: what this rank waits for.
+    """Return what this rank waits for. The watchdog's thread calls it.
 
     Raises:
-        CommError: a transport has found out by itself that it will never come.
+        CommError: a transport has found out by itself that what this rank waits for will never come.
     """
-    if (reducer := this()) is None:
+    if (hooks := this()) is None:
         return None
-    waiting, iteration, tuned = reducer.progress.waiting, 0, reducer.tuned
+    waiting, iteration, pipeline = hooks.progress.waiting, 0, hooks.pipeline
     since_s = None if waiting is None else waiting[1]
-    if tuned is not None:
-        tuned.check()
-        iteration = tuned.synchroniser.iteration
-        if since_s is None and (stalled := tuned.synchroniser.in_flight.stalled()):
+    if pipeline is not None:
+        pipeline.check()
+        iteration = pipeline.iteration
+        if since_s is None and (stalled := pipeline.in_flight.stalled()):
             iteration, since_s = stalled
     return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
 
 def _progress_of(this: weakref.ref[GradientHooks], participants: Participants) -> str:
-    """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
-    reducer = this()
-    tuned = None if reducer is None else reducer.tuned
-    if reducer is None or tuned is None:
+    """Describe the progress of this rank, for the watchdogs of others; empty if a later optimizer has taken over."""
+    if (hooks := this()) is None or (pipeline := hooks.pipeline) is None:
         return ""
-    sync = tuned.synchroniser
-    if not (reducer.pending or reducer.progress.waiting or reducer in participants.in_use):
+    if not (hooks.pending or hooks.progress.waiting or hooks in participants.in_use):
         return ""
-    missing = [sync.names[index] for index in sync.missing]
+    missing = [pipeline.names[index] for index in pipeline.missing]
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-    waiting = sync.in_flight.unreduced_unit()
+    waiting = pipeline.in_flight.unreduced_unit()
     return "".join(
         [
-            f"is in iteration {sync.iteration}",
+            f"is in iteration {pipeline.iteration}",
             f", has not computed {shown}" if missing else "",
             f", its GPU waits for {waiting}" if waiting else "",
         ]

@@ -961,10 +961,6 @@ class TunedSynchroniser:
         ready = self.overlap is not None and self.overlap.ready
         return ready and not self.tuning and not self._to_measure and self._sync.can_defer
 
-    def check(self) -> None:
-        """Raises what a transport has found out by itself; any thread may ask."""
-        self.router.check()
-
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
 

@@ -19,9 +19,9 @@ class Late:
         self.hooked = [(str(number), param) for number, param in enumerate(params)]
         self.log: list[Any] = []
         self.can_defer, self.needed_elsewhere, self.state = True, False, IterationState.COLLECTING
-        self.written = False
+        self.written, self.pipeline = False, self
 
-    def put_off(self) -> None:
+    def defer(self) -> None:
         self.log.append("step")
         self.state = IterationState.DEFERRED
 
