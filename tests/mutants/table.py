@@ -332,8 +332,8 @@ MUTANTS = (
         f"{TRAINING} asked_for_through",
         {
             "passes that are not counted": (
-                "                        self._passes_left_of_all -= 1\n",
-                "                        self._passes_left_of_all = 1\n",
+                "                    self._passes_left_of_all -= 1\n",
+                "                    self._passes_left_of_all = 1\n",
             ),
         },
     ),
