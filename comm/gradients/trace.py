@@ -64,9 +64,10 @@ class InFlight:
     @property
     def busy(self) -> bool:
         """Return whether the device is still working on these iterations. Thread-safe."""
+        if not (iterations := self._iterations):  # as on the host
+            return False
         self.device.enter_thread()
-        iterations = self._iterations  # none on a device without streams
-        return bool(iterations) and not all(self.device.is_reached(it.reduced) for it in iterations)
+        return not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
         """The iteration of which the backward pass is over on the device but not the reduction, and since when.

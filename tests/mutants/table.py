@@ -178,9 +178,8 @@ MUTANTS = (
     Mutant(
         "the watchdog uses GPU 0",
         TRACE,
-        '''Return whether the device is still working on these iterations. Thread-safe."""
-        self.device.enter_thread()''',
-        '''Return whether the device is still working on these iterations. Thread-safe."""''',
+        "        self.device.enter_thread()\n        return not all(",
+        "        return not all(",
         STREAM_ORDER,
     ),
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
@@ -342,8 +341,8 @@ MUTANTS = (
         f"{TRAINING} never_zeroed",
         {
             "an iteration that does not begin anew": (
-                "                    self._begin_iteration()\n            self.n_reduced",
-                "                    pass\n            self.n_reduced",
+                "            self._begin_iteration()\n        return problem",
+                "            pass\n        return problem",
             ),
         },
     ),

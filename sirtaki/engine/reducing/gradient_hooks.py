@@ -509,15 +509,16 @@ class GradientHooks:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        sync, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.need, self)
+        pipeline, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.need, self)
         with self.progress.waits(Stage.REDUCE):
             if self.state is IterationState.LAUNCHED:
                 self.state = IterationState.COLLECTING
-            if sync is not None and sync.state is not IterationState.REDUCED and not sync.reduce(interrupted):
+            reduced = pipeline is None or pipeline.state is IterationState.REDUCED or pipeline.reduce(interrupted)
+            if not reduced:
                 return
             if rows is None or (not rows.missing and rows.reduce(interrupted)):
                 self.state = IterationState.REDUCED
-            if sync is not None and sync.profiling:
+            if pipeline is not None and pipeline.profiling:
                 self.sparse.make_sparse(self.sparse.found)
 
     def fail_backward(self) -> None:
@@ -627,12 +628,7 @@ class GradientHooks:
             self.state = IterationState.COLLECTING
         if not self.shared or self._is_due(here=self.begun or (due and not joined)):
             with self.progress.waits(Stage.FINISH):
-                changed = self._reduce_all(joined=joined, late=late)
-                problem = "" if self.pipeline is None else self.pipeline.problem
-                if changed:
-                    self.attach(self.named)
-                else:
-                    self._begin_iteration()
+                problem = self._reduce_all(joined=joined, late=late)
             self.n_reduced += 1
         self.progress.finished += 1
         self._job.joining.ends(self)
@@ -659,25 +655,29 @@ class GradientHooks:
         self.shared = bool(n_users > 1)
         return bool(anywhere > 0)
 
-    def _reduce_all(self, *, joined: bool, late: bool) -> bool:
-        """Reduce all gradients, and end the iteration of each part. Collective.
+    def _reduce_all(self, *, joined: bool, late: bool) -> str:
+        """Reduce all gradients, and begin the next iteration. Collective.
 
         Args:
             joined: this rank has no data any more, and takes part with zeros.
             late: the end was deferred, so that parameters unfrozen since belong to the next iteration.
 
         Returns:
-            True if hooks must be made anew after this iteration.
+            Why the gradients are undefined; empty if all is well.
         """
-        control, sync, rows = self._control, self.pipeline, self._rows
+        pipeline, rows = self.pipeline, self._rows
         unfrozen = self._unfrozen if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self._counted(), self.hooked)
-        if sync is None or self._looks_at_each or (sync.state is not IterationState.REDUCED and sync.missing):
+        if (
+            pipeline is None
+            or self._looks_at_each
+            or (pipeline.state is not IterationState.REDUCED and pipeline.missing)
+        ):
             self._hand_over_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
             rows.put_in_missing(joined=joined)
-        profiling = sync is not None and sync.profiling
+        profiling = pipeline is not None and pipeline.profiling
         if self.tuning is not None:
             self.tuning.finish(joined=joined)
         if rows is not None:
@@ -690,11 +690,16 @@ class GradientHooks:
         if not self._compared_values:  # and nothing is updated
             wanting = [item for item in self.named if item[1].requires_grad]
             self._compared_values = bool(wanting)
-            warn_of_different_values(control, wanting)
+            warn_of_different_values(self._control, wanting)
         if joined:
             for param in [*(param for _, param in self.hooked), *unfrozen]:
                 param.grad = None  # the others' gradients must not add to the next ones of this rank
-        return found_sparse or bool(unfrozen)
+        problem = "" if pipeline is None else pipeline.problem
+        if found_sparse or unfrozen:
+            self.attach(self.named)  # with other hooks
+        else:
+            self._begin_iteration()
+        return problem
 
     @torch.no_grad()
     def _reduce_unfrozen(self, params: Sequence[torch.Tensor]) -> None:
