@@ -20,7 +20,7 @@ from ..transports.contract import FlatBuffer, ReduceOp
 
 
 def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a parameter's gradient: the parameter's own, without holes."""
+    """Return the strides of a parameter's gradient: those of the parameter, made dense."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -29,9 +29,9 @@ class Reduction:
     """What happens to every gradient: `postscale * op over ranks of (prescale * gradient)`.
 
     Attributes:
-        wire_dtype: the type in which gradients of each dtype travel; those not named travel as they are.
-        compression: how they travel in fewer bytes than that; None = they do not.
-        feedback: what compression owes.
+        wire_dtype: pairs of a gradient's dtype and the dtype in which it is sent; others are sent as they are.
+        compression: how gradients are compressed beyond that; None = not at all.
+        feedback: error-feedback residuals.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -42,12 +42,12 @@ class Reduction:
     feedback: Feedback = field(default_factory=Feedback, compare=False)
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype on the wire of gradients of `dtype`."""
+        """Return the dtype in which gradients of `dtype` are sent."""
         return dict(self.wire_dtype).get(dtype, dtype)
 
 
 class FlatGroup:
-    """The gradients of one dtype: their flat buffer, and the place in it of each."""
+    """The gradients of one dtype: their flat buffer, and the place of each in it."""
 
     def __init__(
         self, indices: list[int], params: Sequence[torch.Tensor], layout: GradientLayout, buffer: FlatBuffer
@@ -69,7 +69,7 @@ def _group_by_dtype(
     router: Router,
     n_flags: int,
 ) -> list[FlatGroup]:
-    """Collective: flat buffers for all gradients in the given order, one a dtype; the first has the flags, too."""
+    """Allocate flat buffers in the given order, one a dtype; the first has the flags, too. Collective."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in order:
         dtype = params[index].dtype
@@ -170,7 +170,7 @@ class FlatBuffers:
 
     @property
     def layout_places(self) -> list[tuple[int, int]]:
-        """Of each parameter, by index: the number of its layout, and its place there."""
+        """Number of the layout and place in it of each parameter, by index."""
         places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
@@ -180,7 +180,7 @@ class FlatBuffers:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """One a dtype; the first has one element more, the control flags."""
+        """Layouts, one a dtype; the first has one more element, the control flags."""
         return tuple(group.layout for group in self.groups)
 
     @property
@@ -191,11 +191,11 @@ class FlatBuffers:
         return torch.view_as_real(elements)[:, 0] if elements.is_complex() else elements
 
     def has_flags(self, group: FlatGroup, stop: int) -> bool:
-        """A unit that ends at element `stop` of a group's buffer has control flags among its elements."""
+        """Return whether a unit that ends at element `stop` of a group's buffer contains control flags."""
         return group is self.groups[0] and stop > group.layout.offsets[-2]
 
     def take_over(self, before: FlatBuffers) -> None:
-        """Gradients that lie in the buffers that were there before move into these."""
+        """Move gradients out of the previous buffers into these."""
         for position, param in enumerate(self.params):
             old = before.position[self.order[position]]
             if param.grad is not None and param.grad is before.views[old] and before.is_intact(old):
@@ -203,7 +203,7 @@ class FlatBuffers:
                 param.grad = self.view(position) if self.fits(position) else param.grad.clone()
 
     def detach(self) -> None:
-        """From now on no `.grad` is in the flat buffers."""
+        """Copy every `.grad` out of the flat buffers."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
@@ -227,11 +227,11 @@ class FlatBuffers:
         return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))
 
     def is_intact(self, position: int) -> bool:
-        """The view still lies in the flat buffer."""
+        """Return whether the view still uses the memory of the flat buffer."""
         return self.views[position].data_ptr() == self.addresses[position]
 
     def view(self, position: int) -> torch.Tensor:
-        """What to put into a parameter's `.grad`."""
+        """Return the tensor for a parameter's `.grad`."""
         if not self.is_intact(position):
             self.views[position] = view = self._make_view(self.places[position])
             self._storages[position] = self._storage_of(view)
@@ -239,7 +239,7 @@ class FlatBuffers:
         return self.views[position]
 
     def fits(self, position: int) -> bool:
-        """The parameter's place in the flat buffer may be its gradient: same dtype, strides and device."""
+        """Return whether a place may be the gradient of its parameter: same dtype, shape, strides and device."""
         param, place = self.params[position], self.places[position]
         return (
             param.dtype is place.dtype
@@ -249,7 +249,7 @@ class FlatBuffers:
         )
 
     def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
-        """Copies gradients into their places, all at once.
+        """Copy gradients into their places, all at once.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
@@ -267,7 +267,7 @@ class FlatBuffers:
             self._device.keep(gradients)
 
     def clear(self, position: int) -> torch.Tensor:
-        """Puts zeros in a parameter's place; returns its view."""
+        """Zero a parameter's place, and return its view."""
         self.part_with([position])
         self._device.launch(self.places[position].zero_)
         return self.views[position]
@@ -317,7 +317,7 @@ class FlatBuffers:
             )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copies reduced gradients from their places into tensors that do not lie there; puts back what does."""
+        """Copy reduced gradients from their places into other tensors."""
         if pairs:
             with torch.no_grad():  # a gradient made with create_graph=True has a graph
                 targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]

@@ -17,18 +17,18 @@ REMEDY = (
 
 
 class EditCheck:
-    """Tells what the user did to gradients too early."""
+    """A check of each iteration: has user code changed gradients before they were reduced?"""
 
     def __init__(self) -> None:
         self._warned = self._told = False
 
     def look(self, arrivals: ReadyGradients, names: Sequence[str], said: RankFlags) -> str:
-        """All gradients of an iteration are reduced: what makes them undefined, in words; empty if all is well.
+        """Return why the reduced gradients are undefined; empty if all is well. Call after they are assigned.
 
         Args:
-            arrivals: this rank's gradients, which have been handed out.
-            names: of the parameters, by position.
-            said: by all ranks in this iteration; nothing on a device with streams.
+            arrivals: this rank's gradients.
+            names: names of the parameters, by position.
+            said: flags of all ranks of this iteration; none on a device with streams.
         """
         problem, differ = "", said.replaced and said.complete
         if arrivals.lost_written:
@@ -56,9 +56,11 @@ class EditCheck:
         return f"{problem}{why}; {REMEDY}"
 
     def hear_late(self, problem: str, before: RankFlags) -> str:
-        """An iteration ends on a device with streams, where it is heard only now what was said in the one before.
+        """Return the problem of an iteration on a device with streams, where flags arrive one iteration late.
 
-        What a rank knows of itself has been said then. Returns the problem of this iteration, `problem` if it is known.
+        Args:
+            problem: the problem that this rank has found itself.
+            before: flags of all ranks of the iteration before. This rank has reported its own problem then.
         """
         if (before.written or (before.replaced and before.complete)) and not self._told and not problem:
             problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"

@@ -11,28 +11,27 @@ from ..device import Device, Event, copy_
 
 
 class Drift(Enum):
-    """What a rank says, or what all ranks say."""
+    """Trend of the communication time, as reported by one rank or agreed by all."""
 
     USUAL = "usual"
-    """As then; or the ranks do not agree."""
+    """No clear change; or the ranks do not agree."""
     SLOWER = "slower"
-    """Clearly longer, for a while now."""
+    """Clearly longer, for several iterations."""
     FASTER = "faster"
-    """Clearly less long, for a while now."""
+    """Clearly shorter, for several iterations."""
 
 
 class RankFlags(NamedTuple):
-    """What at least one rank says.
+    """Flags of one rank, or of all ranks: then a flag is set if any rank has set it.
 
     Attributes:
         reprofile: the order of the gradients should be profiled again.
         written: a gradient was written before it was reduced.
-        replaced: `.grad` was replaced before it was reduced; it gives way to what is reduced.
-        complete: all gradients came in the backward pass, so it ended with their reduction; what is done to them
-            afterwards holds.
-        not_slower: reductions do not take clearly longer than they did. Said in the negative: if nobody says so, all
-            ranks find them slower.
-        not_faster: nor do they take clearly less long.
+        replaced: `.grad` was replaced before it was reduced, and the reduced gradient takes its place.
+        complete: all gradients were ready in the backward pass, which ended with their reduction; later changes hold.
+        not_slower: the communication time has not become clearly longer. Negated, because a sum over ranks shows only
+            whether any rank has set a flag: if none has, all ranks find it longer.
+        not_faster: the communication time has not become clearly shorter.
     """
 
     reprofile: bool = False
@@ -44,7 +43,7 @@ class RankFlags(NamedTuple):
 
     @property
     def drift(self) -> Drift:
-        """What all ranks find; as usual where they differ, or where nothing was said."""
+        """Trend that all ranks have reported; USUAL if they differ, or have reported none."""
         if self.not_slower == self.not_faster:
             return Drift.USUAL
         return Drift.SLOWER if self.not_faster else Drift.FASTER
@@ -54,16 +53,16 @@ FLAG_COUNT = len(RankFlags._fields)
 
 
 class FlagTraffic:
-    """The flags of one flat buffer.
+    """Writes and reads the flags in one flat buffer.
 
     Attributes:
         drift: trend of the communication time, as this rank reports it with the other flags.
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
+        """Args: `elements`: the flags in the flat buffer, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
-        # All that a rank may say, where the flags are, and what was reduced, on the host.
+        # All combinations of flags, on the device, and the reduced flags, on the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * FLAG_COUNT)
         there = choices.to(device=device.torch_device, dtype=elements.dtype)
         self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
@@ -72,14 +71,15 @@ class FlagTraffic:
         self.drift = Drift.USUAL
 
     def write(self, said: RankFlags) -> None:
-        """Sets this rank's flags, before the elements are reduced; those of its pace are added."""
+        """Set this rank's flags and its trend, before the elements are reduced."""
         choice = self._choices[(*said[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:
-        """What was said in this iteration, which is reduced; on a device with streams, what was in the one before.
+        """Return the flags of all ranks of this iteration; on a device with streams, those of the iteration before.
 
-        There the host would have to wait; this iteration's flags are on their way to it afterwards. Once an iteration.
+        There the host would have to wait for this iteration's flags, so they are only copied to it. Call once an
+        iteration, after the reduction.
         """
         if not self._device.streams:
             return RankFlags(*map(bool, self._elements.tolist()))
@@ -92,5 +92,5 @@ class FlagTraffic:
         return before
 
     def forget(self) -> None:
-        """What is on its way to the host does not matter any more."""
+        """Ignore the flags that are being copied to the host."""
         self._read = None

@@ -23,13 +23,13 @@ Interrupted = Callable[[], bool]
 """Return whether to stop waiting. Called now and then while a thread waits."""
 
 _given_up: list[Test] = []
-"""Rounds that other ranks never joined; MPI still knows their arrays, which these keep."""
+"""Rounds that other ranks never joined. MPI still refers to their arrays, so they are kept."""
 
 
 def agree(
     bits: Bits, *, comm: Communicator, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
 ) -> Bits | None:
-    """Collective: one round; the bits that are set on every rank, `(n,)`. None if it was given up, being `closing`."""
+    """Return the bits that are set on every rank, `(n,)`; None if `closing` ended the wait. Collective."""
     packed = np.packbits(bits)
     test = comm.all_reduce(packed, Op.AND)
     wait_for(lambda: test() or closing(), failures=failures)
@@ -41,15 +41,15 @@ def agree(
 
 
 class ReadinessNegotiation:
-    """Finds out, during one backward pass, which gradients are ready on all ranks; a thread of its own does it.
+    """A thread that finds out, during one backward pass, which gradients are ready on all ranks.
 
-    Used while the order of the gradients is not known yet. A rank joins a round once `granularity_bytes` of
-    gradients have become ready since its last one, or when all are or its backward pass has ended, and goes on until
-    every gradient is agreed. All ranks see the same results, so all stop after the same round.
+    It runs while the order of the gradients is not known. A rank joins a round once `granularity_bytes` of gradients
+    have become ready since its last round, or its backward pass has ended, until every gradient is agreed. All ranks
+    get the same results, so they stop after the same round.
     """
 
     def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
-        """Keeps `comm` for its thread, which starts with the first backward pass."""
+        """Keep `comm` for the thread, which starts with the first backward pass."""
         self._comm, self._failures = comm, failures
         self._wake = free_in_forked_children(threading.Condition())
         self._thread: threading.Thread | None = None
@@ -65,12 +65,12 @@ class ReadinessNegotiation:
     def begin(
         self, sizes_bytes: npt.NDArray[np.int64], *, granularity_bytes: int, on_agreed: Callable[[list[int]], None]
     ) -> None:
-        """Starts the negotiation of one backward pass.
+        """Start the negotiation of one backward pass.
 
         Args:
-            sizes_bytes: of each gradient, `(n_gradients,)`.
-            granularity_bytes: ready bytes that are worth a round.
-            on_agreed: called in the thread with the indices, ascending, that a round has brought.
+            sizes_bytes: size of each gradient, `(n_gradients,)`.
+            granularity_bytes: bytes of ready gradients after which this rank joins a round.
+            on_agreed: called in the thread with the indices of newly agreed gradients, ascending.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
@@ -82,24 +82,24 @@ class ReadinessNegotiation:
             self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
 
     def set_ready(self, index: int) -> None:
-        """This rank's gradient `index` is ready, in its place in the flat buffer."""
+        """Mark gradient `index` of this rank as ready, in its place in the flat buffer."""
         with self._wake:
             self._bits[index] = True
             self._fresh_bytes += int(self._sizes_bytes[index])
-            # With the last one the pass has ended here: the main thread may wait for other gradients first.
+            # The pass ends with the last gradient: the training thread may wait for other gradients before `end`.
             self._ended = bool(self._bits.all())
             if self._worth_a_round():
                 self._wake.notify()
 
     def end(self) -> None:
-        """The backward pass has ended: all gradients count as ready."""
+        """End the backward pass: mark all gradients as ready."""
         with self._wake:
             self._bits[:] = True
             self._ended = True
             self._wake.notify()
 
     def wait(self, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Blocks until every gradient is agreed; False if `interrupted`, which is asked now and then, says so.
+        """Block until every gradient is agreed. Return False if `interrupted` ends the wait.
 
         Raises:
             CommError: the job failed meanwhile.
@@ -122,7 +122,7 @@ class ReadinessNegotiation:
                 self._done.set()
         except CommError as err:
             self._failures.report(err)
-        except Exception as err:  # whatever it is, those who wait must hear of it
+        except Exception as err:  # whatever it is, the waiting threads must get it
             self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
         finally:
             self._done.set()
@@ -131,7 +131,7 @@ class ReadinessNegotiation:
         return self._ended or self._fresh_bytes >= self._granularity_bytes
 
     def _negotiate(self) -> None:
-        """Rounds until all gradients of this backward pass are agreed."""
+        """Run rounds until all gradients of this backward pass are agreed."""
         on_agreed = self._on_agreed
         assert on_agreed is not None
         agreed = np.zeros(self._bits.size, dtype=np.bool_)
@@ -156,7 +156,7 @@ class ReadinessNegotiation:
         self._on_agreed = None
 
     def close(self) -> bool:
-        """Ends the thread; False if the communicator is in use for ever, by a round that other ranks never joined."""
+        """End the thread. Return False if a round that other ranks never joined still uses the communicator."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -35,7 +35,7 @@ class IterationReport:
 
 @dataclass(frozen=True, slots=True)
 class IterationEvents:
-    """When the parts of one iteration end on the device."""
+    """Device events at the ends of the parts of one iteration."""
 
     iteration: int
     first_ready: Event
@@ -45,10 +45,10 @@ class IterationEvents:
 
 @dataclass(slots=True)
 class InFlight:
-    """What was started and may not be done.
+    """Iterations that the device may still be working on.
 
     Attributes:
-        units: of the last iteration, with their works.
+        units: units of the last iteration, with their works.
     """
 
     device: Device
@@ -57,7 +57,7 @@ class InFlight:
     _stalled: tuple[int, float] | None = None
 
     def add(self, events: IterationEvents) -> IterationEvents:
-        """An iteration more; the last but one is forgotten. Returns the one before it; itself, if there is none."""
+        """Add an iteration, and keep the last two. Return the one before it, or itself if it is the first."""
         self._iterations = [*self._iterations[-1:], events]
         return self._iterations[0]
 
@@ -70,7 +70,7 @@ class InFlight:
         return not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
-        """The iteration of which the backward pass is over on the device but not the reduction, and since when.
+        """Return the iteration whose backward pass has ended on the device, but not its reduction, and since when.
 
         The time is `time.monotonic()` of the first call that found it so. Thread-safe.
         """
@@ -94,15 +94,15 @@ class InFlight:
 
 @dataclass(slots=True)
 class IterationTrace:
-    """Collects one iteration's events for the timeline and for a recorder, as far as there are any when it begins.
+    """Events of one iteration for the timeline and a recorder, if there are any when the iteration begins.
 
     Attributes:
-        source: the synchroniser's mark.
-        shown, recorded: who is told.
-        buffers: where the gradients lie.
-        copies: gradients that were copied into the flat buffers: begin, end, and how many.
-        units: that were issued, and when; their works tell the rest.
-        ready: of each gradient that has come, the parameter's index, and when; only for a recorder.
+        source: the `GradientPipeline`.
+        shown, recorded: the timeline and the recorder; None = none.
+        buffers: flat buffers of the iteration.
+        copies: begin, end, and number of gradients of each copy into the flat buffers.
+        units: launched units, with their works, and when they were launched.
+        ready: index of each parameter whose gradient is ready, and when; only for a recorder.
     """
 
     device: Device
@@ -115,7 +115,7 @@ class IterationTrace:
     ready: list[tuple[int, Event]] = field(default_factory=list)
 
     def write(self, events: IterationEvents, *, profiling: bool) -> None:
-        """All gradients are reduced, on the device, too: tells of the iteration."""
+        """Write the iteration. All gradients must be reduced, also on the device."""
         end_s = time.perf_counter()
 
         def at(moment: Event) -> float:
@@ -155,7 +155,7 @@ class IterationTrace:
 
 
 def show(traced: TracedIteration, timeline: Timeline) -> None:
-    """Writes an iteration to the timeline."""
+    """Write an iteration to the timeline."""
     first_ready_s, ended_s, end_s = traced.first_ready_s, traced.backward_ended_s, traced.end_s
     kind = "order profiling" if traced.profiling else "scheduled"
     timeline.span("iterations", f"iteration {traced.number}", first_ready_s, end_s, kind=kind)

@@ -21,17 +21,17 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""What one rank knows of the parameters of a new optimizer: the serial of the reducer that each belongs to, None = to
-none of this set of ranks that is alive; why one cannot be shared, by the serial of its reducer, -1 = of another set of
-ranks; and the serials of reducers with gradients under way."""
+"""What one rank knows of the parameters of a new optimizer: the serial of the `GradientHooks` of each (None = none of
+this set of ranks); why parameters cannot be shared, by serial (-1 = hooks of another set of ranks); and the serials of
+hooks with gradients in flight."""
 
 
 class OptimizerGradients:
-    """Keeps the gradients of one optimizer equal on some of the ranks; others may have some of its parameters, too.
+    """The `GradientHooks` that one optimizer uses.
 
-    Every parameter belongs to one reducer. An optimizer uses as many reducers as it takes to cover its parameters: when
-    a new optimizer has some of the parameters of an older one, these are split off into a reducer that both use.
-    Whichever steps first finishes its iteration, and the other finds the reduced gradients in place.
+    Every parameter belongs to one `GradientHooks`. If a new optimizer has some of the parameters of an older one, these
+    are split off into hooks that both use. The optimizer that steps first finishes the iteration of the shared hooks,
+    and the other finds the reduced gradients in place.
 
     Optimizers are garbage-collected at different times on different ranks. What is gone on one rank can't be used by a
     new optimizer on the others, and is closed there when the new one is made.

@@ -14,16 +14,16 @@ from ..sparse_gradients import SparseReductions
 
 
 class KnownSparse:
-    """Which gradients of one reducer are sparse, as far as all ranks know it: the others travel dense.
+    """The parameters whose gradients are sparse, as all ranks know. The gradients of the others are sent dense.
 
-    Nobody knows it before the first backward pass, and a rank whose batch did not touch an embedding does not know it
-    even then.
+    No rank knows before the first backward pass. A rank whose batch did not access an embedding does not know even
+    after it.
 
     Attributes:
-        known: parameters of which all ranks know it, whether or not they are watched now.
-        names: those that are watched.
-        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
-        rows: what reduces sparse gradients; None as long as none is known.
+        known: names of all parameters that are known to have sparse gradients, watched or not.
+        names: the watched ones among them.
+        found: names of parameters whose gradient was sparse on this rank, before the ranks have agreed.
+        rows: reduces sparse gradients; None as long as no parameter is known.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class KnownSparse:
         """Starts nothing.
 
         Args:
-            control: the ranks that take part.
-            open_rows: collective; makes `rows`.
-            known: see above.
+            control: control plane of the participating ranks.
+            open_rows: makes `rows`; collective.
+            known: names that all ranks know.
             as_dense: sparse gradients are made dense.
         """
         self._control, self._open_rows, self._as_dense = control, open_rows, as_dense
@@ -48,7 +48,7 @@ class KnownSparse:
         self._params: Mapping[str, torch.Tensor] = {}
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Collective, between iterations: from now on, these parameters get gradients, by name."""
+        """Replace the watched parameters, given by name. Collective, between iterations."""
         self._params = params
         self.names = self.known & params.keys()
         self.found.clear()
@@ -58,11 +58,11 @@ class KnownSparse:
             self.rows.watch({name: param for name, param in params.items() if name in self.names})
 
     def looks_new(self, name: str) -> bool:
-        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
+        """Return whether other ranks do not know yet that the gradient of this parameter is sparse."""
         return not self._as_dense and name not in self.names
 
     def as_it_travels(self, name: str) -> torch.Tensor:
-        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
+        """Return a sparse gradient, made dense in `.grad`, too, unless all ranks expect a sparse one."""
         param = self._params[name]
         assert param.grad is not None
         if name in self.names:
@@ -73,14 +73,14 @@ class KnownSparse:
         return param.grad
 
     def make_sparse(self, names: Iterable[str]) -> None:
-        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
+        """Make the dense gradients of these parameters sparse again, as the backward pass has made them."""
         for name in names:
             param = self._params[name]
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
 
     def agree(self) -> bool:
-        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if any were."""
+        """Make known to all ranks whose gradient was sparse on any rank. Return whether there are any. Collective."""
         names = list(self._params)
         anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
         fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
@@ -90,10 +90,10 @@ class KnownSparse:
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """How the gradients travel whose way is decided; see `SparseReductions`."""
+        """Summaries of the sparse gradients whose algorithm is chosen; see `SparseReductions`."""
         return [] if self.rows is None else self.rows.summaries
 
     def close(self) -> None:
-        """Not collective: ends all threads. Idempotent."""
+        """End all threads. Not collective. Idempotent."""
         if self.rows is not None:
             self.rows.close()
