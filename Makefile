@@ -20,7 +20,8 @@ USUAL := not slow and not gpu and not integration
 TORCH ?= newest
 TORCH_VENV = .venv-torch-$(TORCH)
 CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirtaki/torch/test_collectives.py \
-	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py \
+	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_fsdp_private.py \
+	tests/sirtaki/torch/test_gradient_edits.py \
 	tests/sirtaki/torch/test_optimizer.py
 CORE += $(if $(filter newest,$(TORCH)),,tests/sirtaki/torch/distributed)  # which goes by PyTorch's version
 

@@ -1,7 +1,7 @@
-"""Sums of hot rows through `sirtaki aggregator`: against Gloo's all-reduce and a plain parameter server, and with loss.
+"""Sums of frequent rows through `sirtaki aggregator`, compared with an all-reduce over Gloo and a parameter server.
 
-All ranks, the aggregator and the parameter server share this host's processors. Contenders take turns in one job; a
-sample is a block of sums on the slowest rank. Loss is made where packets are received, at the server and every rank.
+All ranks, the aggregator and the parameter server share this host's processors. Contenders alternate in one job. A
+sample is a block of sums on the slowest rank. Packets are lost at the receiver, at the server and every rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sirtaki.machine import Address, parse_address
 
 
 class LossyWire(Wire):
-    """Loses packets after the kernel has delivered them, one by one, also of those that come many at a time."""
+    """A socket that drops packets after the kernel has delivered them, one by one, also those received in batches."""
 
     def __init__(self, *, loss: float, seed: int, peer: Address | None = None) -> None:
-        """Speaks with one peer, or listens on a free port of this host."""
+        """Connect to one peer, or listen on a free port of this host."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         if peer is not None:
             sock.connect(peer)
@@ -42,7 +42,7 @@ class LossyWire(Wire):
         self.lost = 0
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
-        """As of any wire, without what is lost."""
+        """Receive like any socket, except for the lost packets."""
         for rows, address in super().batches(most):
             kept = self._random.random(len(rows)) >= self._loss
             self.lost += len(rows) - int(kept.sum())
@@ -58,12 +58,12 @@ Packets = list[list[int]]
 
 
 def pack(rows: Sequence[int], *, registers: int, capacity: int) -> Packets:
-    """Packets of at most `capacity` rows, in which rows of one register meet only where nothing else is possible.
+    """Pack rows into packets of at most `capacity` rows, so that rows of one register share a packet only if necessary.
 
     Args:
-        rows: their numbers by heat; each at most once.
-        registers: m; row i lies in register i mod m.
-        capacity: rows of a packet.
+        rows: indices sorted by frequency, each at most once.
+        registers: m; row i is in register i mod m.
+        capacity: rows per packet.
 
     Raises:
         ConfigError: `registers` or `capacity` is not positive.
@@ -92,7 +92,7 @@ def pack(rows: Sequence[int], *, registers: int, capacity: int) -> Packets:
 
 
 def conflicts(packets: Sequence[Sequence[int]], *, registers: int) -> int:
-    """Rows that meet another of their register in their packet: how often a switch would have to go round, in all."""
+    """Return the number of rows that share their register with another row of their packet."""
     return sum(len(packet) - len({row % registers for row in packet}) for packet in packets)
 
 
@@ -102,7 +102,7 @@ _SIZE = struct.Struct("<I")
 
 
 def serve(listener: socket.socket, ranks: int) -> None:
-    """Until a rank leaves: sums of the ranks that connect, a thread for each."""
+    """Serve sums of the connected ranks, with a thread for each, until a rank disconnects."""
     peers = [listener.accept()[0] for _ in range(ranks)]
     values: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * ranks
     total = np.zeros(0, np.float32)
@@ -134,14 +134,14 @@ def serve(listener: socket.socket, ranks: int) -> None:
 
 
 class ParameterServerRank:
-    """A rank's side."""
+    """The client of one rank."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._peer = socket.create_connection(address)
         self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def sum(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Collective: the sum over ranks, in the shape of `values`."""
+        """Return the sum over ranks, in the shape of `values`. Collective."""
         total = np.empty_like(values)
         self._peer.sendall(_SIZE.pack(values.size))
         self._peer.sendall(np.ascontiguousarray(values).data.cast("B"))
@@ -149,15 +149,15 @@ class ParameterServerRank:
         return total
 
     def close(self) -> None:
-        """Leaves."""
+        """Disconnect."""
         self._peer.close()
 
 
 def _exactly(peer: socket.socket, into: bytearray | npt.NDArray[np.float32]) -> bytearray | npt.NDArray[np.float32]:
-    """Fills a buffer.
+    """Fill a buffer.
 
     Raises:
-        ConnectionError: the peer is gone.
+        ConnectionError: the peer has disconnected.
     """
     view = memoryview(into).cast("B")
     while view.nbytes:
@@ -175,7 +175,7 @@ RANKS = 4
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: sums by each contender in turns, and compares with the exact sum."""
+    """Run the part of one rank: sums by each contender alternately, compared with the exact sum."""
     import torch
     import torch.distributed as dist
 
@@ -217,7 +217,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure_sums(report: Report, args: Any, *, rows: int, width: int) -> None:
-    """Adds the time of a sum of `rows` rows."""
+    """Add the time of a sum of `rows` rows."""
     servers = [subprocess.Popen([sys.executable, "-m", "bench.aggregator", "--serve", str(loss)],
                                 stdout=subprocess.PIPE, text=True) for loss in LOSSES]  # fmt: skip
     listener = socket.create_server(("127.0.0.1", 0))
@@ -257,7 +257,7 @@ def measure_sums(report: Report, args: Any, *, rows: int, width: int) -> None:
 
 
 def measure_packing(report: Report, seed: int) -> None:
-    """Adds conflicts a packet of batches with Zipf's frequencies, as §5.4 counts them."""
+    """Add conflicts per packet of batches with Zipf's frequencies, counted as in §5.4."""
     random, hot, registers, capacity = np.random.default_rng(seed), 30_000, 24, 24
     for exponent in (0.975, 1.024, 1.2):
         weights = 1.0 / np.arange(1, hot + 1) ** exponent
@@ -283,7 +283,7 @@ def measure_packing(report: Report, seed: int) -> None:
 
 
 def measure_tables(report: Report, seed: int) -> None:
-    """Adds the precision of sums by tables: of 100 000 pairs, and of 8 numbers one after the other."""
+    """Add the precision of sums by tables: of 100 000 pairs, and of 8 numbers in sequence."""
     random = np.random.default_rng(seed)
     for name, low in (("positive, 0 … 1", 0.0), ("signed, -1 … 1", -1.0)):
         for terms in (2, 8):
@@ -306,7 +306,7 @@ def measure_tables(report: Report, seed: int) -> None:
 
 
 def serve_with_loss(loss: float) -> int:
-    """An aggregator that loses packets which it receives; says where it listens."""
+    """Run an aggregator that drops received packets, and report its address."""
     wire = LossyWire(loss=loss, seed=int(1e6 * loss))
     print(f"127.0.0.1:{wire.address[1]}", flush=True)
     Aggregator(wire).serve()
@@ -314,7 +314,7 @@ def serve_with_loss(loss: float) -> int:
 
 
 def main() -> int:
-    """All three parts."""
+    """Run all three parts."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     flags.add_argument("--serve", type=float, help="(for itself)")

@@ -1,19 +1,19 @@
-"""What a compiled model loses as its gradients come all at once, and what compiling it in parts brings.
+"""The cost of a compiled model whose gradients are all ready at once, and the gain of compiling it in parts.
 
     python -m bench.compiled [--quick] [--check] [--save] [--cases capped fast one-host]
 
-Takes 20 minutes, much of it compiling by Inductor; with --quick 6, by aot_eager. All contenders train a GPT of 5.3 M
-parameters, in the same processes, and take turns: Sirtaki with the model as it is, compiled as a whole, compiled with
-`hvd.early_gradients()`, in so many parts as `sirtaki optimize` advises on a recording of the whole one, and DDP with
-the model compiled, which PyTorch splits at DDP's buckets. Where nothing is to be gained, four parts show what cuts
-cost. Sirtaki runs its untuned default; the whole one was tuned for a while before, so that
-links are known.
+Takes 20 minutes, much of it compilation by Inductor; with --quick 6, by aot_eager. All contenders train a GPT of 5.3 M
+parameters in the same processes and alternate. They are Sirtaki with the uncompiled model, with the model compiled as a
+whole, with `hvd.early_gradients()`, and with the number of parts that `sirtaki optimize` recommends for a recording of
+the whole model; and DDP with the compiled model, which PyTorch splits at DDP's buckets. Where nothing can be gained,
+four parts show the cost of cuts. Sirtaki runs its untuned default. The whole model was tuned before for a while, so
+that links are probed.
 
-"capped" are four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, a flow gets 100), on which blocks also sleep
-where a GPU would compute, as four ranks that compute leave two cores no time to send; "fast" are two whose links carry
-20 Gbit/s, so that communication is next to nothing, "one-host" two ranks of this host.
+"capped" are four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, a flow gets 100). Blocks sleep there
+instead of computing, because four computing ranks leave two cores no time to send. "fast" are two nodes with links of
+20 Gbit/s, so that communication is negligible. "one-host" are two ranks on this host.
 
-Bars: on capped links early ÷ whole ≤ 0.90, and as advised, too; elsewhere early and as advised ÷ whole ≤ 1.02.
+Bars: on capped links early ÷ whole ≤ 0.90, and as recommended, too; elsewhere early and as recommended ÷ whole ≤ 1.02.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ CASES: dict[str, LabShape | int] = {
 }
 SEQUENCES = {"capped": 1, "fast": 4, "one-host": 4}
 ELSEWHERE_S = {"capped": 0.06, "fast": 0.0, "one-host": 0.0}
-"""Of a block's forward pass: where more ranks than processors compute, nothing is left for what travels meanwhile."""
+"""Seconds of a block's forward pass.
+
+With more computing ranks than processors, communication would get no processor.
+"""
 
 RECORDED = 3
 JOB_TIMEOUT_S = 900.0
@@ -73,7 +76,7 @@ class CompiledDdp(Ddp):
 
 
 def compiled_once(make_model: ModelMaker, backend: Any, comm: Any) -> None:
-    """Collective: compiles on the first rank, and then on the others, which find most of it in Inductor's cache."""
+    """Compile on the first rank, then on the other ranks, which find most of it in Inductor's cache. Collective."""
     for turn in (True, False):
         if turn == (comm.rank == 0):
             model, batch = make_model()
@@ -84,7 +87,7 @@ def compiled_once(make_model: ModelMaker, backend: Any, comm: Any) -> None:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: is recorded, builds the contenders, and lets them alternate."""
+    """Run the part of one rank: record, create the contenders, and alternate between them."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     import sirtaki.torch as hvd
@@ -130,7 +133,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
-    """Adds rows and bars of what the ranks have measured."""
+    """Add rows and bars from the ranks' measurements."""
     samples = dict(result["samples"])
     samples.setdefault(ADVISED, samples[WHOLE])  # it was advised to leave it whole
     setups = {ADVISED: "the same as whole", **result["setups"]}
@@ -144,7 +147,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
 
 
 def run(report: Report, case: str, args: Any) -> None:
-    """One job."""
+    """Run one job."""
     env = {"SIRTAKI_WARMUP_ITERATIONS": "10", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with tempfile.TemporaryDirectory() as directory:
         options = {
@@ -161,7 +164,7 @@ def run(report: Report, case: str, args: Any) -> None:
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     args = flags.parse_args()

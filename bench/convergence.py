@@ -1,14 +1,14 @@
-"""What sending fewer bytes, and less often, costs in accuracy: losses at the end of real training, against plain sums.
+"""The accuracy cost of sending fewer bytes, and less often: final losses of real training, compared with plain sums.
 
     python -m bench.convergence [--quick] [--check] [--save] [--ranks 2]
 
-Three tasks whose data come with installed packages: scikit-learn's handwritten digits (a perceptron), characters of
-Python's own documentation (a language model that sees 16 of them), and its pairs of neighbouring words (a recommender:
-two embeddings whose product says which word follows). Each is trained from three seeds by each way, with the same
-batches, as many steps and the same learning rates; nothing is tuned for a way.
-Ranks use Gloo, since what goes through shared memory is not compressed.
+Three tasks whose data are in installed packages: scikit-learn's handwritten digits (a perceptron), characters of
+Python's own documentation (a language model with a context of 16), and its pairs of neighbouring words (a recommender:
+two embeddings whose product predicts the next word). Each is trained from three seeds by each method, with the same
+batches, number of steps and learning rates; nothing is tuned for a method.
+Ranks use Gloo, because traffic through shared memory is not compressed.
 
-Bar: the loss on data that was not trained on, averaged over the seeds, at most so many times that of plain sums.
+Bar: the validation loss, averaged over the seeds, relative to that of plain sums.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ LIMITS = {
     "diloco 16, 4 fragments": 1.10,
 }
 PAPERS = "diloco 16, the paper's momentum"
-"""Without a bar: it is for trainings of many more outer steps."""
+"""No bar: this setting is for trainings with many more outer steps."""
 
 PLAIN, CONTEXT, SEEDS = "plain", 16, 3
 
 Task = tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
-"""A model, inputs and targets to train on, inputs and targets to judge by, and steps."""
+"""A model, training inputs and targets, validation inputs and targets, and a number of steps."""
 
 
 def digits() -> Task:
@@ -59,12 +59,12 @@ def digits() -> Task:
 
 
 def text() -> str:
-    """Of Python's documentation, as its `help()` has it."""
+    """Return the text of Python's documentation, as in its `help()`."""
     return "".join(pydoc_data.topics.topics.values())
 
 
 def characters() -> Task:
-    """Predict the next of a text's characters."""
+    """Return the task of predicting the next character of a text."""
     codes = torch.tensor([min(ord(letter), 127) for letter in text()])
     windows = codes.unfold(0, CONTEXT + 1, 5)
     inputs, targets = windows[:, :-1], windows[:, -1]
@@ -76,7 +76,7 @@ def characters() -> Task:
 
 
 class Recommender(nn.Module):
-    """Which word follows which."""
+    """A model that predicts the next word."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class Recommender(nn.Module):
             nn.init.normal_(table.weight, std=0.2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Scores of all words, for each that has gone before."""
+        """Return scores of all words for each previous word."""
         scores: torch.Tensor = self.users(inputs) @ self.items.weight.T
         return scores
 
 
 def recommender() -> Task:
-    """Of the thousand most frequent words."""
+    """Return the task over the thousand most frequent words."""
     words = text().lower().split()
     known = {word: number for number, (word, _) in enumerate(Counter(words).most_common(1000))}
     pairs = [(known[a], known[b]) for a, b in pairwise(words) if a in known and b in known]
@@ -104,7 +104,7 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "characters": characte
 
 
 def trained(make: Callable[[], Task], way: str, seed: int, shorter: int) -> float:
-    """Collective: the loss at the end, of this task trained so."""
+    """Return the final loss of this task with this method. Collective."""
     import sirtaki.torch as hvd
 
     torch.manual_seed(seed)
@@ -142,7 +142,7 @@ def trained(make: Callable[[], Task], way: str, seed: int, shorter: int) -> floa
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: trains all tasks by all ways from all seeds; the losses."""
+    """Run the part of one rank: train all tasks by all methods from all seeds, and return the losses."""
     return {
         task: {
             way: [trained(make, way, seed, options["shorter"]) for seed in range(options["seeds"])]
@@ -153,7 +153,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Trains everything, and compares."""
+    """Train everything, and compare."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     args = flags.parse_args()

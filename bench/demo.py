@@ -50,12 +50,12 @@ say = Console(highlight=False, soft_wrap=True).print
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Where the job runs.
+    """One place where the job runs.
 
     Attributes:
-        name: of the report's file.
-        title: of the table.
-        width: of the net's layers.
+        name: name of the report's file.
+        title: title of the table.
+        width: width of the net's layers.
         warmup_iterations: the tuner's budget.
         steps: timed steps of each job, after tuning.
         block: steps of one turn of the paired comparison.
@@ -94,7 +94,7 @@ def digits(comm: Any, width: int) -> tuple[Any, Any, Any]:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Do the part of one rank: train with DDP or with Sirtaki and time the last steps, or let all train in turns."""
+    """Run the part of one rank: train and time the last steps, or run all contenders alternately."""
     import torch
     from torch import nn
 
@@ -202,7 +202,7 @@ def show(scene: Scene, results: Mapping[str, Any]) -> None:
 
 
 def play_nodes() -> tuple[dict[str, Any] | None, str]:
-    """The results in the emulated cluster, or why there are none; in a user namespace of its own without root."""
+    """Return the results of the emulated cluster, or why it is not possible. Without root, a user namespace is used."""
     prefix: list[str] = []
     if shutil.which("setpriv") is None:
         return None, "not installed: setpriv (package util-linux)"
@@ -220,7 +220,7 @@ def play_nodes() -> tuple[dict[str, Any] | None, str]:
 
 
 def main() -> int:
-    """Plays both scenes, or in a process of its own the one of the emulated nodes."""
+    """Run both scenes, or, in a separate process, the scene of the emulated nodes."""
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--nodes", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = flags.parse_args()

@@ -71,7 +71,7 @@ PAPER: Mapping[str, tuple[str, str, str, str]] = {
     "question": ("", "one question to 64 ranks", "not told", ""),
     "questions": ("", "further ones, about other units", "not told", ""),
 }
-"""Figure, what it shows, the paper's value, and what of it cannot be had on one machine without GPUs."""
+"""Figure, subject, the paper's value, and the part that one machine without GPUs cannot show."""
 
 KEPT = {
     "operators": ("compiled", "÷ whole"),
@@ -79,7 +79,7 @@ KEPT = {
     "peak": ("memory", "peak off by"),
     "remedies": ("memory", "time off by"),
 }
-"""The benchmark that has measured it, and a word that is in the claims of its bars."""
+"""The benchmark that measured it, and a word in the claims of its bars."""
 
 
 MOST = 3
@@ -87,13 +87,13 @@ MOST = 3
 
 
 def line(key: str, here: str, how: str) -> dict[str, Any]:
-    """A row of the table: what was found of one of `PAPER`, and how."""
+    """Return a row of the table: the result for one of `PAPER`, and its method."""
     figure, what, paper, missing = PAPER[key]
     return {"figure": figure, "what": what, "the paper": paper, "here": here, "how": how, "not redone": missing}
 
 
 def kept_lines(results: Path = RESULTS) -> Iterator[dict[str, Any]]:
-    """Rows of what other benchmarks have kept."""
+    """Return rows from the kept results of other benchmarks."""
     for key, (name, word) in KEPT.items():
         path = results / f"{name}.md"
         bars = kept_bars(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -105,7 +105,7 @@ def kept_lines(results: Path = RESULTS) -> Iterator[dict[str, Any]]:
 
 
 def kept_bars(page: str) -> dict[str, str]:
-    """What a page of kept results says of each bar: by its claim, what was measured."""
+    """Return the measurements of a page of kept results, by the claims of the bars."""
     rows = re.findall(r"^\| (.+) \| (.+) \| ≤ .+ \| (?:met|\*\*missed\*\*) \|$", page, re.MULTILINE)
     return dict(rows)
 
@@ -114,10 +114,10 @@ def kept_bars(page: str) -> dict[str, str]:
 
 PARTS = ("accuracy", "overhead", "alignment", "search", "scale", "speed")
 Subject = tuple[str, str, int]
-"""Case and model as `bench.replay` names them, and how many ranks."""
+"""Case and model as in `bench.replay`, and the number of ranks."""
 
 MAIN: Subject = ("gloo", "transformer", 2)
-"""The one that is also aligned, searched, extrapolated and asked."""
+"""The job that is also used for alignment, search, extrapolation and speed."""
 
 SUBJECTS: Sequence[Subject] = (
     MAIN,
@@ -131,10 +131,10 @@ SUBJECTS: Sequence[Subject] = (
     ("gloo", "resnet50", 2),
     ("gloo", "transformer", 4),
 )
-"""Those that come first are there even where time is short."""
+"""The first jobs run even if time is short."""
 
 SHARE_OF_ACCURACY = 0.5
-"""Of the time; what is left is for the other parts."""
+"""Share of the time for jobs; the rest is for the other parts."""
 
 SLEEPS = "resnet50"
 """Its computation is sleep, which is no operator: of its passes nothing is known. Nor of a straggler's forward pass,
@@ -148,7 +148,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 def run_jobs(report: Report, subjects: Sequence[Subject], args: Namespace, until_s: float) -> dict[Subject, Job]:
-    """Records them; what fails is noted, and so is what would begin too late (`time.monotonic`); the others count."""
+    """Record the jobs. Failed jobs, and jobs that would start too late (`time.monotonic()`), are noted and skipped."""
     found = {}
     for case, model, ranks in subjects:
         if found and time.monotonic() > until_s:
@@ -165,7 +165,7 @@ def run_jobs(report: Report, subjects: Sequence[Subject], args: Namespace, until
 
 
 def times(subject: Subject, job: Job) -> Rows:
-    """As in table 2: measured, replayed and Daydream's times of an iteration and its passes."""
+    """Return measured, replayed and Daydream's times of an iteration and its passes, as in table 2."""
     case, model, ranks = subject
     true = job.truth["base"]
     for who, told in (("measured", true), ("replayed", job.replayed()), (RULE, job.by_daydream())):
@@ -187,7 +187,7 @@ def times(subject: Subject, job: Job) -> Rows:
 
 
 def accuracy(report: Report, jobs: Mapping[Subject, Job]) -> Rows:
-    """Figure 7 and table 2."""
+    """Add figure 7 and table 2."""
     rows = [row for subject, job in jobs.items() for row in times(subject, job)]
     report.rows += rows
     own, rule = ([abs(row["error, %"]) for row in rows if row["who"] == who] for who in ("replayed", RULE))
@@ -215,7 +215,7 @@ def _mean_and_worst(errors: Sequence[float]) -> str:
 
 
 def overhead(report: Report, args: Namespace) -> Rows:
-    """Section 7.2."""
+    """Add section 7.2."""
     model = "transformer, 256 tokens"
     with tempfile.TemporaryDirectory() as directory:
         flags = Namespace(steps=10, rounds=args.rounds, seed=args.seed)
@@ -225,7 +225,7 @@ def overhead(report: Report, args: Namespace) -> Rows:
 
 
 def alignment(report: Report, job: Job) -> Rows:
-    """Figure 8: the iteration as replayed, where one of two ranks has a wrong clock."""
+    """Add figure 8: the replayed iteration when one of two ranks has a wrong clock."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for recorded in job.histories:
         right_s = _iteration_s(recorded.recording)
@@ -256,7 +256,7 @@ def _iteration_s(recording: Recording) -> float:
 
 
 def search(report: Report, job: Job) -> Rows:
-    """Table 5."""
+    """Add table 5."""
     recording = job.histories[0].recording
     with tempfile.TemporaryDirectory() as directory:
         write_job(Path(directory), recording.job)
@@ -274,7 +274,7 @@ def _gradients(job: Job) -> int:
 
 
 def scale(report: Report, small: Job, args: Namespace) -> Rows:
-    """Figure 10: more ranks than cores, replayed from what they recorded, and predicted from two."""
+    """Add figure 10: more ranks than cores, replayed from their recording, and predicted from two ranks."""
     few = Namespace(**{**vars(args), "turns": 2, "steps": 4})
     case, model, _ = MAIN
     for subject, job in run_jobs(report, [(case, model, ranks) for ranks in args.crowds], few, args.until_s).items():
@@ -321,7 +321,7 @@ def speed(report: Report, job: Job) -> Rows:
 
 
 def measure(report: Report, args: Namespace) -> None:
-    """All parts that are asked for; the table with the paper's values comes first."""
+    """Run the selected parts. The table with the paper's values is first."""
     wanted = {*args.parts}
     whole = "accuracy" in wanted and not args.quick
     until_s = args.until_s - (1 - SHARE_OF_ACCURACY) * args.limit_s

@@ -1,6 +1,6 @@
-"""Latency of a small eager all-reduce: `hvd.allreduce` of 64 floats, by kind of name, beside plain MPI's.
+"""Latency of a small eager all-reduce: `hvd.allreduce` of 64 floats, by kind of name, compared with plain MPI.
 
-Scripts call these once a step, and Horovod's 1 ms cycle is the floor that users know.
+Scripts call these once per step, and users are used to Horovod's cycle of 1 ms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BARS_US = {2: 40.0, 4: 120.0}
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: calls of each kind in turns."""
+    """Run the part of one rank: calls of each kind alternately."""
     import torch
     from mpi4py import MPI
 
@@ -37,7 +37,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Two and four ranks of this host."""
+    """Run two and four ranks on this host."""
     args = parser(__doc__).parse_args()
     report = Report(name="eager")
     for ranks in (2, 4):

@@ -1,11 +1,12 @@
-"""What the loss of a rank costs: processes of a running job are killed one by one.
+"""The cost of losing a rank: processes of a running job are killed one by one.
 
     python -m bench.elastic [--quick] [--check] [--save] [--ranks 3 4 8] [--kills 50]
 
 Each job trains a small net on one host (`bench.lib.elastic_training`) and commits every five steps. Whenever all
-ranks are there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration
-without the dead one. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the
-processes have written is checked in the end: commits equal on all ranks, none lost that had returned.
+ranks are present, a random one gets SIGKILL. *Recovery* is the time from the signal until each survivor has finished an
+iteration without the dead rank. *Join* is the step in which the new rank joined, on the slowest of the other ranks. At
+the end, all log lines of the processes are checked: commits must be equal on all ranks, and no returned commit may be
+lost.
 
 Bars: median recovery ≤ 1 s, worst ≤ 2 s; a join ≤ 2 s; nothing lost.
 """
@@ -37,15 +38,15 @@ from bench.lib.ranks import RANK_ENV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line.
+    """One line of a log.
 
     Attributes:
-        pid: who has written it.
+        pid: process that wrote it.
         kind: "resume", "step", "commit" or "end".
-        at_s: when, in seconds since the epoch.
-        step: how many steps training has made.
-        size: how many ranks there were.
-        digest: of the parameters; empty if it was not written down.
+        at_s: time in seconds since the epoch.
+        step: number of training steps so far.
+        size: number of ranks.
+        digest: digest of the parameters; empty if not logged.
     """
 
     pid: int
@@ -57,7 +58,7 @@ class Event:
 
 
 class Diaries:
-    """What stands in a folder, by process; read on and on while the processes write."""
+    """The logs in a folder, by process, read repeatedly while the processes write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +66,7 @@ class Diaries:
         self.events: dict[int, list[Event]] = {}
 
     def read(self) -> dict[int, list[Event]]:
-        """All whole lines so far, by process, in order."""
+        """Return all complete lines so far, by process, in order."""
         for path in self._folder.glob("*.jsonl"):
             pid = int(path.stem)
             with path.open("rb") as file:
@@ -77,13 +78,13 @@ class Diaries:
         return self.events
 
     def recovered_at_s(self, survivors: Set[int], victims: Set[int], *, killed_s: float, size: int) -> float | None:
-        """When the last survivor had finished an iteration without the victims; None if some has not yet.
+        """Return when the last survivor had finished an iteration without the victims; None if some has not yet.
 
         Args:
-            survivors: their processes.
-            victims: those that were killed.
-            killed_s: when they were.
-            size: how many ranks there were.
+            survivors: process ids of the survivors.
+            victims: process ids of the killed ranks.
+            killed_s: time of the kill.
+            size: number of ranks before the kill.
         """
         read = self.read()
         last_step = max((e.step for pid in victims for e in read.get(pid, ())), default=0)
@@ -106,16 +107,16 @@ def _event(pid: int, line: bytes) -> Event:
 def recovered_at_s(
     events: Mapping[int, Sequence[Event]], *, killed_s: float, size: int, last_step: int
 ) -> float | None:
-    """When the last survivor had finished an iteration without those that were killed; None if some has not yet.
+    """Return when the last survivor had finished an iteration without the killed ranks; None if some has not yet.
 
-    That is one among fewer ranks, or, where new ones came before the others went on, one that the killed cannot have
-    had a part in: they had a part in the one after their last at most.
+    Such an iteration has fewer ranks. If new ranks joined before the survivors continued, it is an iteration in which
+    the killed ranks cannot have taken part: they took part at most in the one after their last.
 
     Args:
-        events: of the survivors.
-        killed_s: when a process was killed.
-        size: how many ranks there were.
-        last_step: the last step that a killed process had finished.
+        events: events of the survivors.
+        killed_s: time of a kill.
+        size: number of ranks before the kill.
+        last_step: last step that a killed process had finished.
     """
     ends_s = []
     for own in events.values():
@@ -128,7 +129,7 @@ def recovered_at_s(
 
 
 def joins_s(events: Mapping[int, Sequence[Event]]) -> list[float]:
-    """What each new member has cost those who were there: from one step to the next, where ranks had become more."""
+    """Return the delay by each new member: from one step to the next, if the number of ranks grew."""
     costs: dict[tuple[int, int], float] = defaultdict(float)
     for own in events.values():
         steps = [event for event in own if event.kind == "step"]
@@ -140,7 +141,7 @@ def joins_s(events: Mapping[int, Sequence[Event]]) -> list[float]:
 
 
 def faults(events: Mapping[int, Sequence[Event]]) -> list[str]:
-    """What must not be: commits that differ between ranks, or that were returned and lost; empty if all is well."""
+    """Return violations: commits that differ between ranks, or that returned and were lost; empty if there are none."""
     found: list[str] = []
     in_order = sorted((event for own in events.values() for event in own), key=lambda event: event.at_s)
     digests: dict[int, set[str]] = defaultdict(set)
@@ -162,7 +163,7 @@ def faults(events: Mapping[int, Sequence[Event]]) -> list[str]:
 COMMIT_EVERY, ENDLESS = 5, 10**9
 MEDIAN_LIMIT_S, WORST_LIMIT_S, JOIN_LIMIT_S = 1.0, 2.0, 2.0
 PATIENCE_S = 90.0
-"""After a kill, for the survivors, and for the new process."""
+"""Seconds to wait after a kill, for the survivors and for the new process."""
 
 LOOK_S, CALM_S = 0.05, 1.0
 
@@ -171,12 +172,12 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """What one job has gone through.
+    """The results of one job.
 
     Attributes:
-        recoveries_s: one a kill; infinite where survivors did not go on.
-        joins_s: one a new process.
-        faults: what was lost.
+        recoveries_s: one per kill; infinite if survivors did not continue.
+        joins_s: one per new process.
+        faults: lost commits.
     """
 
     recoveries_s: list[float] = field(default_factory=list)
@@ -192,7 +193,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def running_job(folder: Path, ranks: int) -> Iterator[None]:
-    """Meanwhile so many ranks train, and write down in this folder what happens."""
+    """Train with so many ranks inside the context. They log to this folder."""
     command = [sys.executable, "-m", "sirtaki.run", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
     training = [sys.executable, "-m", "bench.lib.elastic_training", str(folder), str(ENDLESS), str(COMMIT_EVERY)]
     with (folder / "output.txt").open("w") as output:
@@ -209,7 +210,7 @@ def running_job(folder: Path, ranks: int) -> Iterator[None]:
 
 
 def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
-    """All ranks are there, and have been for a while."""
+    """Whether all ranks are present, and have been for a while."""
     if len(alive) != ranks or any(own[-1].size != ranks or own[-1].kind == "end" for own in alive.values()):
         return False
     began_s = [next((e.at_s for e in reversed(own) if e.size != ranks), own[0].at_s) for own in alive.values()]
@@ -217,7 +218,7 @@ def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
 
 
 def wait_until(look: Callable[[], _Answer]) -> _Answer | None:
-    """The first answer that is one; None after `PATIENCE_S`."""
+    """Return the first answer that is not None; None after `PATIENCE_S`."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         if found := look():
@@ -227,7 +228,7 @@ def wait_until(look: Callable[[], _Answer]) -> _Answer | None:
 
 
 def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
-    """One job, `kills` kills."""
+    """Run one job with `kills` kills."""
     rng, found, dead = random.Random(seed), Killed(), set[int]()
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as name:
         folder = Path(name)
@@ -262,7 +263,7 @@ def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
 
 
 def tail(folder: Path) -> str:
-    """The last words of a job."""
+    """Return the end of a job's output."""
     return " / ".join((folder / "output.txt").read_text(errors="replace").splitlines()[-3:])
 
 
@@ -294,7 +295,7 @@ def main() -> int:
 
 
 def judge(report: Report, found: Killed, ranks: int) -> None:
-    """Adds what was promised of a job."""
+    """Add the bars of a job."""
     recovery, join = spread(found.recoveries_s), spread(found.joins_s)
     report.bar(f"median recovery, {ranks} ranks", recovery.median, MEDIAN_LIMIT_S, "s ")
     report.bar(f"worst recovery, {ranks} ranks", recovery.maximum, WORST_LIMIT_S, "s ")
@@ -303,7 +304,7 @@ def judge(report: Report, found: Killed, ranks: int) -> None:
 
 
 def spread(times_s: list[float]) -> Spread:
-    """Not a number where nothing was measured."""
+    """Return the median, or NaN without measurements."""
     return Spread.of(times_s or [float("nan")])
 
 

@@ -1,13 +1,13 @@
-"""What it costs that ranks may come and go, while none does: steps, commits, and steps beside a checkpoint's write.
+"""The cost of an elastic job while no rank joins or leaves: steps, commits, and steps during a checkpoint's write.
 
     python -m bench.elastic_cost [--quick] [--check] [--save] [--ranks 2]
 
-The same script (`bench.lib.elastic_steady`) is started by `sirtakirun` with and without `--min-np`, in turn, untuned; a
-step's ratio is that of the medians of a round. Then it commits 100 MB at times, and checkpoints go to disk: with all
-cores at work, and with one rank only, which leaves a core to the writer.
+`sirtakirun` starts the same script (`bench.lib.elastic_steady`) with and without `--min-np` alternately, untuned. A
+step's ratio is that of the medians of a round. Then the script commits 100 MB periodically, and checkpoints are written
+to disk: with all cores busy, and with one rank only, which leaves a core to the writer.
 
-Bars: a step ≤ 1.005 of one where ranks stay; a commit of 100 MB ≤ 60 ms; a step beside a write ≤ 1.05 where a core is
-free.
+Bars: a step ≤ 1.005 of one with a fixed set of ranks; a commit of 100 MB ≤ 60 ms; a step during a write ≤ 1.05 with a
+free core.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train(
 
 
 def steps(report: Report, ranks: int, *, rounds: int, seconds: float) -> None:
-    """Elastic against static."""
+    """Compare elastic with static jobs."""
     stay: list[float] = []
     go: list[float] = []
     for number in range(rounds):
@@ -75,7 +75,7 @@ def steps(report: Report, ranks: int, *, rounds: int, seconds: float) -> None:
 
 
 def checkpoints(report: Report, ranks: int, *, seconds: float, core_is_free: bool) -> None:
-    """Commits, and steps beside writes."""
+    """Measure commits, and steps during writes."""
     times = train(ranks, elastic=True, seconds=seconds, commit_every=COMMIT_EVERY, state_bytes=STATE_BYTES)
     beside = statistics.median(times["beside"]) / statistics.median(times["step"])
     report.rows += [

@@ -1,13 +1,13 @@
-"""A training step with compressed gradients, beside PyTorch's own hooks of the same kind, and DiLoCo's.
+"""A training step with compressed gradients, compared with PyTorch's own hooks of the same kind, and DiLoCo's.
 
     python -m bench.fewer_bytes [--quick] [--check] [--save] [--cases capped equal] [--diloco]
 
-Four emulated nodes (`bench.lib.cluster`), one rank each, train six layers of 512 × 512, 6.3 MB of gradients, whose
-computation takes next to no time: what is measured is communication. PyTorch's DDP runs plain, with
-`quantization_pertensor_hook` (made to work over Gloo, see `_Gathered`) and with `powerSGD_hook`; Sirtaki tuned, with
-int8 and with PowerSGD of the same rank, and as `SIRTAKI_LOSSY=int8,powersgd:4` lets it choose. All live in the same
-processes and take turns. Afterwards DiLoCo (H = 32, four fragments) trains the same model, with a pause of 20 ms in
-each step for its computation, in turns with the same loop without any communication; with `--diloco` nothing else.
+Four emulated nodes (`bench.lib.cluster`), one rank each, train six layers of 512 × 512 (6.3 MB of gradients) with
+almost no computation, so the benchmark measures communication. PyTorch's DDP runs plain, with
+`quantization_pertensor_hook` (adapted to Gloo, see `_Gathered`) and with `powerSGD_hook`. Sirtaki runs tuned, with
+int8, with PowerSGD of the same rank, and with its own choice under `SIRTAKI_LOSSY=int8,powersgd:4`. All are in the same
+processes and alternate. Afterwards DiLoCo (H = 32, four fragments) trains the same model, with a pause of 20 ms in
+each step for its computation, alternating with the same loop without communication. `--diloco` runs only this part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOB_TIMEOUT_S = 560.0
 
 
 class _Gathered:
-    """Gives `quantization_hooks` what it expects of a gather: NCCL's futures hold a list of lists, Gloo's a list."""
+    """Adapts a gather for `quantization_hooks`: NCCL's futures hold a list of lists, Gloo's a list."""
 
     group, get_rank = dist.group, staticmethod(dist.get_rank)
 
@@ -67,7 +67,7 @@ def hooked(model: Callable[[], Any], kind: str) -> Ddp:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: builds the contenders, and lets them alternate."""
+    """Run the part of one rank: create the contenders, and alternate between them."""
     import sirtaki.torch as hvd
 
     def model() -> Any:
@@ -92,7 +92,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 def _compressed(
     comm: Any, model: Callable[[], Any], given: Mapping[str, Any], block: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Collective: steps of all that sends every gradient, and how each is set."""
+    """Run steps of all contenders that send every gradient, and return their settings. Collective."""
     import sirtaki.torch as hvd
 
     contenders: dict[str, Contender] = {

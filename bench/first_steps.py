@@ -1,16 +1,16 @@
-"""What a job's beginning costs: `init()`, the optimizer and the first steps, untuned, remembered and tuned anew.
+"""The cost of a job's start: `init()`, optimizer and first steps, untuned, with a stored setting, and tuned anew.
 
     python -m bench.first_steps [--quick] [--check] [--save] [--ranks 2]
 
-Jobs of the three kinds take turns. Each trains a net of three layers (1 M parameters), first for two steps without
-Sirtaki, in which PyTorch loads what it needs. Measured on the slowest rank are then `init()`, building the optimizer,
-the first five steps, and the 45 after them, to which nothing shall only be put off. An untuned job has
-`SIRTAKI_TUNE=0`; a remembered one finds its setting in a registry that an earlier job has left; a fresh one has no
-registry yet, which it makes when its warm-up ends, behind these 50 steps. One process alone is measured, too: there
-`init()` is all there is.
+Jobs of the three kinds alternate. Each trains a net of three layers (1 M parameters), first for two steps without
+Sirtaki, in which PyTorch loads its modules. Then the benchmark measures, on the slowest rank, `init()`, creating the
+optimizer, the first five steps, and the 45 after them, to which no work may only be shifted. An untuned job has
+`SIRTAKI_TUNE=0`. A job with a stored setting finds it in the registry of an earlier job. A fresh job has no
+registry, and creates it when its warm-up ends, after these 50 steps. A single process is measured, too, for which
+`init()` is the only cost.
 
-Bars: from `init()` to the fifth step a remembered job takes at most 0.2 s more than an untuned one, a fresh one at most
-0.4 s more (medians of differences within rounds); `init()` of one process takes at most 0.3 s.
+Bars: from `init()` to the fifth step, a job with a stored setting takes at most 0.2 s more than an untuned one, a fresh
+one at most 0.4 s more (medians of differences within rounds); `init()` of one process takes at most 0.3 s.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KINDS = ("untuned", "remembered", "fresh")
 PARTS = ("init_s", "optimizer_s", "first_steps_s", "more_steps_s")
 ALONE_LIMIT_S, REMEMBERED_LIMIT_S, FRESH_LIMIT_S = 0.3, 0.2, 0.4
 ENOUGH = 1000
-"""Steps after which every warm-up is over."""
+"""Steps after which every warm-up has ended."""
 
 
 def on_rank(options: Mapping[str, Any]) -> None:
-    """What each rank does: begins a job, trains, and gives what each part took where it took longest."""
+    """Run the part of one rank: start a job, train, and return the time of each part on its slowest rank."""
     import sirtaki.torch as hvd
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
 
 
 def run_job(ranks: int, *, registry: Path | None, tune: bool, more: int = MORE) -> dict[str, float]:
-    """What the parts of one job have taken."""
+    """Return the times of the parts of one job."""
     env = {"SIRTAKI_TUNE": str(int(tune)), "SIRTAKI_REGISTRY": "off" if registry is None else str(registry)}
     return dict(run_ranks("bench.first_steps", ranks, {"more": more}, env=env))
 

@@ -38,10 +38,12 @@ from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, payload_bytes_per_s, run_ranks, start
 from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.torch import fsdp
+from sirtaki.torch.fsdp.buckets import StepTrace
+from sirtaki.torch.fsdp.target import measure_step
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 SMALL = {"small": (32, 32)}
-"""Width and blocks of other models."""
+"""Width and blocks of the other models."""
 
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
 LOSSY, ONE_LEVEL, KEEPING = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level", "tuned, SIRTAKI_FSDP_MEMORY=1GiB"
@@ -75,7 +77,7 @@ LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
 OF_BOUND = {"capped": 1.15, "capped-asleep": 1.15, "equal-asleep": 1.15}
 HOST_RANKS = 4
 PROOF = 25
-"""Steps by which a search may exceed its budget, to prove what it has found."""
+"""Steps by which a search may exceed its budget for a proof."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -92,7 +94,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Block(nn.TransformerEncoderLayer):
-    """One of the transformer's, which sleeps so long in its forward pass, and twice that in its backward pass."""
+    """A transformer block that sleeps in its forward pass, and twice as long in its backward pass."""
 
     def __init__(self, sleep_s: float, width: int) -> None:
         super().__init__(width, 4, 4 * width, dropout=0.0, batch_first=True)
@@ -115,7 +117,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(compute_s / 3 / blocks, width) for _ in range(blocks))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """The loss of `(batch, length)` words."""
+        """Return the loss of `(batch, length)` words."""
         hidden = self.tokens(words) + self.places.weight[: words.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)
@@ -159,7 +161,7 @@ class Trained:
                 self.model.set_separate_reduce_scatter_group(True)
 
     def step(self) -> float:
-        """One training step; its loss."""
+        """Run one training step and return its loss."""
         self.optimizer.zero_grad()
         loss = self.model(self.words)
         loss.backward()
@@ -168,7 +170,7 @@ class Trained:
 
 
 def expected(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does to compare settings with what is expected of them, and with what the tuner keeps."""
+    """Run the part of one rank: compare settings with their predictions, and with the tuner's choice."""
     found = {name: kept_by_tuner(name, options) for name in (TUNED, KEEPING)}
     trained = ready(UNTUNED, options)
     trained.step()
@@ -176,7 +178,7 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
     assert attached is not None
     lanes, default = attached.lanes(trained.group), attached.knobs
     assert lanes is not None
-    attached.trace = fsdp.StepTrace()
+    attached.trace = StepTrace(attached.transfers)
     trained.step()
     sizes = attached.whole_bytes
     all_kept = replace(default, kept=attached.dropped)
@@ -191,13 +193,13 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
         replace(all_kept, scattering=2, ahead=4),
     ]
     settings = list(dict.fromkeys([*settings, *found.values()]))
-    step = attached.traced(lanes, sorted({each.streams for each in settings}))
+    step = measure_step(attached, lanes, sorted({each.streams for each in settings}))
     assert step is not None
     space = ShardSpace(modules=len(sizes), streams=(default.streams,), whole_bytes=sizes, dropped=attached.dropped)
 
     def runs(knobs: ShardKnobs) -> Callable[[], float]:
         def run() -> float:
-            attached.run(knobs, lanes)
+            attached.run(knobs)
             return trained.step()
 
         return run
@@ -212,14 +214,14 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
-    """Collective: what a search keeps."""
+    """Return the setting that a search keeps. Collective."""
     attached = fsdp.attached(ready(name, options).model)
     assert attached is not None
     return attached.knobs
 
 
 def ready(name: str, options: Mapping[str, Any]) -> Trained:
-    """Collective: a contender whose search is over, or which has run twice."""
+    """Return a contender after its search, or after two runs. Collective."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
     width, blocks = options["of"]
     trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks))
@@ -229,7 +231,7 @@ def ready(name: str, options: Mapping[str, Any]) -> Trained:
 
 
 def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> None:
-    """Adds the rows of settings, and what their expectation is worth."""
+    """Add the rows of settings, and the accuracy of their predictions."""
     measured_s = {name: Spread.of(times_s).median for name, times_s in result["samples"].items()}
     names, expected_s = list(measured_s), result["expected_s"]
     of_default = {name: [each[name] / each[names[0]] for each in (expected_s, measured_s)] for name in names}
@@ -252,7 +254,7 @@ def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> No
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
+    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
     if options["expected"]:
         return expected(comm, options)
     payload = payload_bytes_per_s(comm) if options["emulated"] else None

@@ -1,14 +1,14 @@
-"""What synchronising costs besides moving bytes: per gradient, per negotiation round, and when nothing happens.
+"""The cost of synchronisation besides sending bytes: per gradient, per negotiation round, and when idle.
 
     python -m bench.hot_path [--quick] [--check] [--save]
 
 *Per gradient*: processor time of the training thread (so waiting and other threads do not count) in the backward pass,
-the synchronisation and the zeroing of gradients (where tensors are freed that Sirtaki frees earlier), less that of the
-same alone, by the number of gradients; tiny gradients, so that bytes do not count either. DDP is the yardstick.
-*Round*: one bit-vector all-reduce of the negotiation from a thread of its own, over MPI and over the mesh. *Idle*:
-processor time of a rank that has trained and now rests, and bytes that leave its node.
+the synchronisation and the zeroing of gradients (which frees tensors that Sirtaki frees earlier), minus that of the
+same without synchronisation, per gradient. Gradients are tiny, so that bytes do not count either. DDP is the reference.
+*Round*: one bit-vector all-reduce of the negotiation in its own thread, over MPI and over the mesh. *Idle*:
+processor time of a rank that has trained and is idle, and bytes that leave its node.
 
-Bars: ≤ 5 µs a gradient, ≤ 100 µs a round of MPI's and of the mesh's at 4 ranks on one host, nothing sent when idle.
+Bars: ≤ 5 µs per gradient, ≤ 100 µs per round over MPI and over the mesh at 4 ranks on one host, no traffic when idle.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from bench.lib.cluster import LabShape, why_unavailable
@@ -35,7 +35,7 @@ from sirtaki.machine import ReservedPorts, allowed_processors
 ROUND_BITS, ROUND_US = 161, 100.0
 IDLE_NODES = 2
 IDLE_BYTES_PER_S = 100.0
-"""Address resolution and the launcher's own connections may say a word now and then."""
+"""Allowance for address resolution and the launcher's own connections."""
 
 
 def tiny_model() -> tuple[EmulatedModel, torch.Tensor]:
@@ -46,7 +46,7 @@ def tiny_model() -> tuple[EmulatedModel, torch.Tensor]:
 
 
 def thread_time_of(contender: Contender, steps: int) -> tuple[float, float]:
-    """Collective: processor seconds of this thread a step, (in the backward pass, in what comes after it)."""
+    """Return processor seconds of this thread per step: (backward pass, work after it). Collective."""
     backward_s = after_s = 0.0
     for _ in range(steps):
         loss = contender.forward(contender.batch).sum()
@@ -63,7 +63,7 @@ def thread_time_of(contender: Contender, steps: int) -> tuple[float, float]:
 
 
 def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Collective: microseconds a gradient by contender, all samples."""
+    """Return microseconds per gradient by contender, all samples. Collective."""
     model, _ = tiny_model()
     gradients = len(model.layers)
     contenders = {"alone": Contender(tiny_model), "ddp": Ddp(tiny_model), "sirtaki": Sirtaki(tiny_model, tune=False)}
@@ -99,7 +99,7 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
-    """Collective: seconds of a negotiation round, a sample being the mean of a few in a row, on the slowest rank."""
+    """Return seconds of a negotiation round on the slowest rank. A sample is the mean of a few rounds. Collective."""
     from sirtaki.comm.control.communicator import Backend
     from sirtaki.comm.control.mpi import world
     from sirtaki.comm.gradients.negotiation import agree
@@ -125,7 +125,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
 
 
 def mesh_beside(comm: Any) -> Communicator:
-    """Collective: the ranks of an MPI communicator as a mesh."""
+    """Connect the ranks of an MPI communicator as a mesh. Collective."""
     from sirtaki.comm.control.mesh_rendezvous import Meeting, meet
 
     with ReservedPorts() as port:
@@ -134,7 +134,7 @@ def mesh_beside(comm: Any) -> Communicator:
 
 
 def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:
-    """Collective: processor seconds a second of a resting rank, and bytes a second that leave its node."""
+    """Return processor seconds per second of an idle rank, and bytes per second that leave its node. Collective."""
     comm.Barrier()
     time.sleep(1.0)
     sent_bytes, begin_s, processor_s = bytes_sent(), time.perf_counter(), time.process_time()
@@ -145,16 +145,13 @@ def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:
 
 
 def bytes_sent() -> int:
-    """What has left this network namespace through eth0 so far; 0 where there is none."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        device, _, counters = line.partition(":")
-        if device.strip() == "eth0":
-            return int(counters.split()[8])
-    return 0
+    """Return the bytes sent through eth0 in this network namespace so far; 0 without eth0."""
+    device = psutil.net_io_counters(pernic=True).get("eth0")
+    return 0 if device is None else int(device.bytes_sent)
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: the part that it was started for."""
+    """Run the part of one rank for which it was started."""
     import sirtaki.torch as hvd
 
     if options["part"] == "round":
@@ -192,7 +189,7 @@ def measure_rounds(report: Report, args: Any) -> None:
 
 
 def measure_idle(report: Report, args: Any) -> None:
-    """Adds what a resting job costs, on two emulated nodes where this machine can do that."""
+    """Add the cost of an idle job, on two emulated nodes if this machine supports them."""
     options = {"part": "idle", "duration_s": 3.0 if args.quick else 10.0}
     if (reason := why_unavailable()) is not None:
         report.notes.append(f"no traffic of an idle job was measured: {reason}")

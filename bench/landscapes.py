@@ -41,24 +41,24 @@ from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, EQUAL_SHARE
 from bench.lib.landscapes.landscape import Landscape
 
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
-"""Recorded jobs that the tuner may be developed on; the others are held back."""
+"""Recorded jobs for the tuner's development; the other jobs are held back."""
 
 USUAL_BUDGET = 100
-"""Iterations; of a shorter warm-up nothing is asked but to be no worse than the best other contender."""
+"""Iterations; a shorter warm-up must only be no worse than the best other contender."""
 
 NOTHING_TO_GAIN = 1.005
-"""Default over best in a family where the default is taken for the best."""
+"""Largest ratio of default to best in a family in which the default counts as the best."""
 
 BEST_ARM = "bayesian"
-"""Of the search techniques, the one that does best alone."""
+"""The best single search technique."""
 
 FEWER_SEEDS = {"optuna GP": 6, "scikit-optimize GP": 6, **dict.fromkeys(ARMS, 4)}
-"""Of contenders whose every proposal takes long, and of the bandit's parts, where nobody asks for them by name."""
+"""Contenders with slow proposals, and the bandit's parts, which run only if requested by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Runs that one process does."""
+    """Runs per process."""
 
     family: str
     contenders: tuple[str, ...]
@@ -68,7 +68,7 @@ class Task:
 
 
 def landscape(family: str, seed: int) -> Landscape:
-    """A family's job of that seed; a recorded job is the same for every seed."""
+    """Return a family's job for that seed; a recorded job is the same for every seed."""
     for path in recorded.recordings():
         if path.stem == family:
             return recorded.recorded(path)
@@ -77,7 +77,7 @@ def landscape(family: str, seed: int) -> Landscape:
 
 
 def run_task(task: Task) -> list[dict[str, Any]]:
-    """One JSON-ready row a contender."""
+    """Return one JSON-ready row per contender."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # probes that fit no model say so
     rows = []
@@ -91,7 +91,7 @@ def run_task(task: Task) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """One contender over all families; means are means over families."""
+    """Return one contender's row over all families; means are means over families."""
     regrets = by_family(rows, name, "regret")
     mine = [row for row in rows if row["contender"] == name]
     planned = [row["first_plan"] for row in mine if row.get("first_plan") is not None]
@@ -110,7 +110,7 @@ def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def by_family(rows: Sequence[dict[str, Any]], name: str, what: str, *, like: str | None = None) -> dict[str, float]:
-    """A contender's mean in each family, over those seeds that another one has had, too."""
+    """Return a contender's mean in each family, over the seeds that another contender has, too."""
     seeds = {row["seed"] for row in rows if row["contender"] == (like or name)}
     values: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -120,7 +120,7 @@ def by_family(rows: Sequence[dict[str, Any]], name: str, what: str, *, like: str
 
 
 def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row a family: the default, and the mean regret of Sirtaki and its rivals."""
+    """Return one row per family: the default, and the mean regret of Sirtaki and the other contenders."""
     regrets = {name: by_family(rows, name, "regret") for name in names}
     default = by_family(rows, SIRTAKI, "default_over_best")
     return [
@@ -130,7 +130,7 @@ def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list
 
 
 def paired(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Sirtaki's regret less another contender's on the same jobs."""
+    """Return Sirtaki's regret minus another contender's on the same jobs."""
     regrets: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
     for row in rows:
         regrets[row["contender"]][row["family"], row["seed"]] = row["regret"]
@@ -146,7 +146,7 @@ def paired(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]], *, budget: int = USUAL_BUDGET) -> list[Bar]:
-    """What is asked of the tuner with so many iterations."""
+    """Return the bars of the tuner for a number of iterations."""
     rivals = [name for name in OTHERS if any(row["contender"] == name for row in rows)]
     short = budget < USUAL_BUDGET
     return ([] if short else _bars_alone(rows)) + (_bars_beside(rows, rivals, short=short) if rivals else [])
@@ -187,7 +187,7 @@ def _bars_beside(rows: Sequence[dict[str, Any]], rivals: Sequence[str], *, short
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the benchmark and return its exit status."""
     flags = parser(__doc__)
     flags.add_argument("--open", action="store_true", help="the families that the tuner was developed on")
     flags.add_argument("--seeds", type=int, default=20)

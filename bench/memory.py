@@ -1,21 +1,21 @@
-"""Whether the peaks that `sirtaki optimize --memory-budget` predicts, and the times it ranks by, are those that come.
+"""The accuracy of peaks and times predicted by `sirtaki optimize --memory-budget`.
 
     python -m bench.memory [--quick] [--check] [--save] [--models resnet transformer lstm]
 
-Takes 3 minutes a model, two ranks of this host. A job is recorded. Of its recording follow, for each budget (shares of
-its peak), re-computation of chosen modules and a number of passes over parts of the batch. Then jobs run with nothing
-changed and with either: re-computation by the very lines of code that are printed, executed.
+Takes 3 minutes per model, with two ranks on this host. A job is recorded. For each budget (a share of its peak), the
+recording yields a re-computation of chosen modules, and a number of passes over parts of the batch. Then jobs run
+unchanged and with each remedy. Re-computation executes the printed lines of code.
 
-*Peak*: each in a job of its own, under torch.profiler from before the model is made on, so that the allocator's own
-count is the whole of what it has given out; beside that the flat buffers, which are mapped and not the allocator's.
-Units travel over sockets: over shared memory the threads that carry them give gradients back, which torch.profiler, on
-in the training thread alone, does not see, so that its count would grow with each step. *Time*: by turns in one job, in
-which three recordings are made between the turns; medians of the slowest rank's steps, and of the predictions from each
-recording. What else the machine does comes and goes, so what is judged is how many times as long as the unchanged step
-one with a remedy takes, as measured and as predicted. With `--peaks-only` nothing is timed.
+*Peak*: each variant in its own job, under torch.profiler from before the model is created, so that the allocator's own
+count includes all allocations. The flat buffers are added, because they are mapped and not the allocator's.
+Units use sockets: over shared memory the transport threads release gradients, which torch.profiler, active
+only in the training thread, does not see, so its count would grow with each step. *Time*: variants alternate in one
+job, in which three recordings are made in between; medians of the slowest rank's steps, and of the predictions from
+each recording. Other load on the machine varies, so the judged value is the ratio of a step with a remedy to the
+unchanged step, measured and predicted. With `--peaks-only` nothing is timed.
 
-Bars: peaks as they are and under each remedy within 5 %; the remedy that is chosen is the fastest of those that fit, as
-measured, or at most 2 % slower.
+Bars: peaks unchanged and with each remedy within 5 %; the chosen remedy is the fastest measured one that fits, or at
+most 2 % slower.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ ModelMaker = Callable[..., tuple[nn.Module, torch.Tensor]]
 MODELS: Mapping[str, ModelMaker] = {"resnet": small_resnet, "transformer": token_transformer, "lstm": lstm}
 RECORDINGS = 3
 SHARES = (0.75, 0.5)
-"""Budgets, of the recorded peak."""
+"""Budgets, as shares of the recorded peak."""
 
 LIMIT = 0.05
 AS_FAST = 1.02
 AS_IS = "as it is"
 
 Way = Mapping[str, Any]
-"""`lines` of code to be executed, and `passes`."""
+"""`lines` of code to execute, and the number of `passes`."""
 
 
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Trained:
-    """One model in an ordinary loop, changed in one way."""
+    """One model in an ordinary loop, with one remedy."""
 
     def __init__(self, model_name: str, way: Way) -> None:
         """Collective; `hvd.init()` comes first."""
@@ -99,7 +99,7 @@ def record(options: Mapping[str, Any], trained: Trained) -> None:
 
 
 def allocated_bytes(profiler: torch.profiler.profile, steps: int) -> int:
-    """The most that the allocator of the CPU had given out in the last one of so many steps, as it counts itself."""
+    """Return the CPU allocator's own peak in the last of a number of steps."""
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     left, counts, begins = list(results.experimental_event_tree()), [], []
     while left:
@@ -116,7 +116,7 @@ def allocated_bytes(profiler: torch.profiler.profile, steps: int) -> int:
 
 
 def peak(options: Mapping[str, Any]) -> int:
-    """Collective: bytes of this rank."""
+    """Return this rank's bytes. Collective."""
     import sirtaki.torch as hvd
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -131,7 +131,7 @@ def peak(options: Mapping[str, Any]) -> int:
 
 
 def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Collective: steps of each way in turns, of the slowest rank."""
+    """Return times of alternating steps of each variant, on the slowest rank. Collective."""
     trained = {name: Trained(options["model"], way) for name, way in options["ways"].items()}
     steps = {name: one.step for name, one in trained.items()}
     found: dict[str, list[float]] = {name: [] for name in trained}
@@ -143,7 +143,7 @@ def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def on_rank(comm: Any, options: dict[str, Any]) -> Any:
-    """What each rank does: the part that it was started for."""
+    """Run the part of one rank for which it was started."""
     import sirtaki.torch as hvd
 
     if options["what"] == "peak":
@@ -159,7 +159,7 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
 
 
 def asked(folder: Path) -> list[Fitting]:
-    """For each budget, what is found."""
+    """Return the remedies for each budget."""
     recording = read(folder)
     base = Baseline.of(job_model(histories(recording)))
     most = fit(recording, base, budget_bytes=1 << 60).peak_bytes
@@ -167,7 +167,7 @@ def asked(folder: Path) -> list[Fitting]:
 
 
 def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Way, int]]:
-    """Each remedy of all budgets, by name, and its peak as predicted."""
+    """Return each remedy of all budgets, by name, with its predicted peak."""
     found: dict[str, tuple[Way, int]] = {AS_IS: ({}, fittings[0].peak_bytes)}
     for fitting in fittings:
         for one in fitting.remedies:
@@ -176,7 +176,7 @@ def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Way, int]]:
 
 
 def way_of(lines: Sequence[str]) -> Way:
-    """Lines about the model are executed; how many passes there are is read from those about the optimizer."""
+    """Split a remedy: lines about the model are executed; lines about the optimizer give the number of passes."""
     passes = re.search(r"backward_passes_per_step=(\d+)", "\n".join(lines))
     about_model = list(takewhile(lambda line: not line.startswith("optimizer ="), lines))
     return {"lines": about_model, "passes": int(passes[1]) if passes else 1}
@@ -188,7 +188,7 @@ def named(words: str, fitting: Fitting) -> str:
 
 
 def judge_peaks(report: Report, model: str, fittings: Sequence[Fitting], peaks: Mapping[str, int]) -> None:
-    """Adds rows and bars: peaks that were predicted of each way, and those that came (bytes, by way)."""
+    """Add rows and bars: predicted and measured peaks of each variant (bytes)."""
     for name, (_, said_bytes) in ways_of(fittings).items():
         error = said_bytes / peaks[name] - 1
         report.rows.append(
@@ -204,7 +204,7 @@ def judge_peaks(report: Report, model: str, fittings: Sequence[Fitting], peaks: 
 
 
 def judge_times(report: Report, model: str, took_s: Mapping[str, Sequence[float]], said_s: Mapping[str, float]) -> None:
-    """Adds rows: steps that were measured and predicted (seconds, by way); users are told none of them."""
+    """Add rows: measured and predicted steps (seconds, by variant). The command does not print these predictions."""
     for name, samples in took_s.items():
         longer, said_longer = median(samples) / median(took_s[AS_IS]), said_s[name] / said_s[AS_IS]
         error = said_longer / longer - 1
@@ -229,7 +229,7 @@ def judge_choices(
     peaks: Mapping[str, int],
     took_s: Mapping[str, Sequence[float]],
 ) -> None:
-    """Adds a bar for each budget: what was chosen fits, and is the fastest of what fits, as measured."""
+    """Add a bar for each budget: the chosen remedy fits, and is the fastest that fits, as measured."""
     for fitting in fittings:
         fits = [
             name
@@ -247,7 +247,7 @@ def judge_choices(
 
 
 def predicted_s(folder: Path, fittings: Sequence[Fitting]) -> dict[str, float]:
-    """A step of each way by the replay of a recording."""
+    """Return a step of each variant, predicted from a recording."""
     found = histories(read(folder))
     job = job_model(found)
     said = {AS_IS: replayed(play(job)).iteration_s}
@@ -258,7 +258,7 @@ def predicted_s(folder: Path, fittings: Sequence[Fitting]) -> dict[str, float]:
 
 
 def run(report: Report, model: str, args: Any) -> None:
-    """One model."""
+    """Run one model."""
     with tempfile.TemporaryDirectory() as directory:
         first = Path(directory, "alone")
         others = [Path(directory, f"beside-others-{number}") for number in range(RECORDINGS)]

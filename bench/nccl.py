@@ -51,23 +51,23 @@ THREADS = (None, *ALLOWANCES)
 CTAS = tuple(map(ctas_for, THREADS))
 ALL_WAYS = for_each_class(tuple(NcclWay))
 SIZES = tuple(1 << power for power in range(10, 29))
-"""Bytes, of which NCCL's times are told."""
+"""Sizes in bytes of the table."""
 
 # ── A table of all-reduces ───────────────────────────────────────────────────────────────────────────────────────────
 
 Row = tuple[NcclWay | None, int | None]
-"""How NCCL reduces, and on how many CTAs (channels); None = as it decides."""
+"""NCCL's algorithm and protocol, and the number of CTAs (channels); None = NCCL's own choice."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NcclTimes:
-    """Seconds that an all-reduce takes.
+    """Times of all-reduces, in seconds.
 
     Attributes:
-        source: where they come from.
-        ranks: between which.
-        nodes: on so many.
-        times_s: by row, and for each size in bytes; a row that is missing NCCL has refused.
+        source: origin of the times.
+        ranks: number of ranks.
+        nodes: number of nodes.
+        times_s: by row, and for each size in bytes; NCCL has refused missing rows.
     """
 
     source: str
@@ -76,7 +76,7 @@ class NcclTimes:
     times_s: Mapping[Row, Mapping[int, float]]
 
     def of(self, size_bytes: int, way: NcclWay | None, ctas: int | None) -> float:
-        """Seconds, between the sizes on a line through their logarithms; infinite where NCCL has refused."""
+        """Return seconds, interpolated between sizes on a logarithmic scale; infinite if NCCL has refused."""
         row = self.times_s.get((way, ctas))
         if row is None:
             return math.inf
@@ -88,7 +88,7 @@ class NcclTimes:
         return float(2.0 ** (first + max(0.0, at) * (last - first)))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
+        """Return a JSON-ready dict; `from_json` is its inverse."""
         return {
             "source": self.source,
             "ranks": self.ranks,
@@ -101,7 +101,7 @@ class NcclTimes:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NcclTimes:
-        """What `to_json` described."""
+        """Return the table from a dict of `to_json`."""
         times_s = {
             (None if way is None else NcclWay(way), ctas): {int(size): float(seconds) for size, seconds in row.items()}
             for way, ctas, row in data["times_s"]
@@ -127,11 +127,11 @@ TREE_CORRECTION = {
     SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
 }  # treeCorrectionFactor, by log2(bytes / 64)
 GPUS, CHANNELS, NVLINK, NIC = 8, 16, 370.0, 50.0
-"""Of a node; channels and GB/s of its links, and between nodes for each GPU."""
+"""A node: channels and GB/s of its links, and between nodes for each GPU."""
 
 
 def modelled_s(size_bytes: int, way: NcclWay, *, nodes: int, channels: int, gb_per_s: float) -> float:
-    """`ncclTopoTuneModel` and `ncclTopoGetAlgoTime`: seconds of an all-reduce where links carry so much."""
+    """Return seconds of an all-reduce by `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`, for given link bandwidths."""
     algorithm, protocol = way.algorithm, way.protocol
     ranks, scale = GPUS * nodes, min(nodes, 3) - 1
     bus = min(gb_per_s, channels * NVLINK / CHANNELS)
@@ -159,7 +159,10 @@ def modelled_s(size_bytes: int, way: NcclWay, *, nodes: int, channels: int, gb_p
 
 @cache
 def modelled(nodes: int) -> NcclTimes:
-    """The table of so many nodes of eight H100: NCCL decides by its own belief, and takes what the correction says."""
+    """Return the table of a number of nodes with eight H100.
+
+    NCCL decides by its own model; times follow the correction.
+    """
     believed = NVLINK if nodes <= 2 else NIC
 
     def true_gb_per_s(size_bytes: int) -> float:
@@ -192,11 +195,11 @@ JOBS: Mapping[str, tuple[int, int, float]] = {
     "small gradients": (64, 2 * KIB, 0.2e-3),
     "large gradients": (16, 4 * MIB, 4e-3),
 }
-"""How many gradients of how many bytes, and seconds of the backward pass."""
+"""Number and bytes of gradients, and seconds of the backward pass."""
 
 
 def job(table: NcclTimes, name: str) -> Landscape:
-    """A model whose gradients are reduced in what the table says; all-reduces under way at a time share the links."""
+    """A job whose reductions take the table's times. Concurrent all-reduces share the links."""
     count, size_bytes, backward_s = JOBS[name]
     layout = GradientLayout(sizes=(size_bytes // 4,) * count)
     profile = Profile.from_durations([backward_s / count] * count)
@@ -250,14 +253,14 @@ def job(table: NcclTimes, name: str) -> Landscape:
 
 
 def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
-    """All settings of the lattice, each as NCCL decides and in every way."""
+    """Return all settings of the lattice, each with NCCL's choice and with every combination."""
     for knobs in KnobLattice(landscape.space, steps_per_octave=1).points:
         yield knobs
         yield from (replace(knobs, nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
 
 
 def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:
-    """A warm-up session on it, as a job on GPUs runs it."""
+    """Run a warm-up session on the job, as a GPU job does."""
     arm = default_arms(
         space=landscape.space, rng=np.random.default_rng(seed), budget_iterations=budget, names=list(OUR_ARMS)
     )
@@ -279,7 +282,7 @@ def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) ->
 
 
 def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None:
-    """Adds a row and a bar for each job on that table."""
+    """Add a row and a bar for each job on that table."""
     for name in JOBS:
         landscape = job(table, name)
         without = replace(landscape, space=replace(landscape.space, nccl=()))
@@ -308,7 +311,7 @@ def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None
 
 
 def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: int) -> NcclTimes:
-    """Collective: what NCCL takes between these ranks' GPUs; needs `hvd.init()` and at least two ranks."""
+    """Measure NCCL's times between these ranks' GPUs. Collective. Needs `hvd.init()` and at least two ranks."""
     import torch
 
     from sirtaki.engine import job as jobs
@@ -349,7 +352,7 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
 
 
 def measure(path: Path, *, quick: bool) -> NcclTimes | None:
-    """Writes the table of these GPUs on rank 0; None elsewhere, and where there is nothing to measure."""
+    """Write the table of these GPUs on rank 0. Return None on other ranks, and if nothing can be measured."""
     import os
 
     import torch

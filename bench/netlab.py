@@ -1,20 +1,21 @@
-"""Training over a network that caps single flows: Sirtaki against PyTorch DDP, as it comes and tuned by hand.
+"""Training over a network that caps single flows: Sirtaki compared with PyTorch DDP, with defaults and tuned by hand.
 
     python -m bench.netlab [--quick] [--check] [--save] [--scale F] [--cases capped equal delayed]
 
 Takes 12 minutes, 3 with --quick.
 
 Four emulated nodes (`bench.lib.cluster`), one rank each, train the emulated ResNet-50 with 150 ms of compute. All
-contenders live in the same processes and take turns. DDP runs as it comes, and as a well-informed user sets it up:
-`GLOO_SOCKET_IFNAME` listing the interface four and eight times, with buckets of 25 and 8 MB. The bound is
+contenders are in the same processes and alternate. DDP runs with its defaults, and with a well-informed user's
+settings: `GLOO_SOCKET_IFNAME` lists the interface four and eight times, with buckets of 25 and 8 MB. The bound is
 `max(compute, 2(P-1)/P * gradient bytes / payload rate)` with the payload rate of the same links under many parallel
-flows. Scaled down, gradients, buckets and compute shrink alike, so that the number of buckets stays.
+flows. With a scale, gradients, buckets and compute shrink by the same factor, so that the number of buckets is the
+same.
 
-"ddp, attached" is DDP as it comes with `sirtaki.torch.ddp.attach(model)`, "ddp, backend sirtaki" over that backend,
-where it attaches itself.
+"ddp, attached" is DDP's defaults with `sirtaki.torch.ddp.attach(model)`, "ddp, backend sirtaki" is DDP over that
+backend, attached automatically.
 
-Bars: tuned ≤ 0.30 of DDP as it comes, ≤ 0.85 of the best DDP tuned by hand, within 10 % of the bound, attached and
-over the backend ≤ 0.30 of DDP as it comes; where link and flow have the same rate, tuned ≤ 1.00 of DDP, and these
+Bars: tuned ≤ 0.30 of DDP's defaults, ≤ 0.85 of the best DDP tuned by hand, within 10 % of the bound; attached and
+over the backend ≤ 0.30 of DDP's defaults; if link and flow have the same rate, tuned ≤ 1.00 of DDP, and these
 ≤ 1.02.
 """
 
@@ -41,7 +42,7 @@ BY_HAND = {f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
+    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
     payload = payload_bytes_per_s(comm)
     scale = options["scale"]
 

@@ -64,7 +64,7 @@ CHOSEN, DEFAULT, TUNED, RIVAL = "chosen", "untuned", "warm-up", "rival "
 
 
 def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
-    """Collective: a step of this rank under these knobs, the second one after the change."""
+    """Return the time of a step with these knobs on this rank, the second one after the change. Collective."""
     contender.sync._apply(knobs)
     contender.step()
     comm.Barrier()
@@ -74,7 +74,7 @@ def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: is recorded, and lets settings alternate."""
+    """Run the part of one rank: record, and alternate between settings."""
     folder, job = Path(options["folder"]), JOBS[options["job"]]
     contender = Sirtaki(lambda: job.make(rank=comm.rank), tune=True)
     contender.warm_up()
@@ -112,14 +112,14 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def searched(folder: Path) -> Outcome:
-    """What the search makes of a recording."""
+    """Return the search's result for a recording."""
     recording = read(folder)
     found = histories(recording)
     return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
 
 
 def judge(report: Report, name: str, result: Mapping[str, Any], outcome: Outcome) -> float:
-    """Adds a row of what the ranks have measured and what the search and replays have said; chosen ÷ best."""
+    """Add a row of measurements, and of predictions by search and replays; return chosen ÷ best."""
     knobs = {who: Knobs.from_json(one) for who, one in result["knobs"].items()}
     base = outcome.before
     asked = {who: with_knobs(base.job, one) for who, one in knobs.items() if one.route in base.job.links}
@@ -160,7 +160,7 @@ def judge(report: Report, name: str, result: Mapping[str, Any], outcome: Outcome
 
 
 def run(report: Report, name: str, args: Any) -> float:
-    """One job; chosen ÷ best."""
+    """Run one job; return chosen ÷ best."""
     rounds = {"rounds": 2 if args.quick else 3, "final_rounds": 6 if args.quick else 9}
     job = JOBS[name]
     with tempfile.TemporaryDirectory() as directory:

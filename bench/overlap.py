@@ -39,7 +39,7 @@ JOB_TIMEOUT_S = 560.0
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures the link, builds the contenders, and lets them alternate."""
+    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
     payload = payload_bytes_per_s(comm)
     whole = workload(options["network"])
     scale = 1e6 * options["megabytes"] / whole.layout.total_bytes

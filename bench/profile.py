@@ -47,7 +47,7 @@ Entries = Sequence[Mapping[str, Any]]
 
 
 def version() -> str | None:
-    """Of the package; None = it is not installed, or lacks what it needs."""
+    """Version of the package; None = not installed, or without what it needs."""
     try:
         import hta.common.trace  # noqa: F401
 
@@ -57,7 +57,7 @@ def version() -> str | None:
 
 
 def step_ends_s(recording: Recording) -> dict[int, list[float]]:
-    """When each step of each rank ended, as it sees it: after the beginning of the earliest rank's first one."""
+    """Return when each step of each rank ended, relative to the start of the earliest rank's first step."""
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for entry in trace_entries(recording, _as_told(recording)):
         by_rank[entry["pid"]].append(entry)
@@ -114,14 +114,15 @@ def _by_package(by_rank: Mapping[int, Entries]) -> dict[int, list[float]]:
 
 RANKS = 2
 STEPS = 16
-"""Of a recording as it is asked for: one begins it, ten are kept without operators and three with them, and one each
-after torch.profiler has been switched on and off is not kept."""
+"""Iterations of a default recording: one starts it, ten are kept without operators and three with them. One
+iteration each after torch.profiler is switched on and off is not kept.
+"""
 
 WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
-"""What is recorded: whether with operators; None = nothing."""
+"""Whether operators are recorded; None = no recording."""
 
 LENGTHS = ("exposed_s", "beside_s")
-"""Of a recorded iteration; all its other seconds are moments."""
+"""Durations of a recorded iteration; all its other seconds are times."""
 
 INJECTED = ((0.05, 20e-6), (-0.05, -20e-6), (0.05, -20e-6), (-0.05, 20e-6))
 
@@ -146,7 +147,7 @@ MODELS: Mapping[str, Callable[..., tuple[nn.Module, torch.Tensor]]] = {
 
 
 def on_rank(comm: Any, options: dict[str, Any]) -> Any:
-    """Collective: steps of each way in turns, in seconds; the last recording stays in the folder."""
+    """Return seconds of alternating steps of each variant. The last recording stays in the folder. Collective."""
     from sirtaki.profiler import profile
 
     contender = Sirtaki(lambda: MODELS[options["model"]](rank=comm.rank), tune=False)
@@ -184,7 +185,7 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
 
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
-    """Adds what recording costs with one model; returns the median ratios."""
+    """Add the cost of recording with one model; return the median ratios."""
     from sirtaki.analysis.recording import read_folder as read
 
     options = {"model": model, "folder": str(folder), "rounds": args.rounds, "seed": args.seed}
@@ -205,7 +206,7 @@ def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[st
 
 
 def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
-    """The same with all moments (`…_s`, but not lengths) as a clock shows them that is wrong by so much."""
+    """Return the same recording with all times (`…_s`, but not durations) as a wrong clock shows them."""
     names = [each.name for each in fields(value)] if is_dataclass(value) else getattr(value, "_fields", ())
     if not names:
         return tuple(moved(each, by_s, drift, since_s) for each in value) if isinstance(value, tuple) else value
@@ -220,13 +221,13 @@ def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
 
 
 def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool = True) -> Recording:
-    """The same job as if rank 1 were on a host of its own, whose clock is wrong by so much.
+    """Return the same job as if rank 1 were on another host with a wrong clock.
 
     Args:
-        true: of two ranks.
-        by_s: what that clock shows too much when the recording begins.
-        drift: what it gains in a second.
-        hosts: it is said that clocks differ; else they are taken for one, and nothing is put right.
+        true: recording of two ranks.
+        by_s: error of that clock when the recording begins.
+        drift: its growth per second.
+        hosts: whether the hosts are declared different; otherwise the clocks count as one, and nothing is aligned.
     """
     own = true.ranks[1]
     told = replace(
@@ -241,7 +242,7 @@ def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool 
 
 
 def left_by_hta_s(true: Recording, told: Recording) -> float:
-    """What HolisticTraceAnalysis leaves of a wrong clock: the most by which a step's end of rank 1 is off rank 0's."""
+    """Return the largest difference between the ends of a step on rank 1 and rank 0 in HolisticTraceAnalysis."""
     was, found = (
         {rank: [one.end_s for one in own.iterations] for rank, own in true.ranks.items()},
         step_ends_s(told),
@@ -251,7 +252,7 @@ def left_by_hta_s(true: Recording, told: Recording) -> float:
 
 
 def measure_clocks(report: Report, true: Recording) -> None:
-    """Adds what alignment leaves of an error that was put in, and beside it HolisticTraceAnalysis."""
+    """Add the error that is left after alignment, and for comparison HolisticTraceAnalysis."""
     from sirtaki.analysis.alignment import align
 
     own = true.ranks[1]

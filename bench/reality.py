@@ -49,7 +49,7 @@ JOB_TIMEOUT_S = 1800.0
 
 
 def random_settings(layout: GradientLayout, count: int, rng: np.random.Generator) -> list[Knobs]:
-    """Plans of that layout, uniform ones and such with explicit cuts in turn."""
+    """Return plans for that layout: alternately uniform ones, and ones with explicit cuts."""
     settings = []
     for number in range(count):
         unit_bytes = int(2 ** rng.uniform(np.log2(64 * KIB), np.log2(max(128 * KIB, layout.total_bytes // 2))))
@@ -64,7 +64,7 @@ def random_settings(layout: GradientLayout, count: int, rng: np.random.Generator
 
 
 def grid_settings(layout: GradientLayout) -> list[Knobs]:
-    """Every unit size of the grid that cuts the layout with every number of streams."""
+    """Return every unit size of the grid that divides the layout, with every number of streams."""
     return [
         Knobs(unit_bytes=unit_bytes, streams=streams, transport=ROUTE[0])
         for unit_bytes in GRID_UNITS
@@ -77,13 +77,13 @@ def grid_settings(layout: GradientLayout) -> list[Knobs]:
 
 
 def spans_s(bare: Bare, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
-    """Collective: `rounds` spans of each setting, which take turns."""
+    """Return `rounds` spans of each setting, which alternate. Collective."""
     turns = {str(number): lambda knobs=knobs: bare.measure(knobs)[0] for number, knobs in enumerate(settings)}
     return list(alternate(turns, rounds, seed=seed).values())
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures random plans, tunes, and measures the grid beside the winner."""
+    """Run the part of one rank: measure random plans, tune, and measure the grid together with the winner."""
     from sirtaki.engine import job
 
     rank, scale = comm.rank, options["scale"]
@@ -125,7 +125,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def judge(report: Report, result: Mapping[str, Any]) -> None:
-    """Adds rows, bars and notes of what the ranks have measured."""
+    """Add rows, bars and notes from the ranks' measurements."""
     model = PlanningModel.from_json(result["model"])
     simulator = model.simulator(ROUTE)
 
@@ -168,7 +168,7 @@ def judge(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Mean of the errors' sizes."""
+    """Return the mean of the errors' absolute values."""
     return statistics.fmean(abs(row["error"]) for row in rows)
 
 

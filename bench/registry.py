@@ -1,13 +1,14 @@
-"""How fast the registry answers: the nearest of 10 000 entries, an exact key, a model's graph; and what it takes up.
+"""Speed of the registry: the nearest of 10 000 entries, an exact key, a model's graph; and its size.
 
     python -m bench.registry [--quick] [--save] [--check]
 
-With `--transfer`: what it saves a job that nobody has run before (`bench.registry_transfer`).
+With `--transfer`: its gain for a job that has never run before (`bench.registry_transfer`).
 
-The models are synthetic but built as real ones are: stages of repeated blocks with branches, from 50 to 1000 nodes, no
-two alike. Every query is a model that is not in the store; "stranger" shares no block with any that is. A lookup takes
-the time it is given and then returns the best so far: "of all" is what it would have found without a limit. Distances
-computed once are kept, so a later lookup looks further. Loading of libraries is not counted.
+The models are synthetic but have the structure of real ones: stages of repeated blocks with branches, from 50 to 1000
+nodes, all different. Every query is a model that is not in the store; "stranger" shares no block with any stored model.
+A lookup uses its time limit and returns the best entry found: "of all" is the result without a limit. Computed
+    distances
+are stored, so a later lookup searches further. Loading of libraries is not counted.
 """
 
 import importlib

@@ -114,31 +114,31 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Return the name for tables."""
         return f"{self.network}, {self.fabric}, {self.ranks} ranks"
 
     @cached_property
     def model(self) -> PlanningModel:
-        """The truth."""
+        """Return the true model."""
         load, link = workload(self.network), cluster(self.fabric, self.ranks).link()
         contention = _contention(link) if self._has_threads else None
         return PlanningModel(layout=load.layout, profile=load.profile(), links={ROUTE: link}, contention=contention)
 
     @property
     def _has_threads(self) -> bool:
-        """Where GPUs communicate by themselves, their threads are a knob."""
+        """Whether GPU threads are a knob: the GPUs communicate by themselves."""
         return "RDMA" in self.fabric
 
     @cached_property
     def space(self) -> KnobSpace:
-        """What may be chosen."""
+        """Return the possible settings."""
         largest = min(LARGEST_UNIT_BYTES, self.model.layout.total_bytes)
         threads = THREADS if self._has_threads else (None,)
         return KnobSpace(routes=(ROUTE,), unit_bytes=(SMALLEST_UNIT_BYTES, largest), threads=threads)
 
     @property
     def default(self) -> Knobs:
-        """What runs untuned."""
+        """Return the untuned setting."""
         one_node = self.fabric == ONE_HOST
         return default_knobs(self.space, total_bytes=self.model.layout.total_bytes, one_node=one_node)
 
@@ -147,38 +147,38 @@ class Job:
         return {}
 
     def span_s(self, knobs: Knobs) -> float:
-        """Without noise; each setting is simulated once."""
+        """Return the true span. Each setting is simulated once."""
         if knobs not in self._spans_s:
             self._spans_s[knobs] = self.model.simulator(ROUTE).run_knobs(knobs).span_s
         return self._spans_s[knobs]
 
     @cached_property
     def optimum_s(self) -> float:
-        """The shortest span of all settings on the fine lattice."""
+        """Return the shortest span of all settings on the fine lattice."""
         return min(map(self.span_s, KnobLattice(self.space, steps_per_octave=4).points))
 
     def is_close(self, knobs: Knobs) -> bool:
-        """Whether a setting is within 3 % of the optimum."""
+        """Return whether a setting is within 3 % of the optimum."""
         return self.span_s(knobs) <= (1 + CLOSE) * self.optimum_s
 
     @property
     def graph(self) -> ModelGraph:
-        """A chain of layers with their parameters, as autograd shows a network, without branches."""
+        """Return a chain of layers with their parameters, without branches, as autograd shows a network."""
         return _layers(self.network)
 
     @property
     def topology(self) -> Topology:
-        """A GPU a rank; hosts of one fabric are of one kind."""
+        """Return the topology: one GPU per rank, and one kind of host per fabric."""
         names = ["host" if self.fabric == ONE_HOST else f"host{rank}" for rank in range(self.ranks)]
         return Topology.from_ranks(names, devices=["GPU"] * self.ranks, host_kinds=dict.fromkeys(names, self.fabric))
 
     @property
     def layout(self) -> str:
-        """The fingerprint of its gradients."""
+        """Return the fingerprint of its gradients."""
         return layout_fingerprint(self.model.layout.sizes, self.model.layout.itemsize_bytes)
 
     def others(self, scenario: str) -> list["Job"]:
-        """The jobs that the registry knows."""
+        """Return the jobs in the registry for each scenario."""
         known = {
             "sibling": [replace(self, network=SIBLINGS[self.network])] if self.network in SIBLINGS else [],
             "size": [replace(self, ranks=ranks) for ranks in RANKS if ranks != self.ranks],
@@ -192,14 +192,14 @@ class Job:
 
 
 def jobs(count: int) -> list[Job]:
-    """The first `count` jobs; neighbours in the list differ in fabric, size and network."""
+    """Return the first `count` jobs. Neighbours in the list differ in fabric, size and network."""
     clusters = [(fabric, ranks) for ranks in RANKS for fabric in FABRICS]
     places = [(MODELS[i % len(MODELS)], *clusters[i % len(clusters)]) for i in range(count)]
     return [Job(network=network, fabric=fabric, ranks=ranks) for network, fabric, ranks in places]
 
 
 def _contention(link: LinkModel) -> ContentionModel:
-    """An assumption of the size that LIBRA's figures 3 and 4 show: 512 threads reach most of the link's rate."""
+    """Effect of threads, assumed from LIBRA's figures 3 and 4: 512 threads reach most of the link's rate."""
     rate = link.throughput[0]
     return ContentionModel(
         alpha_1=0.98,
@@ -226,7 +226,7 @@ def _kind(layer: str) -> str:
 
 
 def misjudged(model: PlanningModel, *, noise: float, rng: np.random.Generator) -> PlanningModel:
-    """The model as it would be measured: every number off by the noise."""
+    """Return the model as measured: every number has the noise."""
 
     def off(value: float) -> float:
         return float(value * math.exp(noise * rng.standard_normal()))
@@ -257,10 +257,10 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Luck:
-    """What a run's chance depends on.
+    """The random part of a run.
 
     Attributes:
-        planners: the job can be modelled.
+        planners: whether the job can be modelled.
     """
 
     noise: float
@@ -273,8 +273,8 @@ class Outcome:
     """One warm-up.
 
     Attributes:
-        job: whose.
-        results: what the session would keep after each assignment; the last one is kept.
+        job: its job.
+        results: the kept setting after each assignment; the last one is final.
         tried: iterations spent on the registry's proposals.
     """
 
@@ -284,24 +284,24 @@ class Outcome:
 
     @property
     def found_at(self) -> float:
-        """Iterations until within 3 %, infinite if never."""
+        """Return iterations until within 3 %, infinite if never."""
         if self.job.is_close(self.job.default):
             return 0.0
         return next((one.iterations_used for one in self.results if self.job.is_close(one.knobs)), math.inf)
 
     @property
     def regret(self) -> float:
-        """Of the setting kept."""
+        """Return the regret of the kept setting."""
         return self.job.span_s(self.results[-1].knobs) / self.job.optimum_s - 1
 
     @property
     def counted(self) -> float:
-        """`found_at`, at most the budget."""
+        """Return `found_at`, at most the budget."""
         return min(self.found_at, BUDGET_ITERATIONS)
 
 
 def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
-    """One warm-up, which begins with the settings `seeds`."""
+    """Run one warm-up, which begins with the settings `seeds`."""
     rng = np.random.default_rng([luck.seed, 2])
     session = WarmupSession(
         space=job.space,
@@ -323,7 +323,7 @@ def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
 
 
 def _arm(job: Job, luck: Luck) -> Arm:
-    """The bandit, whose planners plan when they are asked: most never are."""
+    """Return the bandit. Its planners plan only when they are asked, because most never are."""
     model = _measured(job, luck)
     return default_arms(
         space=job.space,
@@ -335,13 +335,13 @@ def _arm(job: Job, luck: Luck) -> Arm:
 
 
 def _measured(job: Job, luck: Luck) -> PlanningModel:
-    """What this job's planners know."""
+    """Return the planners' knowledge of this job."""
     return misjudged(job.model, noise=luck.noise, rng=np.random.default_rng([luck.seed, 1]))
 
 
 @cache
 def entry_of(job: Job, luck: Luck) -> Entry:
-    """What a cold warm-up of another job leaves in the registry."""
+    """Return the registry entry of a cold warm-up of another job."""
     result = run(job, luck).results[-1]
     return Entry(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
@@ -359,7 +359,7 @@ def entry_of(job: Job, luck: Luck) -> Entry:
 
 
 def proposals(job: Job, entries: Sequence[Entry], luck: Luck) -> list[Knobs]:
-    """What a job tries first if these entries are in the registry: the same steps as in `sirtaki.torch`."""
+    """Return the first settings to try with these entries in the registry, by the same steps as in `sirtaki.torch`."""
     measured = _measured(job, luck)
     asked = warm_start.Job(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
@@ -389,7 +389,7 @@ def _look_up(asked: warm_start.Job, entries: Sequence[Entry]) -> list[Neighbour]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """All runs of one job, done by one process."""
+    """Run all runs of one job in one process."""
 
     job: Job
     seeds: tuple[int, ...]
@@ -397,7 +397,7 @@ class Task:
 
 
 def run_task(task: Task) -> list[dict[str, Any]]:
-    """One JSON-ready row a scenario, with and without planners; none where the default is close to the optimum."""
+    """Return a JSON-ready row per scenario, with and without planners; none if the default is near the optimum."""
     job = task.job
     if job.is_close(job.default):
         return []
@@ -439,7 +439,7 @@ def _finite(iterations: float) -> float | None:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Some rows of `run_task` taken together."""
+    """Combine some rows of `run_task`."""
 
     def all_of(key: str) -> list[float]:
         return [math.inf if value is None else value for row in runs for value in row[key]]
@@ -462,7 +462,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def standard_errors(samples: Sequence[float]) -> float:
-    """By how many standard errors the mean lies above 0."""
+    """Return the number of standard errors by which the mean is above 0."""
     mean = statistics.fmean(samples)
     error = statistics.stdev(samples) / math.sqrt(len(samples))
     if error == 0:
@@ -471,7 +471,7 @@ def standard_errors(samples: Sequence[float]) -> float:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """What is asked of the warm start."""
+    """Return the bars of the warm start."""
     asked = [row for row in rows if row["planners"]]
     found = []
     for row in asked:

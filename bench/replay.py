@@ -80,10 +80,10 @@ MODELS = ("resnet50", "transformer", "conv", "mlp")
 ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
 COMPUTE_S = 0.06
 SCALE = 0.1
-"""Of the emulated model's gradients; the others are small."""
+"""Scale of the emulated model's gradients; the other models are small."""
 
 LATE_S = 0.04
-"""That a straggler sleeps before each forward pass."""
+"""Seconds that a straggler sleeps before each forward pass."""
 
 UNIT_BYTES, STREAMS = 512 * KIB, 2
 OTHER_UNIT_BYTES, OTHER_STREAMS = 2048 * KIB, 1
@@ -101,11 +101,11 @@ class Timed(Sirtaki):
     """A contender whose steps are timed in parts.
 
     Attributes:
-        late_s: that each forward pass takes longer.
+        late_s: additional seconds of each forward pass.
     """
 
     def __init__(self, make_model: Any, *, tune: bool, changes: Mapping[str, Any], late_s: float) -> None:
-        """Collective; `changes` are settings."""
+        """Create the contender; `changes` are settings. Collective."""
         from sirtaki.engine import job
 
         current = job.current()
@@ -118,7 +118,7 @@ class Timed(Sirtaki):
         self.late_s = late_s
 
     def timed_step(self) -> tuple[float, float, float]:
-        """Collective: one step; seconds of it, of its forward and of its backward pass."""
+        """Run one step; return its seconds, and those of its forward and backward pass. Collective."""
         begin_s = time.perf_counter()
         if self.late_s:
             time.sleep(self.late_s)
@@ -137,7 +137,7 @@ class Timed(Sirtaki):
 
 
 def make_model(name: str, rank: int) -> Any:
-    """A maker of the model of that name."""
+    """Return a function that creates the model of that name."""
     if name == "resnet50":
         return lambda: emulated_resnet50(rank=rank, compute_s=COMPUTE_S, scale=SCALE)
     return {
@@ -148,7 +148,7 @@ def make_model(name: str, rank: int) -> Any:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: trains, is recorded, trains on; gives the truth."""
+    """Run the part of one rank: train, record, train on; return the measured times."""
     straggles = options["straggler"] and comm.rank == comm.size - 1
     maker = make_model(options["model"], comm.rank)
     tuned = options["transport"] is None
@@ -189,7 +189,7 @@ def _means(samples: list[list[float]]) -> list[float]:
 
 
 class Job:
-    """One job that was run: its truth, and what its recordings say."""
+    """One finished job: its measured times, and its recordings."""
 
     def __init__(self, result: Mapping[str, Any], folder: Path) -> None:
         self.truth: dict[str, list[float]] = result["truth"]
@@ -200,20 +200,20 @@ class Job:
 
     @property
     def knobs(self) -> Knobs:
-        """That it ran with."""
+        """Return the plan that ran."""
         return self.models[0].buffers[0].knobs
 
     def replayed(self, change: Change = lambda job: job) -> list[float]:
-        """Iteration, forward and backward pass of the changed job: means over recordings."""
+        """Return iteration, forward and backward pass of the changed job: means over recordings."""
         return _means([_times(replayed(play(change(one)))) for one in self.models])
 
     def answers(self, change: Change) -> list[Answer]:
-        """The same with intervals, one a recording."""
+        """Return the predictions with intervals, one per recording."""
         bases = [Baseline.of(model, recorded(one)) for one, model in zip(self.histories, self.models, strict=True)]
         return [base.answer("", change(base.job), replanned=change is with_other_units) for base in bases]
 
     def by_daydream(self) -> list[float]:
-        """The same by its rule."""
+        """Return Daydream's predictions."""
         return _means([_times(daydream(one, model)) for one, model in zip(self.histories, self.models, strict=True)])
 
 
@@ -222,7 +222,7 @@ def _times(found: StepTimes) -> list[float]:
 
 
 def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> Job:
-    """Runs one job and reads its recording."""
+    """Run one job and read its recording."""
     with tempfile.TemporaryDirectory() as directory:
         options = {
             "model": model,
@@ -240,7 +240,7 @@ def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None 
 
 
 def measure(report: Report, case: str, model: str, args: Any) -> None:
-    """All of one case and model: the jobs' own steps, and what-ifs between them."""
+    """Run all jobs of one case and model: the jobs' own steps, and what-ifs between them."""
     jobs = {ranks: run(case, model, ranks, args) for ranks in args.ranks}
     for ranks, job in jobs.items():
         row = {"case": case, "model": model, "ranks": ranks}
@@ -280,7 +280,7 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
 
 
 def with_other_units(job: JobModel) -> JobModel:
-    """The what-if that jobs measure in themselves."""
+    """Return the what-if that a job measures itself."""
     return with_knobs(job, knobs_of(job, unit_bytes=OTHER_UNIT_BYTES, streams=OTHER_STREAMS))
 
 
@@ -311,7 +311,7 @@ def _errors(told: Sequence[float], true: Sequence[float]) -> dict[str, float]:
 
 
 def percent(told: float, right: float) -> float:
-    """By how much the one misses the other."""
+    """Return the relative error."""
     return round(100 * (told / right - 1), 1)
 
 
@@ -320,14 +320,14 @@ def percent(told: float, right: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One setting of a sweep, asked of another one; logarithms of quotients.
+    """One setting of a sweep, predicted from another one, as logarithms of quotients.
 
     Attributes:
-        unseen: of a job to which nothing was fitted.
-        told, true: how many times as long it takes.
-        units: how many times as many there are, or as few.
-        open: what the steps of the one that it is asked of leave open.
-        refusal: why nothing is told.
+        unseen: whether the job is not in the fit.
+        told, true: predicted and measured time relative to the other setting.
+        units: ratio of the numbers of units.
+        open: uncertainty of the other setting's steps.
+        refusal: why there is no prediction.
     """
 
     kind: str
@@ -341,35 +341,35 @@ class Miss:
 
     @property
     def error(self) -> float:
-        """By how much it misses."""
+        """Return the error of the prediction."""
         return abs(self.true - self.told)
 
     @property
     def beyond(self) -> float:
-        """What a `ModelError` has to hold, beside what is open anyway."""
+        """Return the error that a `ModelError` must cover, in addition to the uncertainty of the steps."""
         return math.sqrt(max(0.0, self.error**2 - self.open**2))
 
     def allowance(self, error: ModelError) -> float:
-        """What a `ModelError` holds."""
+        """Return the error that a `ModelError` covers."""
         return error.any_question + error.step * abs(self.told) + error.units * self.units
 
     def width(self, error: ModelError) -> float:
-        """Half the interval."""
+        """Return half the interval."""
         return math.hypot(self.open, self.allowance(error))
 
 
 SHIPPED = {"between hosts": what_if.BETWEEN_HOSTS, "on one host": what_if.ON_ONE_HOST}
-"""By kind of job, what `what_if` has."""
+"""The errors in `what_if`, by kind of job."""
 
 HALF_WIDEST = math.log(WIDEST) / 2
 LEAST_ERROR = 0.01
-"""Of any question: two sweeps of the same setting differ by as much."""
+"""Smallest error of any question: two sweeps of the same setting differ by as much."""
 
 
 def misses() -> Iterator[Miss]:
-    """Yield each setting of each kept sweep whose route was probed, asked of others on as many streams as the default.
+    """Yield kept sweeps' settings with a probed route, predicted from settings with the default number of streams.
 
-    What a step takes besides its backward pass is what the sweep has found it to take longer.
+    The time of a step outside its backward pass is the additional time measured in the sweep.
     """
     for path in sorted(RECORDED.rglob("*.json")):
         data = json.loads(path.read_text())
@@ -413,12 +413,12 @@ def misses() -> Iterator[Miss]:
 
 
 def answerable(some: Sequence[Miss]) -> list[Miss]:
-    """Those that are neither refused nor too wide already by what their steps leave open."""
+    """Return the questions that are not refused, and whose steps alone do not make the interval too wide."""
     return [one for one in some if one.refusal is None and one.open < HALF_WIDEST]
 
 
 def fitted(some: Sequence[Miss]) -> ModelError:
-    """The narrowest errors that hold in nine of ten questions, by quantile regression; each job counts alike."""
+    """Return the narrowest errors that cover nine of ten questions, by quantile regression; jobs weigh equally."""
     count, share = len(some), _shares(some)
     rows = hstack([np.array([[1.0, abs(one.told), one.units] for one in some]), identity(count), -identity(count)])
     cost = np.concatenate([np.zeros(3), CONFIDENCE * share, (1 - CONFIDENCE) * share])
@@ -428,9 +428,9 @@ def fitted(some: Sequence[Miss]) -> ModelError:
 
 
 def widened(some: Sequence[Miss]) -> ModelError:
-    """The fit, so many times as wide that of each job nine of ten questions lie inside a fit that has not seen it.
+    """Widen the fit until nine of ten questions of each job are inside a fit without that job.
 
-    That is, of the job that needs it most: there are too few jobs to leave one in ten of them aside.
+    The factor is that of the worst job, because there are too few jobs to ignore one in ten of them.
     """
     jobs, error = sorted({one.job for one in some}), fitted(some)
     if len(jobs) == 1:
@@ -449,7 +449,7 @@ def _shares(some: Sequence[Miss]) -> np.ndarray:
 
 
 def fit_errors(args: Any) -> int:
-    """Fits, and shows for each job how far what is told and what is refused is off."""
+    """Fit the errors, and show for each job the error of answers, and of refused answers."""
     report, by_kind, unseen = Report(name="replay_errors"), dict[str, list[Miss]](), list[Miss]()
     for one in misses():
         if one.unseen:
@@ -482,7 +482,7 @@ Told = tuple[list[Miss], ModelError]
 
 
 def _told(report: Report, of_job: Sequence[Miss], error: ModelError) -> Told:
-    """Adds a row of a job: what is told of it by intervals of that error, and what is refused."""
+    """Add a row of a job: its answers with intervals of that error, and its refused questions."""
     known = [one for one in answerable(of_job) if one.width(error) <= HALF_WIDEST]
     refused = [one for one in of_job if one not in known]
     report.rows.append(
@@ -516,14 +516,14 @@ def _bars(report: Report, kind: str, told: Sequence[Told]) -> None:
 
 
 def _off(some: Sequence[Miss], words: str) -> dict[str, float | str]:
-    """By how much these are off, per cent: two columns."""
+    """Return the mean and largest error in per cent."""
     errors = [one.error for one in some]
     mean, worst = (percent(math.exp(of(errors)), 1.0) if errors else "" for of in (statistics.fmean, max))
     return {f"{words}, %": mean, f"{words} at worst, %": worst}
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=MODELS, help="default: all, one with --quick")
     flags.add_argument("--cases", nargs="+", choices=[*ON_ONE_HOST, *NETWORKS], help="default: all, gloo with --quick")

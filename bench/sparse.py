@@ -40,11 +40,11 @@ SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "factorisation": (((140_000, 32), (27_000, 32)), 8192),
     "language": (((200_000, 64),), 8192),
 }
-"""Rows and width of each embedding, and look-ups a rank and step in each."""
+"""Rows and width of each embedding, and look-ups per rank and step in each."""
 
 ZIPF = (0.975, 1.024, 1.2)
 POOL = 16
-"""So many batches are drawn; steps go round in them."""
+"""Number of batches; steps cycle through them."""
 
 MOST_WARMUP_STEPS = 80
 DDP, HOROVOD, AUTO = "ddp", "horovod's rule", "auto"
@@ -52,7 +52,7 @@ LEARNING_RATE = 1e-3
 
 
 class Net(nn.Module):
-    """Embeddings whose rows meet in a small dense layer."""
+    """Embeddings whose rows feed a small dense layer."""
 
     def __init__(self, tables: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Linear(sum(width for _, width in tables), 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, looked_up: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`looked_up`: `(n,)` rows of each table."""
+        """Return the output for `looked_up`: `(n,)` rows of each table."""
         found = [table(rows) for table, rows in zip(self.tables, looked_up, strict=True)]
         result: torch.Tensor = self.head(torch.cat(found, 1)).square().mean()
         return result
 
 
 class Batches:
-    """Look-ups of one rank, drawn before."""
+    """Return look-ups of one rank, drawn in advance."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], n: int, exponent: float, rank: int) -> None:
         numbers = np.random.default_rng(7)
@@ -85,7 +85,7 @@ class Batches:
 
 
 class Contender:
-    """One model, trained by SGD; the others say how gradients come together."""
+    """One model, trained by SGD. Subclasses reduce the gradients."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
         torch.manual_seed(0)
@@ -95,18 +95,18 @@ class Contender:
         self.batches, self.steps = batches, 0
 
     def backward(self, step: int) -> None:
-        """Collective: gradients of that batch, synchronised."""
+        """Return the synchronised gradients of that batch. Collective."""
         self.optimizer.zero_grad()
         self.forward(self.batches[step]).backward()
 
     def step(self) -> None:
-        """Collective: one training step."""
+        """Run one training step. Collective."""
         self.backward(self.steps)
         self.optimizer.step()
         self.steps += 1
 
     def sums(self) -> list[float]:
-        """What tells gradients of the first batch apart."""
+        """Return a digest of the gradients of the first batch."""
         self.backward(0)
         weights = [table.weight.grad.coalesce() for table in self.model.tables]
         found = [
@@ -117,7 +117,7 @@ class Contender:
 
 
 class Ddp(Contender):
-    """PyTorch's, over Gloo."""
+    """PyTorch's DDP over Gloo."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
         super().__init__(tables, batches)
@@ -125,7 +125,7 @@ class Ddp(Contender):
 
 
 class HorovodsRule(Contender):
-    """Two all-gathers for each embedding, of what the backward pass left; dense layers by grouped all-reduces."""
+    """Two all-gathers of the backward pass's result for each embedding; dense layers by grouped all-reduces."""
 
     def backward(self, step: int) -> None:
         """See `Contender`."""
@@ -152,7 +152,7 @@ class HorovodsRule(Contender):
 
 
 class Sirtaki(Contender):
-    """A distributed optimizer whose rows go by one path, or by the one that is chosen."""
+    """A distributed optimizer whose rows use one algorithm, or the chosen one."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches, path: SparsePath | None) -> None:
         super().__init__(tables, batches)
@@ -177,7 +177,7 @@ class Sirtaki(Contender):
         self.steps += 1
 
     def warm_up(self) -> None:
-        """Collective: until all is chosen."""
+        """Train until all choices are made. Collective."""
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
             choices = self._reducer.sparse.choices.values()
@@ -187,12 +187,12 @@ class Sirtaki(Contender):
                 break
 
     def describe(self) -> str:
-        """The plans, in words."""
+        """Return the plans in words."""
         return "; ".join(plan.describe() for plan in self._reducer.sparse.plans.values())
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: builds the contenders, and lets them alternate."""
+    """Run the part of one rank: create the contenders, and alternate between them."""
     tables, n = SHAPES[options["shape"]]
     batches = Batches(tables, n, options["zipf"], comm.rank)
     contenders: dict[str, Contender] = {DDP: Ddp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
@@ -220,7 +220,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, network: str, options: dict[str, Any]) -> None:
-    """One shape and exponent on one network: its rows and bars."""
+    """Add the rows and bars of one shape and exponent on one network."""
     where = RANKS if network == "host" else NETWORKS[network]
     env = {"SIRTAKI_WARMUP_ITERATIONS": "5"}
     result = run_ranks("bench.sparse", where, options, env=env, timeout_s=1200.0)

@@ -1,14 +1,15 @@
-"""The whole training step on one host: Sirtaki untuned and tuned against PyTorch DDP, alternating in one run.
+"""The whole training step on one host: Sirtaki untuned and tuned, compared with PyTorch DDP, alternating in one run.
 
     python -m bench.step [--quick] [--check] [--save] [--ranks 1 2 4] [--models resnet50 transformer conv large equal]
 
-Emulated models compute for 60 ms: "resnet50"; "large", VGG-16's gradients at a twentieth of their size, 26 MB of which
-one has 20; "equal", sixteen of 1 MiB. All contenders live in the same processes, each with a copy of the model. A
-sample is a block of steps: the slowest rank's time for it, by the number of steps. "alone" synchronises nothing: what
-others take longer is exposed communication. "mpi" does what Horovod does where gradients are large. "ddp, attached" is
-DDP with `sirtaki.torch.ddp.attach(model)`, "ddp, backend sirtaki" is DDP over that backend, where it attaches itself.
+Emulated models compute for 60 ms: "resnet50"; "large", VGG-16's gradients at a twentieth of their size, 26 MB with one
+tensor of 20; "equal", sixteen of 1 MiB. All contenders are in the same processes, each with a copy of the model. A
+sample is the slowest rank's time for a block of steps, divided by the number of steps. "alone" synchronises nothing;
+the additional time of the other contenders is exposed communication. "mpi" is Horovod's method for large gradients.
+"ddp, attached" is DDP with `sirtaki.torch.ddp.attach(model)`. "ddp, backend sirtaki" is DDP over that backend, attached
+automatically.
 Bars: untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4 ranks on "resnet50", attached ≤ 0.95, no more
-overhead than DDP at one rank, and no more exposed communication than the better of DDP and "mpi", of "large" and
+overhead than DDP at one rank, and no more exposed communication than the better of DDP and "mpi", for "large" and
 "equal" at 2 and 4 ranks. A bar below 1.00 must be proved by a paired comparison, too.
 """
 
@@ -36,7 +37,7 @@ BACKEND = "ddp, backend sirtaki"
 
 
 def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: int) -> ModelMaker:
-    """A maker of the model of that name; each call makes an equal one."""
+    """Return a function that creates the model of that name; each call creates an equal one."""
     if name == "resnet50":
         return lambda: emulated_resnet50(rank=rank, compute_s=compute_s, scale=scale)
     vgg = workload("vgg16").scaled(0.05 * scale)
@@ -50,7 +51,7 @@ def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: in
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: builds the contenders, and lets them alternate."""
+    """Run the part of one rank: create the contenders, and alternate between them."""
     given = {key: options[key] for key in ("compute_s", "scale", "seed")}
     model = make_model(options["model"], rank=comm.rank, **given)
     contenders: dict[str, Contender] = {
@@ -80,7 +81,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, model: str, ranks: int, options: Mapping[str, Any]) -> None:
-    """Adds the rows and bars of one model on so many ranks."""
+    """Add the rows and bars of one model on a number of ranks."""
     result = run_ranks("bench.step", ranks, {**options, "model": model})
     samples, where = result["samples"], {"model": model, "ranks": ranks}
     report.compare(samples, "ddp", where=where, setup=result["setups"], warmup_steps=result["warmup_steps"])

@@ -55,15 +55,15 @@ class RecordedJob:
     """A job to record.
 
     Attributes:
-        name: of the file.
-        ranks: in all.
-        make: the network and its input, by rank.
+        name: name of the file.
+        ranks: total number of ranks.
+        make: creates the network and its input, by rank.
         cluster: emulated nodes, None = this host.
-        delay_ms: that the nodes' links add to every packet.
-        ranks_per_node: on the emulated cluster.
-        octaves: unit sizes, each twice the one before.
+        delay_ms: delay that the nodes' links add to every packet.
+        ranks_per_node: ranks per node of the emulated cluster.
+        octaves: unit sizes, each twice the previous one.
         streams: numbers of streams.
-        only: the route that is recorded, None = all.
+        only: the only route to record, None = all.
         rounds: measurements of each setting.
     """
 
@@ -79,7 +79,7 @@ class RecordedJob:
 
     @property
     def path(self) -> Path:
-        """Of its file."""
+        """Return the path of its file."""
         return (RECORDED / "replay" if self.name.startswith("asked") else RECORDED) / f"{self.name}.json"
 
 
@@ -106,7 +106,7 @@ _MEMORY: dict[str, Any] = {"ranks": 2, **_FEW, "only": (TransportKind.SHARED_MEM
 
 
 def _asked(name: str, network: str, link: int, flow: int, nodes: int, **changes: float) -> RecordedJob:
-    """A network on emulated nodes."""
+    """Return a job with a network on emulated nodes."""
     make, cluster = _network(network, **changes), _cluster(link, flow, nodes=nodes)
     return RecordedJob(name=name, ranks=nodes, make=make, cluster=cluster, **_CLUSTER)
 
@@ -149,7 +149,7 @@ JOBS = {
 
 
 def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
-    """The lattice and the untuned one."""
+    """Return the lattice and the untuned setting."""
     sizes = [SMALLEST_UNIT_BYTES * 2**octave for octave in range(job.octaves)]
     sizes = [size for size in sizes if size <= bare.space.unit_bytes[1]]
     streams = [count for count in job.streams if count <= bare.space.streams[-1]]
@@ -161,7 +161,7 @@ def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: measures every setting of the job, in turns."""
+    """Run the part of one rank: measure every setting of the job, alternately."""
     from sirtaki.autotune.arms.planners import make_planners
     from sirtaki.engine import job as engine_job
 
@@ -211,7 +211,7 @@ def _short(seconds: float) -> float:
 
 
 def record(job: RecordedJob, *, seed: int) -> Path:
-    """Runs a job and writes its file."""
+    """Run a job and write its file."""
     result = run_ranks(
         "bench.sweep",
         job.cluster or job.ranks,
@@ -236,7 +236,7 @@ def record(job: RecordedJob, *, seed: int) -> Path:
 
 
 def model_rank_correlation(data: Mapping[str, Any]) -> float:
-    """Of what the planners' model predicts of the recorded settings and what was measured; not a number without one."""
+    """Return the rank correlation of predicted and measured times of the recorded settings; NaN without a model."""
     if data["model"] is None:
         return math.nan
     forecast = Forecast(PlanningModel.from_json(data["model"]))
@@ -249,7 +249,7 @@ def model_rank_correlation(data: Mapping[str, Any]) -> float:
 
 
 def describe(path: Path) -> str:
-    """What a file says, in one line."""
+    """Describe a file in one line."""
     data = json.loads(path.read_text())
     rows: Sequence[Mapping[str, Any]] = data["rows"]
     medians = {json.dumps(row["knobs"]): statistics.median(row["spans_s"]) for row in rows}
@@ -271,7 +271,7 @@ def describe(path: Path) -> str:
 
 
 def main() -> int:
-    """Records one job, or all."""
+    """Record one job, or all."""
     flags = parser(__doc__)
     flags.add_argument("--job", choices=JOBS)
     flags.add_argument("--all", action="store_true")

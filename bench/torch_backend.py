@@ -1,9 +1,9 @@
-"""Process groups of the backend "sirtaki" against Gloo's, by size, in the same run.
+"""Process groups of the backend "sirtaki" compared with Gloo's, by size, in the same run.
 
     python -m bench.torch_backend [--quick] [--check] [--save] [--ranks 2 4] [--sizes-kib 1 64 1024 25600]
 
-All-reduce and reduce-scatter of one tensor, through `torch.distributed`, as scripts call them; the groups take turns. A
-sample is the slowest rank's time from a barrier to the last result. One host: shared memory against sockets.
+All-reduce and reduce-scatter of one tensor, through `torch.distributed`, as in scripts. The groups alternate. A
+sample is the slowest rank's time from a barrier to the last result. One host: shared memory compared with sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIRTAKI, GLOO = "sirtaki", "gloo"
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """What each rank does: every size through both groups, in turns."""
+    """Run the part of one rank: every size through both groups, alternately."""
     import sirtaki.torch.distributed  # noqa: F401
 
     dist.init_process_group(SIRTAKI, init_method="sirtaki://")

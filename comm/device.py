@@ -22,6 +22,9 @@ import torch
 
 from sirtaki.machine import finalize, free_in_forked_children
 
+count_storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""Returns the number of tensors that use a storage, by its `_cdata`. None in builds of older PyTorch without GPUs."""
+
 Event = Any
 """A point in the work of a device, as returned by `Device.record_event`: a host time in seconds, or a CUDA event."""
 

@@ -8,6 +8,7 @@ Sirtaki does in the training thread is not the script's operation, as little as 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
@@ -15,8 +16,30 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses of tensors have no `__torch_function__`."""
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass whose operations return plain tensors."""
+
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+
+
+class _State(threading.local):
+    left_inference_mode = False
+
+
+_state = _State()
+
+
+def script_is_in_inference_mode() -> bool:
+    """Return whether the script has entered inference mode in this thread, also inside `outside_modes`.
+
+    A `TorchDispatchMode` must not begin or end there: leaving inference mode restores the dispatch keys that the thread
+    had when it entered. The mode would see nothing, or PyTorch would look for a mode that has ended.
+    """
+    return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
 
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
@@ -65,6 +88,8 @@ def _without_modes() -> Iterator[None]:
         while torch._C._len_torch_function_stack():
             stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
         if torch.is_inference_mode_enabled():
+            _state.left_inference_mode = True
+            stack.callback(setattr, _state, "left_inference_mode", False)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         for kind in ("cpu", "cuda"):

@@ -94,8 +94,8 @@ FIGURES: Sequence[tuple[str, str, str, str]] = (
         "| capped | untuned |",
         "| capped | tuned |",
     ),
-    ("the same, of the best DDP tuned by hand", "netlab", "", "| tuned step / the best DDP tuned by hand"),
-    ("the same, where link and flow have the same rate", "netlab", "| equal | untuned |", "| equal | tuned |"),
+    ("the same, divided by the best DDP tuned by hand", "netlab", "", "| tuned step / the best DDP tuned by hand"),
+    ("four emulated nodes, one flow fills the link", "netlab", "| equal | untuned |", "| equal | tuned |"),
 )
 """What the README shows: words, the kept result, and how the lines begin that hold the untuned and the tuned figure."""
 
@@ -137,9 +137,9 @@ def targets_table() -> str:
 SUBJECTS = (
     "Launching and joining",
     "Gradients",
-    "Tuning and what is remembered",
-    "Ranks that come and go",
-    "What other programs meet",
+    "Tuning and the registry",
+    "Elastic jobs",
+    "Interfaces to other programs",
 )
 """Of decisions, in the order of the list; a record names its own below its title."""
 

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 flags = argparse.ArgumentParser()
 flags.add_argument("--epochs", type=int, default=10)
 flags.add_argument("--save", help="folder for the state after the last epoch")
-flags.add_argument("--resume", help="folder of such a state")
+flags.add_argument("--resume", help="folder with a saved state")
 flags.add_argument("--precision", default="no", choices=["no", "bf16"])
 flags.add_argument("--backend", default="sirtaki")
 args = flags.parse_args()
 
-dist.init_process_group(args.backend, init_method="sirtaki://")  # which Accelerate takes, as it is there
+dist.init_process_group(args.backend, init_method="sirtaki://")  # Accelerate uses an existing process group
 accelerator = Accelerator(
     cpu=not torch.cuda.is_available(), mixed_precision=args.precision, gradient_accumulation_steps=2
 )

@@ -1,11 +1,11 @@
-"""A search technique of your own: a class with a name, `ask` and `tell`, tried here against an emulated job.
+"""A custom search technique: a class with a name, `ask` and `tell`, tested here with an emulated job.
 
-A package offers it to every Sirtaki job on the machine by an entry point in its pyproject.toml:
+A package provides it to every Sirtaki job on the machine by an entry point in its pyproject.toml:
 
     [project.entry-points."sirtaki.arms"]
     coordinate_descent = "my_package:make_arm"
 
-From then on it takes part in the warm-up beside the built-in techniques, or alone by its name.
+The warm-up then uses it together with the built-in techniques, or alone if selected by its name.
 """
 
 import math
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 class CoordinateDescent:
-    """Looks at the neighbours of the best setting, one knob at a time."""
+    """A search technique that tries the neighbours of the best setting, one knob at a time."""
 
     name = "coordinate_descent"
 
@@ -39,7 +39,7 @@ class CoordinateDescent:
         self._spans_s: dict[tuple[int, ...], float] = {}
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Unmeasured neighbours of the best; empty when there are none left."""
+        """Return unmeasured neighbours of the best setting, or an empty list if none are left."""
         middle = tuple(length // 2 for length in self._lattice.shape)
         best = min(self._spans_s, key=self._spans_s.__getitem__, default=middle)
         around = [best] + [
@@ -52,7 +52,7 @@ class CoordinateDescent:
         return [Proposal(arm=self.name, knobs=self._lattice.at(index)) for index in new[:n]]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Remembers every trial, whoever proposed it."""
+        """Record every trial, also those that other arms proposed."""
         for trial in trials:
             index = self._lattice.index_of(trial.knobs)
             if index is not None:
@@ -60,12 +60,12 @@ class CoordinateDescent:
 
 
 def make_arm(space: KnobSpace, rng: np.random.Generator) -> Arm:
-    """What the entry point names."""
+    """Create the arm. The entry point names this function."""
     return CoordinateDescent(space)
 
 
 def emulated_span_s(knobs: Knobs) -> float:
-    """An imaginary network: best with eight streams and units of 1 MiB."""
+    """Return the communication time on an imaginary network, fastest with eight streams and units of 1 MiB."""
     octaves_off = math.log2(knobs.unit_bytes / MIB)
     streams_off = math.log2(knobs.streams / 8)
     return 0.050 * (1.0 + 0.05 * octaves_off**2 + 0.1 * streams_off**2)

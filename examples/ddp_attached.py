@@ -1,4 +1,4 @@
-"""Scikit-learn's digits under DistributedDataParallel, whose gradients Sirtaki reduces and tunes.
+"""Scikit-learn's digits under DistributedDataParallel. Sirtaki reduces the gradients and tunes the reduction.
 
 torchrun --nproc-per-node 2 examples/ddp_attached.py
 """
@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import sirtaki.torch.ddp
 
-PASSES = 2  # backward passes whose gradients are added up before each step
+PASSES = 2  # backward passes accumulated per step
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""An ordinary Horovod script that learns scikit-learn's digits; the import is the only line that was changed.
+"""An ordinary Horovod script that learns scikit-learn's digits. Only the import was changed.
 
     sirtakirun -np 2 python examples/digits.py
 
-The digits ship inside scikit-learn, so nothing is downloaded.
+The digits are part of scikit-learn, so nothing is downloaded.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sirtaki.torch as hvd  # was: import horovod.torch as hvd
 
 
 class DigitsNet(nn.Module):
-    """A convolutional net that is much too large for digits: 9 million parameters, so that communication matters."""
+    """A convolutional net, oversized for digits: 9 million parameters, so that communication matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class DigitsNet(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.02)
     args = parser.parse_args()
 

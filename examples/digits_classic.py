@@ -1,10 +1,10 @@
-"""The usual Horovod example for MNIST, retold for scikit-learn's digits, which need no download.
+"""The usual Horovod example for MNIST, adapted to scikit-learn's digits, which need no download.
 
     sirtakirun -np 2 python examples/digits_classic.py --epochs 10
 
-It shows what most scripts have: a DataLoader with a DistributedSampler, a learning rate that is scaled with the number
-of ranks and warmed up, gradient clipping, a checkpoint that rank 0 writes and all ranks resume from, and metrics
-that are averaged over the ranks.
+It has the usual parts of a training script: a DataLoader with a DistributedSampler, a learning rate that is scaled with
+the number of ranks and warmed up, gradient clipping, a checkpoint that rank 0 writes and all ranks resume from, and
+metrics averaged over the ranks.
 """
 
 import argparse
@@ -36,15 +36,15 @@ class Net(nn.Module):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--warmup-epochs", type=float, default=2.0)
     parser.add_argument("--clip", type=float, default=5.0, help="largest norm of the gradients")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel as float16")
-    parser.add_argument("--bf16-allreduce", action="store_true", help="gradients travel as bfloat16")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
+    parser.add_argument("--bf16-allreduce", action="store_true", help="send gradients as bfloat16")
     parser.add_argument("--sync-batch-norm", action="store_true", help="normalise over the batches of all ranks")
     parser.add_argument("--use-adasum", action="store_true", help="combine updates by Adasum")
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
@@ -78,7 +78,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
         if clip is None:
             optimizer.step()
         else:
-            # The norm is meant of the reduced gradients, so they are waited for first.
+            # Wait for the reduced gradients first, because clipping needs their norm.
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             with optimizer.skip_synchronize():
@@ -103,7 +103,7 @@ def main() -> None:
     train_loader, test_loader = loaders(args.batch_size)
 
     model = Net(sync_batch_norm=args.sync_batch_norm)
-    scale = 1 if args.use_adasum else hvd.size()  # Adasum needs no larger steps
+    scale = 1 if args.use_adasum else hvd.size()  # Adasum needs no larger learning rate
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * scale, momentum=args.momentum)
     first_epoch = 0
     if args.checkpoint is not None and args.checkpoint.exists() and hvd.rank() == 0:
@@ -127,7 +127,7 @@ def main() -> None:
         op=hvd.Adasum if args.use_adasum else hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
     )
-    clip = None if args.use_adasum else args.clip  # Adasum combines updates, there is nothing to clip before
+    clip = None if args.use_adasum else args.clip  # Adasum combines updates, so there are no reduced gradients to clip
 
     def warmup(epoch: int) -> float:
         progress = min(1.0, (first_epoch + epoch + 1) / max(args.warmup_epochs, 1e-9))

@@ -1,4 +1,4 @@
-"""A script in the style of Horovod's elastic examples: state is committed, restored, and shared with ranks that come.
+"""A script in the style of Horovod's elastic examples: state is committed, restored, and broadcast to new ranks.
 
 sirtakirun -np 2 python examples/elastic_digits.py
 sirtakirun -np 2 --min-np 1 --max-np 4 python examples/elastic_digits.py
@@ -19,7 +19,7 @@ def train(state: hvd.elastic.TorchState, images: torch.Tensor, labels: torch.Ten
         loader = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(images, labels), batch_size=BATCH_SIZE, sampler=state.sampler
         )
-        # The sampler deals out what the epoch has left, so batches count from 0 also after a restore.
+        # The sampler divides the rest of the epoch, so batches count from 0 also after a restore.
         for batch, (batch_images, batch_labels) in enumerate(loader):
             state.optimizer.zero_grad()
             loss = nn.functional.cross_entropy(state.model(batch_images), batch_labels)
@@ -28,7 +28,7 @@ def train(state: hvd.elastic.TorchState, images: torch.Tensor, labels: torch.Ten
             state.sampler.record_batch(batch, BATCH_SIZE)
             if (batch + 1) % BATCHES_PER_COMMIT == 0:
                 state.commit()
-        if len(loader):  # nothing is left where the epoch's last batch was committed
+        if len(loader):  # empty if the epoch's last batch was committed
             mean_loss = hvd.allreduce(loss.detach(), name="loss")
             if hvd.rank() == 0:
                 print(f"epoch {state.epoch + 1}: loss {mean_loss:.4f}", flush=True)

@@ -1,4 +1,4 @@
-"""A small language model under PyTorch's fully_shard, whose shards Sirtaki carries.
+"""A small language model under PyTorch's fully_shard. Sirtaki gathers and scatters the shards.
 
 torchrun --nproc-per-node 2 examples/fsdp_transformer.py
 """
@@ -12,7 +12,7 @@ from sirtaki.torch import fsdp
 
 
 class Transformer(nn.Module):
-    """Predicts each next byte."""
+    """A transformer that predicts each next byte."""
 
     def __init__(self, width: int = 64, blocks: int = 4) -> None:
         super().__init__()
@@ -23,16 +23,16 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores `(batch * length, 256)`."""
+        """Return logits `(batch * length, 256)`."""
         hidden = self.tokens(text)
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
-        return self.head(hidden.flatten(0, 1))  # whose output is no view, of which FSDP2 warns
+        return self.head(hidden.flatten(0, 1))  # its output is not a view; FSDP2 warns about views
 
 
 def main() -> None:
-    """Learns a sentence by heart."""
+    """Train the model to memorise a sentence."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Transformer()

@@ -1,10 +1,10 @@
-"""Hybrid parallelism: scikit-learn's digits on a grid of ranks, data-parallel in one dimension by Sirtaki.
+"""Hybrid parallelism: scikit-learn's digits on a grid of ranks. Sirtaki handles the data-parallel dimension.
 
     torchrun --nproc-per-node 4 examples/hybrid.py --other tensor
     torchrun --nproc-per-node 4 examples/hybrid.py --other pipeline
 
-In the other dimension two ranks share a model: tensor parallelism splits the matrices of its layers (parameters are
-DTensors), pipeline parallelism gives each rank some of its layers. Ranks that hold the same part are a process set.
+In the other dimension, two ranks share a model. Tensor parallelism splits the matrices of its layers (parameters are
+DTensors). Pipeline parallelism gives each rank some of its layers. Ranks with the same part form a process set.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sirtaki.torch as hvd
 
-BATCH_SIZE, MICROBATCHES = 64, 4  # of all ranks together; parts of a rank's batch that are in the pipeline at a time
+BATCH_SIZE, MICROBATCHES = 64, 4  # global batch size; number of microbatches per rank and step
 
 
 def make_model() -> nn.Sequential:
@@ -41,7 +41,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def batches(epoch: int, count: int) -> Iterator[torch.Tensor]:
-    """The same on all ranks: indices of the whole batch of each step."""
+    """Yield the indices of the global batch of each step, the same on all ranks."""
     yield from torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).split(BATCH_SIZE)
 
 
@@ -50,13 +50,13 @@ def main() -> None:
     parser.add_argument("--other", choices=["tensor", "pipeline"], default="tensor")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--save", metavar="FILE", help="for the parameters of the whole model")
+    parser.add_argument("--save", metavar="FILE", help="write the parameters of the whole model to FILE")
     args = parser.parse_args()
 
     dist.init_process_group("sirtaki")
     hvd.init()
     mesh = init_device_mesh("cpu", (hvd.size() // 2, 2), mesh_dim_names=("data", args.other))
-    # Every rank names all sets; a set holds the ranks of one column, whose parts of the model are the same.
+    # Every rank must create all sets. A set holds the ranks of one column, which have the same part of the model.
     columns = [hvd.add_process_set(ranks) for ranks in mesh.mesh.T.tolist()]
     replicas = columns[mesh.get_local_rank(args.other)]
 
@@ -89,7 +89,7 @@ def main() -> None:
                 schedule.step(target=labels[mine], losses=of_parts)
                 losses.append(torch.stack(of_parts).detach().mean())
             optimizer.step()
-        if mesh.get_local_rank(args.other) == 1:  # in a pipeline the last stage has the loss
+        if mesh.get_local_rank(args.other) == 1:  # in a pipeline, only the last stage has the loss
             loss = hvd.allreduce(torch.stack(losses).mean(), name="loss", process_set=replicas)
             if mesh.get_local_rank("data") == 0:
                 print(f"epoch {epoch + 1}: loss {loss:.7f}", flush=True)
@@ -117,7 +117,7 @@ def pipeline(model: nn.Sequential, mesh: DeviceMesh) -> Schedule1F1B:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of all ranks' parts, put together; collective."""
+    """Return the parameters of the whole model, assembled from all ranks' parts. Collective."""
     part = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
     return {name: p for each in hvd.allgather_object(part) for name, p in each.items()}
 

@@ -2,8 +2,8 @@
 
     sirtakirun -np 2 python examples/language_model.py
 
-Each rank has its own part of the text, and the parts need not be equally long: a rank that is through with its
-part joins the others until all are. Forward passes run in bfloat16, and gradients of several passes are added up.
+Each rank has its own part of the text, and the parts may differ in length. A rank that has finished its part calls
+`join()` and waits for all ranks. Forward passes run in bfloat16, and gradients of several passes are accumulated.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class CharacterModel(nn.Module):
 
 
 def batches(text: torch.Tensor, context: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Every window of this rank's part once, in random order."""
+    """Yield every window of this rank's part once, in random order."""
     windows = text.unfold(0, context + 1, context // 2)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     yield from windows[order].split(batch_size)
@@ -53,9 +53,9 @@ def continued(model: nn.Module, start: torch.Tensor, length: int, context: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8, help="windows of each rank and backward pass")
-    parser.add_argument("--batches-per-step", type=int, default=1, help="backward passes that are added up")
-    parser.add_argument("--context", type=int, default=64, help="characters that the model sees")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per rank and backward pass")
+    parser.add_argument("--batches-per-step", type=int, default=1, help="backward passes accumulated per step")
+    parser.add_argument("--context", type=int, default=64, help="context length in characters")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
     text = " ".join(TEXT.read_text().split())
     alphabet = sorted(set(text))
     encoded = torch.tensor([alphabet.index(character) for character in text])
-    # Parts of different lengths on purpose: the last rank has the longest.
+    # The parts differ in length on purpose; the last rank has the longest.
     weights = [10 + rank for rank in range(hvd.size())]
     start = len(encoded) * sum(weights[: hvd.rank()]) // sum(weights)
     own = encoded[start : start + len(encoded) * weights[hvd.rank()] // sum(weights)]
@@ -87,7 +87,7 @@ def main() -> None:
             if (number + 1) % args.batches_per_step == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        if len(losses) % args.batches_per_step:  # a window of accumulation that ends early
+        if len(losses) % args.batches_per_step:  # an accumulation window that ends early
             optimizer.step()
             optimizer.zero_grad()
         last = hvd.join()

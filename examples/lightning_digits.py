@@ -32,7 +32,7 @@ class Digits(lightning.LightningModule):
 
 
 class DigitsData(lightning.LightningDataModule):
-    """Lightning gives each rank its share."""
+    """The digits. Lightning divides the data among the ranks."""
 
     def train_dataloader(self) -> DataLoader:
         digits = load_digits()
@@ -41,7 +41,7 @@ class DigitsData(lightning.LightningDataModule):
 
 
 class PrintLoss(lightning.Callback):
-    """One line an epoch, from rank 0."""
+    """A callback that prints one line per epoch on rank 0."""
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         loss = trainer.callback_metrics["loss"].item()

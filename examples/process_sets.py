@@ -2,7 +2,7 @@
 
     sirtakirun -np 4 python examples/process_sets.py
 
-The even ranks learn one function together, the odd ones another; neither waits for the other.
+The even ranks learn one function, the odd ranks another. The two sets do not wait for each other.
 """
 
 import torch
@@ -17,11 +17,11 @@ def main() -> None:
     odds = hvd.add_process_set(range(1, hvd.size(), 2)) if hvd.size() > 1 else evens
     mine = evens if evens.included() else odds
     function = torch.sin if mine is evens else torch.cos
-    steps = 300 if mine is evens else 200  # sets need not keep pace
+    steps = 300 if mine is evens else 200  # sets may make different numbers of steps
 
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
-    first = mine.ranks[0]  # roots are named by their rank among all
+    first = mine.ranks[0]  # a root is given by its global rank
     for name, tensor in model.state_dict().items():
         hvd.broadcast_(tensor, root_rank=first, name=name, process_set=mine)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits on Ray: two ranks that are actors, each a function's call.
+"""Scikit-learn's digits on Ray: two ranks, each an actor that calls a function.
 
 python examples/ray_digits.py
 python examples/ray_digits.py --workers 2 --min-workers 1 --max-workers 4
@@ -12,7 +12,7 @@ from sirtaki.ray import RayExecutor
 
 
 def train(epochs: int, batch_size: int) -> float:
-    """On each rank; what it returns comes back by rank."""
+    """Train on each rank. The executor returns the results by rank."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
@@ -30,7 +30,7 @@ def train(epochs: int, batch_size: int) -> float:
     sampler = hvd.elastic.ElasticSampler(images)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
-    @hvd.elastic.run  # with ranks that stay it just calls the function
+    @hvd.elastic.run  # with a fixed set of ranks it only calls the function
     def loop(state: hvd.elastic.TorchState) -> None:
         while state.epoch < epochs:
             data = torch.utils.data.TensorDataset(images, labels)
@@ -56,10 +56,10 @@ def train(epochs: int, batch_size: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-workers", type=int, help="ranks may come and go, and so many go on")
+    parser.add_argument("--min-workers", type=int, help="make the job elastic, with at least this many ranks")
     parser.add_argument("--max-workers", type=int)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--address", help="of a Ray cluster; without it Ray is started here")
+    parser.add_argument("--address", help="address of a Ray cluster; without it Ray is started here")
     options = parser.parse_args()
     here = {"address": "local", "num_cpus": 4, "include_dashboard": False}
     ray.init(**({"address": options.address} if options.address else here))

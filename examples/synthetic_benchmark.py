@@ -1,8 +1,8 @@
-"""Samples a second on random data, with the options of the usual Horovod benchmark.
+"""Measure samples per second on random data, with the options of the usual Horovod benchmark.
 
     sirtakirun -np 2 python examples/synthetic_benchmark.py --model conv --fp16-allreduce
 
-The first batches are the warm-up of the machine and of Sirtaki's tuner alike.
+The first batches warm up the machine, and Sirtaki's tuner runs in them.
 """
 
 import argparse
@@ -46,13 +46,13 @@ MODELS = {"mlp": perceptron, "conv": convolutional, "transformer": lambda: (Tran
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel as float16")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     parser.add_argument("--use-adasum", action="store_true", help="combine updates by Adasum")
-    parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
+    parser.add_argument("--no-cuda", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
     hvd.init()

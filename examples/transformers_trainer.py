@@ -17,7 +17,7 @@ flags.add_argument("--bf16", action="store_true")
 flags.add_argument("--backend", default="sirtaki")
 args = flags.parse_args()
 
-dist.init_process_group(args.backend, init_method="sirtaki://")  # which the Trainer takes, as it is there
+dist.init_process_group(args.backend, init_method="sirtaki://")  # the Trainer uses an existing process group
 torch.manual_seed(0)
 numbers = [torch.arange(first, first + 16) % 50 for first in range(200)]
 data = [{"input_ids": tokens, "labels": tokens} for tokens in numbers]

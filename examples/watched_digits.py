@@ -1,4 +1,4 @@
-"""Scikit-learn's digits, watched in TensorBoard, Weights & Biases and MLflow, whichever of them is there.
+"""Scikit-learn's digits, logged to TensorBoard, Weights & Biases and MLflow, if they are installed.
 
 sirtakirun -np 2 python examples/watched_digits.py
 """

@@ -1,18 +1,18 @@
-"""A cluster on one machine: nodes with host names of their own, a link rate each, and a cap on every single flow.
+"""A cluster on one machine: nodes with their own host names, a link rate for each node, and a cap on every single flow.
 
-Clouds cap a TCP flow far below the link (AWS: 5-10 of 25-100 Gbit/s); that is what this one imitates, at rates that
-two cores can carry.
+Clouds cap a TCP flow far below the link rate (AWS: 5-10 of 25-100 Gbit/s). This module emulates such a network, at
+rates that two cores can carry.
 
-    node k: network, UTS, IPC and mount namespaces, host name sirtaki-n<k>, address 10.77.0.<k+1>, a /dev/shm of its own
-    eth0 of node k ── veth ── port k of a bridge in a namespace that holds nothing else
+    node k: network, UTS, IPC and mount namespaces, host name sirtaki-n<k>, address 10.77.0.<k+1>, its own /dev/shm
+    eth0 of node k ── veth ── port k of a bridge in a separate namespace
 
-Upwards (eth0) an HTB class shapes the link and one child class per hashed pair of TCP ports caps a flow; downwards
-(the bridge's port) HTB shapes the link only. Segments without payload have a class of their own, as acknowledgements
-that queue behind bulk data would throttle the opposite direction. Where packets take time on their way, a program
-stands in the bridge's place and holds them up (`delaying_switch`; netem is not in every kernel).
+Upstream (eth0), an HTB class shapes the link, and one child class per hashed pair of TCP ports caps a flow. Downstream
+(the bridge's port), HTB shapes only the link. Segments without payload have their own class, because acknowledgements
+that queue behind bulk data would throttle the opposite direction. To emulate a delay, a program replaces the bridge and
+delays packets (`delaying_switch`); some kernels lack netem.
 
-Nothing exists outside the namespaces, and these live inside one PID namespace whose first process dies with ours:
-leaving, Ctrl-C and a crash all end in the kernel taking everything away, so there is nothing to clean up later.
+Nothing exists outside the namespaces. They are inside one PID namespace whose first process dies with this process.
+After an exit, Ctrl-C or a crash, the kernel removes everything, so no cleanup is needed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ACK_CLASS = 0x2
 OTHER_CLASS = 0x3
 
 CUT = "bfifo limit 1"
-"""A queue that has room for no packet; see `NetLab.hurt`."""
+"""A queue without room for any packet; see `NetLab.hurt`."""
 
 WHOLE = "pfifo limit 1000"
 
@@ -50,13 +50,13 @@ class LabError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabShape:
-    """What the cluster looks like.
+    """The properties of an emulated cluster.
 
     Attributes:
-        nodes: how many.
-        link_bits_per_s: rate of each node's link, upwards and downwards alike.
-        flow_bits_per_s: most that one TCP connection gets in one direction.
-        delay_s: that every packet is held up for, once on its way.
+        nodes: number of nodes.
+        link_bits_per_s: rate of each node's link, in each direction.
+        flow_bits_per_s: maximum rate of one TCP connection in one direction.
+        delay_s: delay of every packet, once on its path.
     """
 
     nodes: int = 4
@@ -66,11 +66,11 @@ class LabShape:
 
     @property
     def caps_flows(self) -> bool:
-        """A single connection gets less than the link."""
+        """Whether a single connection gets less than the link."""
         return self.flow_bits_per_s < self.link_bits_per_s
 
     def describe(self) -> str:
-        """Both rates and the delay, in words."""
+        """Describe both rates and the delay in words."""
         delay = f", {1e3 * self.delay_s:g} ms each way" if self.delay_s else ""
         return f"link {self.link_bits_per_s / MBIT:g} Mbit/s, flow {self.flow_bits_per_s / MBIT:g} Mbit/s{delay}"
 
@@ -79,11 +79,11 @@ NETWORKS = {
     "capped": LabShape(link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
     "equal": LabShape(link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
 }
-"""Four nodes on which most benchmarks run."""
+"""Four nodes, used by most benchmarks."""
 
 
 def why_unavailable() -> str | None:
-    """Why this machine cannot emulate a cluster, or None if it can."""
+    """Return why this machine cannot emulate a cluster, or None if it can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -93,17 +93,17 @@ def why_unavailable() -> str | None:
 
 
 def need_cluster() -> None:
-    """Ends the program with status 2, saying why, where no cluster can be emulated."""
+    """End the program with status 2 and the reason if no cluster can be emulated."""
     if (reason := why_unavailable()) is not None:
         print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
         raise SystemExit(2)
 
 
 class NetLab:
-    """An emulated cluster; a context manager that builds it on entry and takes it away on exit.
+    """An emulated cluster. A context manager builds it on entry and removes it on exit.
 
     Raises:
-        LabError: this machine cannot do it, or a command of the setup failed; the message says which.
+        LabError: this machine cannot emulate it, or a setup command failed; the message has the reason.
     """
 
     def __init__(self, shape: LabShape = LabShape()) -> None:
@@ -264,20 +264,20 @@ class NetLab:
             raise LabError("the program that holds packets up ended; what it says stands above")
 
     def reshape(self, shape: LabShape) -> None:
-        """Gives all links another rate and another cap for each flow, while jobs run; a delay stays what it was."""
+        """Change the rate of all links and the cap of each flow while jobs run. A delay does not change."""
         self.shape = shape
         for node in range(shape.nodes):
             self._tc(self._enter_node(node), _as_changes(_uplink(shape)))
             self._tc([], _as_changes(_downlink(shape, f"port{node}")))
 
     def hurt(self, node: int, *, into: str = "", out_of: str = "") -> None:
-        """Gives packets of a node another queue while jobs run; its link has no rate any more.
+        """Change the queue of a node's packets while jobs run. Its link has no rate limit any more.
 
         Args:
-            node: whose.
-            into: for those that come to it, in words of tc: `CUT`, `WHOLE`, or "netem delay 200ms loss 5%"; "" = as
-                it was.
-            out_of: for those that it sends.
+            node: index of the node.
+            into: queue of incoming packets, in terms of tc: `CUT`, `WHOLE`, or "netem delay 200ms loss 5%"; "" =
+                unchanged.
+            out_of: queue of outgoing packets.
 
         Raises:
             LabError: this kernel has no such queue.
@@ -289,7 +289,7 @@ class NetLab:
 
     @property
     def agent(self) -> Path:
-        """A program that runs a command on a node, from any of them: `agent HOST COMMAND …`."""
+        """Return a program that runs a command on a node, from any node: `agent HOST COMMAND …`."""
         assert self._directory is not None, "it belongs inside the with block"
         return self._directory / "agent"
 
@@ -300,7 +300,7 @@ class NetLab:
             raise LabError(f"tc refused the link's shape: {done.stderr.strip()[-1000:]}")
 
     def _write_agent(self, directory: Path) -> None:
-        """What Open MPI's launcher runs instead of ssh: `agent <host> <command …>`, from inside the lab."""
+        """Return the replacement of ssh for Open MPI's launcher: `agent <host> <command …>`, from inside the lab."""
         cases = "".join(
             f"{self.address(node)}|{self.hostname(node)}) node={pid};;\n" for node, pid in enumerate(self._node_pids)
         )
@@ -311,18 +311,18 @@ class NetLab:
         self.agent.chmod(0o755)
 
     def _enter(self) -> list[str]:
-        """A prefix that runs a command beside the bridge."""
+        """Return a prefix that runs a command in the bridge's namespace."""
         return ["nsenter", "--target", str(self._init_pid), "--net", "--mount", "--uts", "--ipc", "--pid"]
 
     def _enter_node(self, node: int) -> list[str]:
-        """A prefix that, after `_enter`, runs a command on a node."""
+        """Return a prefix that, after `_enter`, runs a command on a node."""
         return ["nsenter", "--target", str(self._node_pids[node]), "--net", "--mount", "--uts", "--ipc"]
 
 
 def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
-    """A switch between network interfaces that forwards each frame so many seconds after it came; never returns.
+    """Switch frames between network interfaces, with a delay in seconds. Never returns.
 
-    Frames keep what the kernel knows of them (a header of virtio's): what TCP has not cut yet, up to 64 KB, is one.
+    Frames keep the kernel's offload header (virtio's): up to 64 KB that TCP has not segmented yet are one frame.
     """
     packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # of linux/if_packet.h
     sockets = []
@@ -352,7 +352,7 @@ def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
 
 
 def _setup_script(directory: Path, hostnames: Sequence[str], *, bridged: bool) -> str:
-    """The shell program of the lab's first process: it makes the nodes, joins them, and then only waits."""
+    """Return the shell program of the lab's first process. It creates and connects the nodes, then waits."""
     place = shlex.quote(str(directory))
     nodes = "".join(
         f"""
@@ -383,7 +383,7 @@ nsenter --target $pid --net sh -eu -c '
 
 
 def _link_classes(device: str, shape: LabShape) -> str:
-    """The classes that both directions have: the link, acknowledgements, and what is not TCP."""
+    """Return the classes of both directions: the link, acknowledgements, and traffic other than TCP."""
     link = shape.link_bits_per_s
     return (
         f"qdisc add dev {device} root handle 1: htb default {OTHER_CLASS:x}\n"
@@ -395,10 +395,10 @@ def _link_classes(device: str, shape: LabShape) -> str:
 
 
 def _uplink(shape: LabShape) -> str:
-    """`tc` commands for a node's own interface: the link's rate, and under it the cap for each flow.
+    """Return `tc` commands for a node's own interface: the link's rate, and the cap of each flow.
 
-    A flow class is guaranteed next to nothing and borrows from the link up to its ceiling: HTB serves guarantees even
-    where their sum exceeds the link.
+    A flow class has almost no guaranteed rate and borrows from the link up to its ceiling, because HTB serves
+    guarantees even if their sum exceeds the link.
     """
     classes = "".join(
         f"class add dev eth0 parent 1:1 classid 1:{FIRST_FLOW_CLASS + index:x} htb rate 8kbit "
@@ -409,13 +409,13 @@ def _uplink(shape: LabShape) -> str:
 
 
 def _as_changes(commands: str) -> str:
-    """The same classes, which are there already."""
+    """Return commands that change the existing classes."""
     lines = (line for line in commands.splitlines(keepends=True) if line.startswith("class add"))
     return "".join(line.replace("class add", "class change", 1) for line in lines)
 
 
 def _downlink(shape: LabShape, port: str) -> str:
-    """`tc` commands for a bridge's port: the link's rate."""
+    """Return `tc` commands for a bridge's port: the link's rate."""
     return _link_classes(port, shape) + _filter(port, flow_classifier(flows=False))
 
 
@@ -445,13 +445,13 @@ _OPCODES = {
 
 
 def flow_classifier(*, flows: bool) -> str:
-    """Classic BPF, as `tc filter … bpf bytecode` takes it: from a frame to its HTB class.
+    """Return classic BPF code, as for `tc filter … bpf bytecode`, that maps a frame to its HTB class.
 
-    Acknowledgements go to theirs, TCP segments with payload to one of the flow classes by a hash of both ports (one
-    port alone would join all connections of a listening socket), everything else to the default class.
+    Acknowledgements go to their own class. TCP segments with payload go to one of the flow classes, by a hash of both
+    ports (one port alone would merge all connections of a listening socket). Everything else goes to the default class.
 
     Args:
-        flows: tell flows apart; else segments with payload go to the default class too.
+        flows: separate flows; otherwise segments with payload go to the default class, too.
     """
     ethernet, frame_type, protocol, total_length = 14, 12, 23, 16
     major = 1 << 16

@@ -1,7 +1,7 @@
-"""Who runs against whom: PyTorch DDP and Sirtaki, each with a model of its own, in the same processes.
+"""The contenders of the step benchmarks: PyTorch DDP and Sirtaki, each with its own model, in the same processes.
 
-Both sides get the same model, the same optimizer and the same loop; only what reduces the gradients differs. Every
-rank builds the same contenders in the same order.
+All contenders have the same model, optimizer and loop. Only the reduction of gradients differs. Every rank must create
+the same contenders in the same order.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
 
 
 class Bare:
-    """Runs what it is told, and says how long it took.
+    """Runs given settings and measures their times.
 
     Attributes:
-        space: what may be chosen, and `narrowed` by the probes.
-        default: what would run untuned.
-        probes: of each route.
-        known: the planners' model; None where none fits.
+        space: possible settings, and `narrowed` by the probes.
+        default: the untuned setting.
+        probes: probes of each route.
+        known: the planners' model; None if no model fits.
     """
 
     def __init__(self, current: Job, model: nn.Module, batch: torch.Tensor, *, only: Route | None = None) -> None:
-        """Collective: trains until the order of the gradients is known, then probes as the warm-up does.
+        """Train until the order of the gradients is known, then probe as the warm-up does. Collective.
 
         Args:
             current: the job.
             model: the network.
             batch: its input.
-            only: the route that is used, None = all that there are.
+            only: the only route to use, None = all available routes.
         """
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -99,7 +99,7 @@ class Bare:
 
     @property
     def layout(self) -> GradientLayout:
-        """Of the only flat buffer, the control flags included."""
+        """Return the layout of the only flat buffer, including control flags."""
         return self._sync.layouts[0]
 
     def _step(self) -> Any:
@@ -110,7 +110,7 @@ class Bare:
         return report
 
     def measure(self, knobs: Knobs) -> tuple[float, float]:
-        """Collective: span and time of one step with this setting, after one that does not count."""
+        """Return span and time of one step with this setting, after an unmeasured one. Collective."""
         self._sync.use([knobs.to_plan(self.layout)])
         self._step()
         begin_s = time.perf_counter()
@@ -131,7 +131,7 @@ LEARNING_RATE = 1e-9  # the weights stay what they are, whatever the number of s
 
 
 class Contender:
-    """One process alone, nothing synchronised; the others change how gradients are reduced, not the loop."""
+    """One process without synchronisation. Subclasses change how gradients are reduced, not the loop."""
 
     def __init__(self, make_model: ModelMaker) -> None:
         self.model, self.batch = make_model()
@@ -141,27 +141,27 @@ class Contender:
         self.sync: Any = None  # what is tuned; None = nothing
 
     def step(self) -> None:
-        """Collective: one training step: forward, backward with synchronisation, update, zeroing."""
+        """Run one training step: forward, backward with synchronisation, update, zeroing. Collective."""
         self.forward(self.batch).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
 
     def warm_up(self, limit: int = 1000) -> None:
-        """Collective: steps until a tuner is content, at most `limit`."""
+        """Run steps until the tuner has finished, at most `limit`. Collective."""
         while self.warmup_steps < limit and self.sync is not None and self.sync.tuning:
             self.step()
             self.warmup_steps += 1
 
     def describe(self) -> str:
-        """How it is set up now."""
+        """Return the current setting in words."""
         return "no synchronisation"
 
     def check_average(self, mean: float) -> None:
-        """The emulated model's weights, which begin as zeros, show whether every gradient was the average.
+        """Check the emulated model's weights, which start at zero and show whether every gradient was the average.
 
         Raises:
-            RuntimeError: one was not; the speed of wrong results is worth nothing.
+            RuntimeError: a gradient was not the average.
         """
         expected = -LEARNING_RATE * self.steps * mean
         for index, weight in enumerate(self.model.parameters()):
@@ -175,7 +175,7 @@ class Contender:
 
 @contextmanager
 def environment(name: str, value: str | None) -> Iterator[None]:
-    """One variable changed (None: unset) for a while."""
+    """Set one variable temporarily (None: unset it)."""
     before = os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
@@ -198,13 +198,13 @@ class Ddp(Contender):
         interfaces: str | None = None,
         backend: str = "gloo",
     ) -> None:
-        """Collective; `join_gloo` comes first.
+        """Wrap the model. Collective. Call `join_gloo` first.
 
         Args:
             make_model: the model and its input.
-            bucket_mb: DDP's own default is 25.
-            interfaces: what `GLOO_SOCKET_IFNAME` says when the group is made, None = unset.
-            backend: of its process group.
+            bucket_mb: bucket size; DDP's default is 25.
+            interfaces: value of `GLOO_SOCKET_IFNAME` when the group is created, None = unset.
+            backend: backend of its process group.
         """
         super().__init__(make_model)
         register()
@@ -219,7 +219,7 @@ class Ddp(Contender):
         )
 
     def warm_up(self, limit: int = 1000) -> None:
-        """See `Contender`; over the backend "sirtaki" the model attaches itself within the first steps."""
+        """See `Contender`. Over the backend "sirtaki", the model is attached automatically in the first steps."""
         if self.sync is None and self._backend == "sirtaki":
             self.step()
             self.step()
@@ -238,10 +238,10 @@ class Ddp(Contender):
 
 
 class OverMpi(Contender):
-    """As Horovod does where gradients are large: one thread all-reduces each where it lies, in the order they come."""
+    """Horovod's method for large gradients: one thread all-reduces each in place, in the order of readiness."""
 
     def __init__(self, make_model: ModelMaker, comm: MPI.Comm) -> None:
-        """Collective; gradients come in the same order on all ranks."""
+        """Wrap the model. Collective. Gradients must become ready in the same order on all ranks."""
         super().__init__(make_model)
         self._comm, self._thread = comm.Dup(), Worker("mpi")
         self._works: list[ThreadWork] = []
@@ -267,10 +267,13 @@ class OverMpi(Contender):
 
 
 class Attached(Ddp):
-    """The same, and one line: `sirtaki.torch.ddp.attach(model)`."""
+    """DDP with one more line: `sirtaki.torch.ddp.attach(model)`."""
 
     def __init__(self, make_model: ModelMaker, *, bucket_mb: float = 25.0) -> None:
-        """Collective; `hvd.init()` and `join_gloo` come first. The first steps are the warm-up."""
+        """Wrap the model and attach.
+
+        Collective. Call `hvd.init()` and `join_gloo` first. The first steps are the warm-up.
+        """
         super().__init__(make_model, bucket_mb=bucket_mb)
         import sirtaki.torch.ddp
 
@@ -291,14 +294,14 @@ class Sirtaki(Contender):
         compression: Any = None,
         **fixed: TransportKind | int | tuple[str, ...],
     ) -> None:
-        """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up.
+        """Wrap the optimizer. Collective. Call `hvd.init()` first. With `tune`, the first steps are the warm-up.
 
         Args:
             make_model: the model and its input.
-            tune: as the setting.
-            overlap_forward: as the argument of DistributedOptimizer.
-            compression: the same; None = none.
-            fixed: knobs, and what the tuner may try, as settings.
+            tune: value of the setting.
+            overlap_forward: argument of DistributedOptimizer.
+            compression: argument of DistributedOptimizer; None = none.
+            fixed: fixed knobs and the tuner's choices, as settings.
         """
         import sirtaki.torch as hvd
         from sirtaki.engine import job
@@ -321,11 +324,11 @@ class Sirtaki(Contender):
         self.sync = None if gradients is None else gradients.reducers[0].tuning
 
     def finish(self) -> None:
-        """Waits for updates that the last step has put off."""
+        """Wait for deferred updates of the last step."""
         self.optimizer.finish()  # type: ignore[attr-defined]  # a DistributedOptimizer's
 
     def record(self, folder: str | Path, *, iterations: int, operators: bool = True) -> None:
-        """Collective: steps until `sirtaki.profiler.profile` has recorded what it wants."""
+        """Run steps until `sirtaki.profiler.profile` has finished its recording. Collective."""
         from sirtaki.analysis.recorder import Stage
         from sirtaki.profiler import profile
 
@@ -343,11 +346,11 @@ class Sirtaki(Contender):
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
-    """Collective: PyTorch's default process group over Gloo for the ranks of `comm`, whose rank 0 is at `address`.
+    """Open PyTorch's default process group over Gloo for the ranks of `comm`. Rank 0 is at `address`. Collective.
 
-    It ends with the process. A reducer of DDP that outlives it destroys it with the interpreter's lock held and waits
-    for its threads, of which one may wait for that lock to free what a backward pass has left: for ever, in one of six
-    runs whose last step is just over (PyTorch 2.13).
+    The group is never destroyed. A reducer of DDP that outlives it would destroy it while it holds the interpreter
+    lock, and wait for its threads. One of these may wait for the lock in order to free tensors of a backward pass. This
+    deadlock occurred in one of six runs that ended right after a step (PyTorch 2.13).
     """
     timeout = datetime.timedelta(seconds=300)
     store = None

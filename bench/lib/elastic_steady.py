@@ -1,4 +1,4 @@
-"""The training of `bench.elastic_cost`: nobody is lost, and each step is timed.
+"""The training script of `bench.elastic_cost`: no rank is lost, and each step is timed.
 
 python -m bench.lib.elastic_steady FOLDER SECONDS COMMIT_EVERY STATE_BYTES      started by sirtakirun
 """
@@ -18,13 +18,13 @@ WARM_STEPS = 10
 
 
 def main(folder: str, seconds: str, commit_every: str, state_bytes: str) -> None:
-    """Writes `FOLDER/RANK.json`: seconds of steps, of those beside a write to disk, of commits, of those to be written.
+    """Train, and write seconds of steps, steps during a disk write, commits and written commits to `FOLDER/RANK.json`.
 
     Args:
-        folder: of the figures; checkpoints are looked for in FOLDER/checkpoints.
-        seconds: to train for.
-        commit_every: steps; 0 = never.
-        state_bytes: of what is committed besides the model and its optimizer.
+        folder: folder of the figures; checkpoints are in FOLDER/checkpoints.
+        seconds: training time.
+        commit_every: steps between commits; 0 = never.
+        state_bytes: bytes committed in addition to the model and its optimizer.
     """
     import sirtaki.torch as hvd
     from sirtaki.torch.elastic.state import checkpoints_of_this_process

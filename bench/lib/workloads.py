@@ -1,7 +1,6 @@
-"""What the benchmarks train on: layer lists of known networks, and descriptions of clusters.
+"""Workloads of the benchmarks: layer lists of known networks, and descriptions of clusters.
 
-A workload is a gradient layout in the order of the backward pass with the share of the backward time that each
-gradient takes.
+A workload is a gradient layout in the order of the backward pass, with each gradient's share of the backward time.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Parameter:
     """One parameter tensor in the order of the forward pass.
 
     Attributes:
-        numel: elements.
-        macs: multiply-adds of the forward pass of one sample that belong to it.
+        numel: number of elements.
+        macs: multiply-adds of this tensor in the forward pass of one sample.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Parameter:
 
 @dataclass(slots=True)
 class _Net:
-    """Collects parameters while a construction rule walks through its layers."""
+    """Collects parameters while a construction rule iterates over its layers."""
 
     parameters: list[Parameter] = field(default_factory=list)
 
@@ -52,14 +51,14 @@ class _Net:
         groups: int = 1,
         bias: bool = False,
     ) -> None:
-        """A convolution whose output is `side` × `side`."""
+        """Add a convolution whose output is `side` × `side`."""
         weight = channels_out * (channels_in // groups) * kernel[0] * kernel[1]
         self.add(f"{name}.weight", weight, weight * side * side)
         if bias:
             self.add(f"{name}.bias", channels_out)
 
     def norm(self, name: str, channels: int, positions: int) -> None:
-        """A normalisation of `positions` places with `channels` features each."""
+        """Add a normalisation of `positions` positions with `channels` features each."""
         self.add(f"{name}.weight", channels, MEMORY_BOUND_MACS * channels * positions)
         self.add(f"{name}.bias", channels)
 
@@ -303,13 +302,13 @@ BATCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A network as the synchroniser sees it.
+    """A network's gradients, in the form that the synchroniser uses.
 
     Attributes:
-        name: of the network.
+        name: name of the network.
         layout: gradients in the order of the backward pass.
         compute_shares: each gradient's share of the backward time, `(n_gradients,)`, in proportion to the
-            multiply-adds of its layer ; they add up to 1.
+            multiply-adds of its layer. They sum to 1.
         backward_s: the backward time at `BATCH` samples and `SUSTAINED_MACS_PER_S`.
     """
 
@@ -319,7 +318,7 @@ class Workload:
     backward_s: float
 
     def profile(self, *, backward_s: float | None = None, forward_s: float | None = None) -> Profile:
-        """Ready times for a backward pass of that length; the forward pass takes half of it unless given."""
+        """Return ready times for a backward pass of that length. The forward pass takes half of it unless given."""
         total_s = self.backward_s if backward_s is None else backward_s
         return Profile.from_durations(
             [share * total_s for share in self.compute_shares],
@@ -327,11 +326,12 @@ class Workload:
         )
 
     def shortest_step_s(self, *, compute_s: float, communication_s: float, overlaps_forward: bool = False) -> float:
-        """Of a step, however gradients are cut, on a link that idles only while there is nothing to send.
+        """Return the shortest step for any division into units, if the link is idle only when nothing can be sent.
 
         Either the update waits for all gradients, and a third of the computation is the forward pass before the first
-        one; or each is waited for where the next forward pass reads it. Then between the moment in which a parameter is
-        read and that in which its gradient comes nothing can be sent of it, nor of those that are read before it.
+        one. Or each gradient is waited for when the next forward pass reads its parameter. Then neither this gradient
+        nor those of parameters read earlier can be sent between the read of the parameter and the readiness of its
+        gradient.
         """
         waits_s = 0.0 if overlaps_forward else compute_s / 3
         total, left, ready_s, end_s = sum(self.layout.sizes), 1.0, waits_s, compute_s
@@ -342,7 +342,7 @@ class Workload:
         return end_s
 
     def scaled(self, fraction: float) -> Workload:
-        """The same network with each gradient cut to `fraction` of its elements, for machines that are too small."""
+        """Return the same network with `fraction` of each gradient's elements, for small machines."""
         layout = GradientLayout(
             sizes=tuple(max(1, round(size * fraction)) for size in self.layout.sizes),
             itemsize_bytes=self.layout.itemsize_bytes,
@@ -359,7 +359,7 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """One of `NETWORKS` with float32 gradients."""
+    """Return one of `NETWORKS` with float32 gradients."""
     backward = NETWORKS[name]()[::-1]
     total_macs = sum(parameter.macs for parameter in backward)
     return Workload(
@@ -386,5 +386,5 @@ RANKS = (8, 64, 256)
 
 
 def cluster(router: str, ranks: int) -> Cluster:
-    """One of `FABRICS` with that many ranks."""
+    """Return one of `FABRICS` with that many ranks."""
     return Cluster(name=f"{router}, {ranks} ranks", ranks=ranks, **_FABRICS[router])

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from sirtaki.errors import ConfigError
 
 from ..compress import Feedback, Scheme
+from ..device import count_storage_users
 from ..plan import FLAGS, GradientLayout, alignment
 from ..router import Router
 from ..transports.contract import FlatBuffer, ReduceOp
@@ -94,8 +95,7 @@ def _group_by_dtype(
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
 """What Python counts of a view that is in `FlatBuffers.views` and in a part of that list, and nowhere else."""
 
-# How many tensors have a memory; older PyTorch tells it in builds for GPUs only.
-_USERS = getattr(torch._C, "_storage_Use_Count", None) or (lambda storage: 0)
+_USERS = count_storage_users or (lambda storage: 0)
 _STRIDE = torch.Tensor.stride
 _NOBODYS = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
 

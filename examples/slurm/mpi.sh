@@ -1,5 +1,5 @@
 #!/bin/bash
-# Over the cluster's own MPI, where its Slurm speaks PMIx (`srun --mpi=list`).
+# Ranks over the cluster's own MPI. Slurm must support PMIx (`srun --mpi=list`).
 #   sbatch examples/slurm/mpi.sh examples/digits.py
 #SBATCH --job-name=mpi
 #SBATCH --nodes=2

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One torchrun a node: for scripts that call torch.distributed.init_process_group().
+# One torchrun per node, for scripts that call torch.distributed.init_process_group().
 #   sbatch examples/slurm/torchrun.sh examples/ddp_attached.py
 #SBATCH --job-name=torchrun
 #SBATCH --nodes=2

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One task a rank, no MPI; goes on from its last commit when it is requeued.
+# One task per rank, without MPI. When requeued, the job resumes from its last commit.
 #   sbatch examples/slurm/train.sh examples/elastic_digits.py
 #   sbatch --array=0-3 examples/slurm/train.sh examples/elastic_digits.py
 #SBATCH --job-name=train
@@ -10,13 +10,13 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 
-# Jobs of an array have numbers of their own; a requeued job keeps its number.
+# Each job of an array has its own id. A requeued job keeps its id.
 export SIRTAKI_CHECKPOINT_DIR=${CHECKPOINTS:-checkpoints}/$SLURM_JOB_ID
 
 srun python "$@"
 code=$?
 
-# 128 + SIGTERM: the ranks were told to go, and the last commit is on disk.
+# 128 + SIGTERM: the ranks were signalled to end, and the last commit is on disk.
 if [ $code -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import sirtaki.torch as hvd
 
-PASSES = 2  # backward passes whose gradients are added up before each step
+PASSES = 2  # backward passes accumulated per step
 
 hvd.init()
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits under DistributedDataParallel: what the second tutorial starts from.
+"""Scikit-learn's digits under DistributedDataParallel: the start of the second tutorial.
 
 torchrun --nproc-per-node 2 examples/tutorial/ddp_before.py
 """
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-PASSES = 2  # backward passes whose gradients are added up before each step
+PASSES = 2  # backward passes accumulated per step
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A script written for Horovod, not a line changed.
+"""An unchanged script for Horovod.
 
 sirtakirun -np 2 --as-horovod python examples/tutorial/horovod.py
 """

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits on one process: what the first tutorial starts from.
+"""Scikit-learn's digits on one process: the start of the first tutorial.
 
 python examples/tutorial/pytorch_before.py
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -249,25 +250,66 @@ OPERATOR, OTHER = "cpu_op", "user_annotation"
 """Categories, as torch.profiler has them: tools that read its traces skip what has none."""
 
 
-def write_trace(folder: Path, recording: Recording, alignment: Alignment) -> Path:
-    """Writes it into the folder, and returns where it is.
+class PathSpan(NamedTuple):
+    """A part of the critical path.
+
+    Attributes:
+        iteration: number of the recorded iteration.
+        name: of what ran.
+        begin: share of the iteration's length that has passed when it begins.
+        end: share that has passed when it ends.
+    """
+
+    iteration: int
+    name: str
+    begin: float
+    end: float
+
+
+def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Path:
+    """Write the trace into the folder, and return its path. `path` is drawn above the ranks.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = folder / TRACE_FILE
-    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in trace_entries(recording, alignment))
-    write_whole(path, f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'.encode())
-    return path
+    entries = trace_entries(recording, alignment, path)
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
+    write_whole(folder / TRACE_FILE, f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'.encode())
+    return folder / TRACE_FILE
 
 
-def trace_entries(recording: Recording, alignment: Alignment) -> Iterator[Entry]:
+def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Iterator[Entry]:
     """Its events: a process is a rank, and a thread what happens one after the other there. Times in µs, from 0 on."""
     firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
     origin_s = min((alignment.at(number, first.begin_s) for number, first in firsts), default=0.0)
     buffers = {buffer.number: buffer for buffer in recording.job.buffers}
     for number, rank in sorted(recording.ranks.items()):
         yield from _rank_entries(rank, recording.job.placement[number], buffers, alignment.lines[number], origin_s)
+    yield from _path_entries(recording, alignment, path, origin_s)
+
+
+def _path_entries(
+    recording: Recording, alignment: Alignment, path: Iterable[PathSpan], origin_s: float
+) -> Iterator[Entry]:
+    moments_s: dict[int, list[float]] = defaultdict(list)  # beginnings and ends of each iteration
+    for number, rank in recording.ranks.items():
+        for one in rank.iterations:
+            moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
+    windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
+    for number, moments in sorted(moments_s.items()):
+        # A rank may begin an iteration before all others have ended the one before.
+        windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
+    track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
+    for place, span in enumerate(path):
+        if not place:
+            yield {"name": "process_name", "ph": "M", **track, "args": {"name": "critical path"}}
+            yield {"name": "process_sort_index", "ph": "M", **track, "args": {"sort_index": -1}}
+        begin_s, end_s = windows_s[span.iteration]
+        begin_us, end_us = (
+            round(1e6 * (begin_s - origin_s + share * (end_s - begin_s)), 3) for share in (span.begin, span.end)
+        )
+        times = {"ts": begin_us, "dur": round(end_us - begin_us, 3)}
+        yield {"name": span.name, "ph": "X", **track, "cat": OTHER, **times}
 
 
 def _rank_entries(

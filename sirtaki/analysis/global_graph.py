@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from sirtaki.autotune.model.replayer import (
     replay,
 )
 
+from .alignment import PathSpan
 from .job_model import Histories, Iteration, JobModel, Operation, Piece, Processors, Program
 
 
@@ -313,6 +314,21 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
         found.append(Visit(place=place, begin_s=replay.start_s[place], end_s=end_s, gap_s=max(0.0, until_s - end_s)))
         until_s, place = replay.start_s[place], replay.causes[place]
     return tuple(reversed(found))
+
+
+def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
+    """Yield the critical path for the trace. A replayed iteration begins when the one before ends."""
+    graph, ends_s = replay.graph, defaultdict[int, float](float)
+    for node, end_s in zip(graph.nodes, replay.end_s, strict=True):
+        if node.iteration > BEFORE and node.rank != ALL_RANKS:
+            ends_s[node.iteration] = max(ends_s[node.iteration], end_s)
+    for visit in critical_path(replay):
+        node = graph.nodes[visit.place]
+        begin_s = ends_s[node.iteration - 1]
+        length_s = (ends_s[node.iteration] - begin_s) or 1.0
+        where = graph.lanes[node.lane] if node.rank == ALL_RANKS else f"rank {node.rank}"
+        begin, end = (min(max((at_s - begin_s) / length_s, 0.0), 1.0) for at_s in (visit.begin_s, visit.end_s))
+        yield PathSpan(histories.steps[node.iteration].number, f"{where}: {node.name or node.phase.value}", begin, end)
 
 
 def parts(replay: Replay) -> tuple[Part, ...]:

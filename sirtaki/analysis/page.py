@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
+import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from sirtaki.autotune.knobs import MIB, format_bytes
 from sirtaki.autotune.model.replayer import Replay
@@ -19,21 +18,12 @@ from sirtaki.errors import PlanError, RecordingError, ReplayError
 
 from .alignment import align, headlines
 from .global_graph import StepTimes, ms, path_lines, percent, play, recorded
+from .html import details, page, paragraph, plot, share_bar, table
+from .html import heading as title
 from .job_model import Histories, histories, job_model
 from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_of
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
-from .svg import Plot, framed, legend, page, paragraph, share_bar, table
-from .timeline_plot import (
-    COLORS,
-    NOT_TOLD_APART,
-    Kind,
-    StepParts,
-    drawn_path,
-    exposures,
-    late_units,
-    step_parts,
-    timeline,
-)
+from .step_parts import COLORS, NOT_TOLD_APART, Kind, StepParts, exposures, late_units, step_parts
 from .what_if import WORTH_SAYING, Answer, Baseline, unanswered
 
 BUDGETS = (0.75, 0.5)
@@ -64,27 +54,6 @@ MEMORY_COLORS = {
     Holds.OTHER: "#8b9096",
 }
 """From below upwards."""
-
-STYLE = """
-body { max-width: 1120px; }
-.note { border-left: 3px solid #d1366b; padding: .1em .9em; margin: 1em 0; }
-.quiet { opacity: .75; font-size: .92em; }
-.share { display: inline-block; height: .75em; background: #0072b2; border-radius: 1px; vertical-align: baseline; }
-.share.less { background: #009e73; } th.number { text-align: right; }
-.unsure td { opacity: .55; } .unsure .share { background: #8b9096; }
-tr.sum td { border-top: 1px solid currentColor; }
-#timeline { position: relative; max-height: 75vh; overflow-x: hidden; overflow-y: auto; border: 1px solid #8886; }
-#timeline canvas { position: sticky; top: 0; left: 0; display: block; cursor: grab; touch-action: pan-y; }
-#timeline canvas:active { cursor: grabbing; } #timeline canvas:focus-visible { outline: 2px solid #0072b2; }
-#timeline-tip { position: fixed; z-index: 2; white-space: pre; pointer-events: none; font-size: 12px; }
-#timeline-tip { padding: .4em .6em; background: #fffffff2; color: #222; border: 1px solid #999; border-radius: 3px; }
-#timeline-tip { max-width: 90vw; }
-.controls { display: flex; flex-wrap: wrap; gap: .4em 1em; align-items: center; margin: .6em 0; }
-.controls button { font: inherit; min-width: 2.2em; } .controls select { font: inherit; }
-.line { display: inline-block; width: 1.4em; height: 0; border-top: 2.5px solid currentColor; vertical-align: middle; }
-@media (prefers-color-scheme: dark) { #timeline-tip { background: #23272cf5; color: #ddd; border-color: #555; } }
-"""
-
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,108 +222,80 @@ def signed_ms(seconds: float) -> str:
 
 
 def render(found: Findings) -> str:
-    """The page; whatever comes from the recording is escaped."""
-    parts = step_parts(found.histories)
-    busiest = sorted(parts, key=lambda one: one.seconds.get(Kind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
-    shown = sorted(busiest, key=lambda one: one.rank)
-    script = files(__package__).joinpath("timeline.js").read_text(encoding="utf-8")
-    # Nothing is fetched, and no other script than this one runs.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    """Return the page. Names from the recording are escaped.
+
+    Raises:
+        ConfigError: Plotly is missing.
+    """
     return page(
         "Where a step’s time goes",
         [
             paragraph(heading(found)),
             *(paragraph(problem, "note") for problem in problems(found)),
             paragraph(" ".join(sentences(found))),
-            *_bars(found, parts, shown),
-            *_timeline(found, [one.rank for one in shown], script),
+            *_bars(found),
             *_path(found),
             *_exposure(found),
             *_what_if(found),
             *memory_section(found),
             *_rest(found),
         ],
-        head=f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{STYLE}</style>',
     )
 
 
-def _bars(found: Findings, parts: Sequence[StepParts], shown: Sequence[StepParts]) -> Iterator[str]:
-    kinds = [kind for kind in Kind if any(kind in one.seconds for one in parts)]
-    tall = 24 if len(shown) <= 16 else 14 if len(shown) <= 64 else 9
-    longest_ms = 1e3 * max(one.step_s for one in parts)
-    plot = Plot.of_rows(len(shown), x=(0, longest_ms), x_label="ms", height=52 + tall * len(shown))
-    for row, one in enumerate(shown):
-        left_ms = 0.0
-        for kind, seconds in one.seconds.items():
-            right_ms = left_ms + 1e3 * seconds
-            title = f"rank {one.rank}, {kind_words(kind, found)}: {ms(seconds)}, {percent(seconds / one.step_s)}"
-            plot.bar((left_ms, right_ms), row, color=COLORS[kind], title=title)
-            left_ms = right_ms
-    every = 1 if tall * len(shown) <= 1000 else 4
-    ticks = [(plot.row(row), f"rank {one.rank}") for row, one in enumerate(shown) if row % every == 0]
-    yield "<h2>Where each rank’s time goes</h2>"
-    yield "<p>Means of the recorded iterations; the parts add up to the step.</p>"
-    if len(shown) < len(parts):
-        yield f"<p>The {len(shown)} ranks with most to do are drawn, of {len(parts)}.</p>"
-    yield legend({kind_words(kind, found): COLORS[kind] for kind in kinds})
-    yield framed(plot.render(y_ticks=ticks))
+def _bars(found: Findings) -> Iterator[str]:
+    all_parts = step_parts(found.histories)
+    busiest = sorted(all_parts, key=lambda one: one.seconds.get(Kind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
+    shown = sorted(busiest, key=lambda one: one.rank)
+    kinds = [kind for kind in Kind if any(kind in one.seconds for one in shown)]
+    yield title("Where each rank’s time goes")
+    yield paragraph("Means of the recorded iterations. The parts add up to the step.")
+    if len(shown) < len(all_parts):
+        yield paragraph(f"The {len(shown)} ranks with most to do are drawn, of {len(all_parts)}.")
+    yield plot(
+        [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": kind_words(kind, found),
+                "x": [1e3 * one.seconds.get(kind, 0.0) for one in shown],
+                "y": [f"rank {one.rank}" for one in shown],
+                "marker": {"color": COLORS[kind]},
+                "hovertext": [_part_words(one, kind, found) for one in shown],
+            }
+            for kind in kinds
+        ],
+        x="ms",
+        height=140 + (28 if len(shown) <= 16 else 12) * len(shown),
+        barmode="stack",
+        yaxis={"type": "category", "autorange": "reversed"},
+    )
     titles = ["rank", "step", *(kind_words(kind, found) for kind in kinds)]
     rows = [[str(one.rank), ms(one.step_s), *(ms(one.seconds.get(kind, 0.0)) for kind in kinds)] for one in shown]
-    yield f"<details><summary>The same in numbers</summary>{table(titles, rows)}</details>"
+    yield details("The same in numbers", table(titles, rows))
+    command = Markup("<code>sirtaki trace {}</code>").format(shlex.quote(str(found.folder)))
+    yield paragraph(
+        Markup(
+            "{} writes a timeline of all ranks on one clock: phases, operators, copies, each stream’s units, and the "
+            "critical path. Open its <code>trace.json</code> in Perfetto (ui.perfetto.dev), or without a network in "
+            "<code>chrome://tracing</code>."
+        ).format(command)
+    )
 
 
-def _timeline(found: Findings, ranks: Sequence[int], script: str) -> Iterator[str]:
-    paths = drawn_path(found.histories, found.replay) if found.replay is not None and not found.is_far else {}
-    names = {kind: kind_words(kind, found) for kind in Kind}
-    data, notes = timeline(found.histories, ranks, paths, kind_names=names)
-    iterations = data["iterations"]
-    options = "".join(
-        f'<option value="{place}">{one["number"]}: {one["ms"]:.4g} ms{" (median)" if place == 0 else ""}</option>'
-        for place, one in enumerate(iterations)
-    )
-    flats = ((lane.get(name, []), 6 if name == "units" else 4) for each in iterations for lane in each["lanes"]
-             for name in ("under", "boxes", "units"))  # fmt: skip
-    used = {kind for flat, stride in flats for kind in flat[2::stride]}
-    path = '<label><input type="checkbox" id="timeline-path" checked> critical path <span class="line"></span></label>'
-    buttons = "".join(
-        f'<button type="button" data-timeline="{name}" title="{title}">{sign}</button> '
-        for name, sign, title in (
-            ("left", "←", "earlier"), ("right", "→", "later"), ("in", "+", "zoom in"), ("out", "−", "zoom out"),
-            ("whole", "whole", "the whole iteration"),
-        )
-    )  # fmt: skip
-    # JSON that may stand in HTML: no name can end the element.
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    yield "<h2>One iteration</h2>"
-    yield (
-        "<p>All ranks on one clock. Pale is a phase between its operators; the thin line before a unit is how long it "
-        "waited for other ranks or its stream.</p>"
-    )
-    yield from map(paragraph, notes)
-    yield legend({name: color for place, (name, color) in enumerate(data["kinds"]) if place in used})
-    yield (
-        f'<div class="controls"><label>iteration <select id="timeline-iteration">{options}</select></label>'
-        f"<span>{buttons}</span>{path if paths else ''}</div>"
-        '<div id="timeline"><div class="room"><canvas tabindex="0" role="img" '
-        'aria-label="Timeline of one iteration; what it shows is told in the other sections"></canvas></div></div>'
-        '<div id="timeline-tip" hidden></div>'
-        '<noscript><p class="note">The timeline is drawn by a script, and scripts are off.</p></noscript>'
-        '<p class="quiet">Drag to move; double-click, Ctrl and the wheel, or + and − zoom; arrow keys or A and D '
-        "move, 0 shows the whole iteration.</p>"
-        f'<script type="application/json" id="timeline-data">{text}</script><script>{script}</script>'
-    )
+def _part_words(one: StepParts, kind: Kind, found: Findings) -> str:
+    seconds = one.seconds.get(kind, 0.0)
+    return f"rank {one.rank}, {kind_words(kind, found)}: {ms(seconds)}, {percent(seconds / one.step_s)}"
 
 
 def _path(found: Findings) -> Iterator[str]:
     path = path_lines(found.replay) if found.replay is not None else ()
     if not path:
         return
-    yield "<h2>The critical path</h2>"
-    yield (
-        "<p>What let what begin, over all ranks, from the last thing that ended back to the first: only what is on "
-        "this path holds the step up. Shares of a mean step, which add up to it.</p>"
+    yield title("The critical path")
+    yield paragraph(
+        "What let what begin, over all ranks, from the last thing that ended back to the first: only what is on this "
+        "path holds the step up. Shares of a mean step, which add up to it."
     )
     if found.is_far:
         yield _too_far(found)
@@ -378,16 +319,16 @@ def _too_far(found: Findings) -> str:
 
 def _exposure(found: Findings) -> Iterator[str]:
     exposed = exposures(found.histories)
-    yield "<h2>Exposed communication</h2>"
+    yield title("Exposed communication")
     if not any(one.units for rank in found.histories.recording.ranks.values() for one in rank.iterations):
-        yield "<p>No gradients were exchanged.</p>"
+        yield paragraph("No gradients were exchanged.")
         return
     if not any(one.exposed_s for one in exposed):
-        yield "<p>None: no rank waits for gradients.</p>"
+        yield paragraph("None: no rank waits for gradients.")
         return
-    yield (
-        "<p>How long ranks wait for gradients after their backward pass: while units are under way, which faster or "
-        "better cut communication would shorten, and while none is, since another rank has not come so far.</p>"
+    yield paragraph(
+        "How long ranks wait for gradients after their backward pass: while units are under way, which faster or "
+        "better cut communication would shorten, and while none is, since another rank has not come so far."
     )
     worst = sorted(exposed, key=lambda one: -one.exposed_s)[:MOST_ROWS]
     rows = [
@@ -398,7 +339,7 @@ def _exposure(found: Findings) -> Iterator[str]:
     yield from _shown(worst, exposed, "ranks that wait longest")
     late, count = late_units(found.histories), len(found.histories.steps)
     if late:
-        yield "<p>Units that end after the backward pass; moments are means, counted from its end:</p>"
+        yield paragraph("Units that end after the backward pass; moments are means, counted from its end:")
         latest = sorted(late, key=lambda one: -one.late_s)[:MOST_ROWS]
         unit_rows = [
             [
@@ -423,7 +364,7 @@ def _shown(some: Sized, all_: Sized, what: str) -> Iterator[str]:
 def _what_if(found: Findings) -> Iterator[str]:
     if found.base is None:
         return
-    yield "<h2>What would help</h2>"
+    yield title("What would help")
     if found.is_far:
         yield _too_far(found)
         return
@@ -434,11 +375,11 @@ def _what_if(found: Findings) -> Iterator[str]:
     )
     yield from (paragraph(f"{note[:1].upper()}{note[1:]}.", "note") for note in found.notes)
     if not found.answers:
-        yield "<p>There is nothing to ask for.</p>"
+        yield paragraph("There is nothing to ask for.")
         return
     rows = [
         [
-            share_bar(one.gain if one.is_told else 0.0, "less"),
+            share_bar(one.gain if one.is_told else 0.0),
             f"if {one.words}",
             ms(one.times.iteration_s) if one.is_told else "",
             one.interval,
@@ -448,10 +389,8 @@ def _what_if(found: Findings) -> Iterator[str]:
     ]
     unsure = [place for place, one in enumerate(found.answers) if not (one.is_sure and one.is_told)]
     yield table(["", "remedy", "step", "90 %, ms", "change"], rows, text=(0, 1, 4), unsure=unsure)
-    yield (
-        '<p class="quiet"><code>sirtaki replay</code> answers other questions, several changes at once; '
-        "<code>sirtaki optimize</code> looks for a better plan.</p>"
-    )
+    words = "<code>sirtaki replay</code> answers other questions, several changes at once. "
+    yield paragraph(Markup(words + "<code>sirtaki optimize</code> looks for a better plan."), "quiet")
 
 
 def _change(one: Answer) -> str:
@@ -474,14 +413,14 @@ def memory_section(found: Findings) -> Iterator[str]:
         return
     rank, replay = highest_rank(recording)
     peak = replay.peak()
-    yield "<h2>Memory in one iteration</h2>"
+    yield title("Memory in one iteration")
     yield paragraph(peak_words(rank, replay, peak))
     yield paragraph(
         "What tensors hold, by the allocator and by what Python knows, of the device that the rank trains on; files "
         "that are mapped and what libraries hold for themselves are not counted.",
         "quiet",
     )
-    yield from _stacked(replay)
+    yield _stacked(replay)
     known = [one for one in recording.ranks.values() if one.memory is not None][:MOST_RANKS]
     if len(known) > 1:
         rows = []
@@ -491,34 +430,35 @@ def memory_section(found: Findings) -> Iterator[str]:
             into_s, phase = own.at_s - one.memory.begin_s, phase_of(one, own.at_s)
             rows.append([str(one.rank), format_bytes(own.n_bytes), ms(into_s), phase.value])
         inside = table(["rank", "peak", "into the step", "phase"], rows, text=(3,))
-        yield f"<details><summary>The peak of each rank</summary>{inside}</details>"
+        yield details("The peak of each rank", inside)
     yield from _at_the_peak(rank, replay, peak)
     yield from _lower(found)
 
 
-def _stacked(replay: MemoryReplay) -> Iterator[str]:
-    """What is held when, as areas above each other."""
+def _stacked(replay: MemoryReplay) -> Markup:
+    """Return a plot of what is held when, as areas above each other."""
     memory = replay.memory
     width_s = (memory.end_s - memory.begin_s) / MOST_MOMENTS or 1.0
-    highest: dict[int, Any] = {}  # of moments that lie together
+    highest: dict[int, Any] = {}  # of moments that are drawn at one place
     for moment in replay.curve():
         place = int((moment.at_s - memory.begin_s) / width_s)
         if place not in highest or moment.total_bytes >= highest[place].total_bytes:
             highest[place] = moment
     moments = list(highest.values())
-    most = max(moment.total_bytes for moment in moments)
-    length_ms = 1e3 * (memory.end_s - memory.begin_s)
-    plot = Plot(x=(0.0, length_ms), y=(0.0, 1.05 * most / MIB), x_label="ms", y_label="MiB")
-    below, drawn = [0.0] * len(moments), dict[str, str]()
-    times = [1e3 * (moment.at_s - memory.begin_s) for moment in moments]
-    for holds, color in MEMORY_COLORS.items():
-        above = [low + moment.n_bytes.get(holds, 0) / MIB for low, moment in zip(below, moments, strict=True)]
-        if above != below:
-            drawn[holds.value] = color
-            plot.band(list(zip(times, below, above, strict=True)), color=color, title=holds.value)
-        below = above
-    yield legend(drawn)
-    yield framed(plot.render())
+    areas = [
+        {
+            "type": "scatter",
+            "name": holds.value,
+            "stackgroup": "memory",
+            "x": [1e3 * (moment.at_s - memory.begin_s) for moment in moments],
+            "y": [moment.n_bytes.get(holds, 0) / MIB for moment in moments],
+            "line": {"shape": "hv", "width": 0, "color": color},
+            "fillcolor": color,
+        }
+        for holds, color in MEMORY_COLORS.items()
+        if any(moment.n_bytes.get(holds) for moment in moments)
+    ]
+    return plot(areas, x="ms", y="MiB", hovermode="x unified", hoverlabel={"bgcolor": "#333"})
 
 
 def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Iterator[str]:
@@ -531,7 +471,7 @@ def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Itera
         [share_bar(n_bytes / peak.n_bytes), format_bytes(n_bytes), holds, block]
         for (holds, block), n_bytes in held.most_common(MOST_MEMORY_ROWS)
     ]
-    yield "<p>What holds it at the peak:</p>"
+    yield paragraph("What holds it at the peak:")
     yield table(["", "bytes", "for", "made in module"], rows, text=(0, 2, 3))
     yield from _shown(rows, held, "largest")
 
@@ -547,12 +487,10 @@ def _lower(found: Findings) -> Iterator[str]:
     remedies = [one.remedy for fitting in found.fittings for one in fitting.remedies]
     rows = {one.words: [one.words, format_bytes(one.peak_bytes)] for one in remedies}
     if rows:
-        yield "<p>What would lower it, by replay. How long a step then takes is not known until it is tried.</p>"
+        yield paragraph("What would lower it, by replay. How long a step then takes is not known until it is tried.")
         yield table(["remedy", "peak"], rows.values(), text=(0,))
-        yield (
-            '<p class="quiet"><code>sirtaki optimize --memory-budget</code> chooses for a budget, and prints the lines '
-            "of code.</p>"
-        )
+        words = "<code>sirtaki optimize --memory-budget</code> chooses for a budget, and prints the lines of code."
+        yield paragraph(Markup(words), "quiet")
 
 
 def _rest(found: Findings) -> Iterator[str]:
@@ -561,5 +499,5 @@ def _rest(found: Findings) -> Iterator[str]:
         missing.append("Memory was not recorded.")
     if not found.has_operators:
         missing.append("Operators were not recorded on every rank, so phases are told less exactly there.")
-    yield "<h2>What this rests on</h2>"
+    yield title("What this rests on")
     yield paragraph(" ".join([*(f"{line[:1].upper()}{line[1:]}." for line in found.lines[1:]), *missing]), "quiet")

@@ -1,10 +1,10 @@
-"""`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile.
+"""`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log.
 
-The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and what
-all-reduces cost on each route. Links that its trials speak against are fitted to them: probes see an idle network.
+The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and the
+cost of all-reduces on each route. Links are fitted to the trials if these contradict the probes, because probes see an
+idle network.
 """
 
-import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,9 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
-from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
+from markupsafe import Markup
+
+from sirtaki.analysis.html import COLORS, DEFAULT_COLOR, dots, heading, page, paragraph, plot
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.planning import Cluster, PlanningModel, fitted_to_trials
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
@@ -28,7 +30,7 @@ MAX_STREAMS = 24
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("log", type=Path, metavar="LOG", help="what a tuned job wrote to SIRTAKI_TRIAL_LOG")
     parser.add_argument("--ranks", type=_counts, default=(2, 8, 64, 256), metavar="N,N", help="default: 2,8,64,256")
     parser.add_argument("--link-gbit", type=float, metavar="G", help="rate of each rank's link")
@@ -50,10 +52,11 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main(options: Namespace) -> int:
-    """Prints, and plots if asked to, the expected iteration time of every plan on each number of ranks.
+    """Print, and optionally plot, the expected iteration time of every plan on each number of ranks.
 
     Raises:
-        ConfigError: the log holds no profile, the cluster is not described well enough, or the page cannot be written.
+        ConfigError: the log contains no profile, the cluster is not described well enough, or the page cannot be
+            written.
     """
     log = read_log(options.log)
     if log.model is None:
@@ -68,7 +71,7 @@ def main(options: Namespace) -> int:
         ranks=options.ranks,
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
         default=replace(untuned, transport=route[0], algorithm=route[1]),
-        # Its rates are those of the link that was measured.
+        # Contention was measured with the rates of the measured link.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,
     )
@@ -90,7 +93,7 @@ def main(options: Namespace) -> int:
 
 
 def _trials(log: TrialLog) -> Iterator[Trial]:
-    """One of each setting that ran, however often it was measured."""
+    """Yield one trial for each setting, with the median of its measurements."""
     spans_s: dict[Knobs, list[float]] = {}
     for measured in log.measurements:
         if measured.succeeded:
@@ -100,7 +103,9 @@ def _trials(log: TrialLog) -> Iterator[Trial]:
 
 
 def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel]:
-    """The link of a ring of that many ranks: described by the options, or the measured one carried over."""
+    """Return a function from number of ranks to the link of a ring: described by options, or scaled from the measured
+    one.
+    """
     if options.link_gbit is not None:
         rate = options.link_gbit * BYTES_PER_GBIT
         flow = rate if options.flow_gbit is None else options.flow_gbit * BYTES_PER_GBIT
@@ -109,45 +114,44 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         )
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
-        raise ConfigError("describe the cluster by --link-gbit, or say by --measured-ranks how many LOG's job had")
+        raise ConfigError(
+            "describe the cluster with --link-gbit, or set --measured-ranks to the number of ranks of LOG's job"
+        )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)
 
 
 def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
-    """A page with iteration time and efficiency over the number of ranks, a line for each planner and the default."""
+    """Return a page with iteration time and efficiency over the number of ranks, with a line for each planner."""
     planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
-    most_ms = max(1e3 * row.iteration_s for row in rows)
     alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)
     return page(
         "Expected scaling",
         [
-            f"<p>{len(model.layout.sizes)} gradients, {format_bytes(model.layout.total_bytes)}; an iteration takes "
-            f"{alone_ms:.4g} ms without communication.</p>",
-            legend(colors),
-            "<h2>Iteration time</h2>",
-            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * most_ms), y_label="ms"),
-            "<h2>Efficiency: throughput of a rank as part of what it would be alone</h2>",
-            _plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%"),
+            paragraph(
+                f"{len(model.layout.sizes)} gradients, {format_bytes(model.layout.total_bytes)}; an iteration takes "
+                f"{alone_ms:.4g} ms without communication."
+            ),
+            heading("Iteration time"),
+            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y="ms"),
+            heading("Efficiency: throughput of a rank as part of what it would be alone"),
+            _plot(rows, colors, lambda row: 100 * row.efficiency, y="%"),
         ],
     )
 
 
 def _plot(
-    rows: Sequence[ScalingRow],
-    colors: Mapping[str, str],
-    value: Callable[[ScalingRow], float],
-    *,
-    y: tuple[float, float],
-    y_label: str,
-) -> str:
-    counts = sorted({row.ranks for row in rows})
-    plot = Plot(x=(math.log2(counts[0]), math.log2(counts[-1])), y=y, x_label="ranks (log)", y_label=y_label)
+    rows: Sequence[ScalingRow], colors: Mapping[str, str], value: Callable[[ScalingRow], float], *, y: str
+) -> Markup:
+    traces = []
     for planner, color in colors.items():
-        mine = [row for row in rows if row.planner == planner]
-        plot.line([(math.log2(row.ranks), value(row)) for row in mine], color=color, dashed=planner == DEFAULT)
-        for row in mine:
-            title = f"{row.ranks} ranks, {planner}: {value(row):.4g} {y_label}, {row.knobs.describe()}"
-            plot.dot(math.log2(row.ranks), value(row), color=color, title=title)
-    return framed(plot.render(x_ticks=[(math.log2(count), str(count)) for count in counts]))
+        points = [
+            (row.ranks, value(row), f"{row.ranks} ranks, {planner}: {value(row):.4g} {y}, {row.knobs.describe()}")
+            for row in rows
+            if row.planner == planner
+        ]
+        dash = "dash" if planner == DEFAULT else "solid"
+        traces.append(dots(planner, points, color, mode="lines+markers", line={"dash": dash}))
+    counts = sorted({row.ranks for row in rows})
+    return plot(traces, x="ranks (log)", y=y, xaxis={"type": "log", "tickvals": counts}, yaxis={"rangemode": "tozero"})

@@ -1,4 +1,4 @@
-"""`sirtaki registry …`: look at what earlier jobs found, carry it elsewhere, and clean up."""
+"""`sirtaki registry …`: print, export, import and remove results of earlier jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY_S = 24 * 3600.0
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the sub-commands and their options."""
+    """Add the sub-commands and their options."""
     parser.add_argument(
         "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
     )
@@ -65,10 +65,10 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Runs one action.
+    """Run one action.
 
     Raises:
-        RegistryError: the registry or a file cannot be read or written, or holds what is invalid.
+        RegistryError: the registry or a file cannot be read or written, or has invalid content.
     """
     with closing(_open(options.registry, reads=options.action in _READING)) as store:
         _ACTIONS[options.action](store, options)
@@ -91,8 +91,8 @@ def _open(url: str | None, *, reads: bool) -> Store:
 
 def _list(store: Store, options: Namespace) -> None:
     summaries = store.summaries()
-    models = _told_apart({(summary.model_name, summary.model) for summary in summaries})
-    clusters = _told_apart({(summary.hosts, summary.topology) for summary in summaries})
+    models = _unique_names({(summary.model_name, summary.model) for summary in summaries})
+    clusters = _unique_names({(summary.hosts, summary.topology) for summary in summaries})
     rows = [
         {
             "id": summary.id[:8],
@@ -219,7 +219,7 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
     }
 
 
-_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: what its key says
+_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: depends on the record type
     Entry: _entry_facts,
     RowWay: _way_facts,
     ShardWay: _shard_facts,
@@ -234,7 +234,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # the entry itself is the nearest of all
+        k=options.k + 1,  # the entry itself is the nearest one
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -269,7 +269,7 @@ def _similar(store: Store, options: Namespace) -> None:
 
 
 def _show_rows(options: Namespace, rows: Sequence[Mapping[str, str]], data: Any, nothing: str) -> None:
-    """A table with a line each, under the same titles; what there is to say if there are none."""
+    """Print a table with a row for each record, or `nothing` if there are none."""
     if printed(options, data):
         return
     if rows:
@@ -349,8 +349,8 @@ _ACTIONS = {
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
-    """What to call each graph: by its name, and by its fingerprint, too, where others have the same."""
+def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
+    """Return a name for each graph, with its fingerprint if several graphs have the same name."""
     count = Counter(name for name, _ in named)
     return {
         fingerprint: (name if count[name] == 1 else f"{name} {fingerprint[:4]}") if name else fingerprint[:8]
@@ -359,7 +359,7 @@ def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
 
 
 def _words(way: RowWay) -> str:
-    """Its path as plans tell it, but for the number of rows."""
+    """Describe the path of a record without the number of rows."""
     if way.path == HOT_COLD:
         return f"{way.path}, {way.cold}{', aggregator' if way.aggregated else ''}"
     return f"{way.path} of {way.block_rows}" if way.path == BLOCKS else way.path

@@ -1,32 +1,19 @@
-"""`sirtaki report`: a page about a job's trials, its sparse gradients, or its recording."""
+"""`sirtaki report`: write a page about a job's trials, its sparse gradients, or its recording."""
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup, escape
+
+from sirtaki.analysis.html import COLORS, DEFAULT_COLOR, LOG, dots, heading, line, page, paragraph, plot, swatch, table
 from sirtaki.analysis.recording import REPORT_FILE
-from sirtaki.analysis.svg import (
-    COLORS,
-    DEFAULT_COLOR,
-    WIDTH,
-    Plot,
-    framed,
-    legend,
-    log_ms,
-    log_ms_ticks,
-    page,
-    paragraph,
-    swatch,
-    table,
-)
 from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
@@ -38,11 +25,12 @@ from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
+# the last three are in logs of older releases
+FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
 def summary(log: TrialLog) -> Iterator[str]:
-    """What was kept, what it gains, the bound, and why it ended so."""
+    """Describe the kept setting, its gain, the lower bound, and why tuning ended."""
     kept = log.outcome
     yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
     if kept.arm == DEFAULT_ARM:
@@ -57,7 +45,7 @@ def summary(log: TrialLog) -> Iterator[str]:
 
 
 def _retune(retune: Retune) -> str:
-    """Why there was a re-tune and what came of it, in one sentence."""
+    """Describe the cause and the result of a re-tune, in one sentence."""
     took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
     begin = f"After iteration {retune.iteration} communication {took}:"
     found = retune.result
@@ -74,7 +62,7 @@ def _retune(retune: Retune) -> str:
 
 
 def _gain(kept: Outcome) -> Iterator[str]:
-    """What tuning has brought."""
+    """Describe the gain from tuning."""
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     if before_s is None or kept.arm == DEFAULT_ARM:
         yield f"Communication takes {in_ms(after_s)}."
@@ -95,7 +83,7 @@ def _gain(kept: Outcome) -> Iterator[str]:
 
 
 def _bound(log: TrialLog) -> Iterator[str]:
-    """What can be reached at all; nothing where that is unknown."""
+    """Describe the lower bound of the communication time, if it is known."""
     if log.model is None or log.bound_s is None:
         return
     if log.bound_s < log.model.bound_s:
@@ -112,7 +100,7 @@ def _bound(log: TrialLog) -> Iterator[str]:
 
 
 def in_words(knobs: Knobs) -> str:
-    """What the knobs mean, for people who have not read about units and streams."""
+    """Describe the knobs without the terms units and streams."""
     if knobs.cuts is not None:
         sizes = (
             f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
@@ -131,7 +119,7 @@ def in_words(knobs: Knobs) -> str:
 
 
 def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
-    """Says so where the first of the fastest settings is not what was kept."""
+    """Explain why the setting with the shortest measurement was not kept, if this is the case."""
     if log.result is None or fastest(log)[0].knobs == log.result.knobs:
         return
     compared: dict[Knobs, list[float]] = {}
@@ -147,14 +135,14 @@ def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
 
 
 def fastest(log: TrialLog) -> list[Measurement]:
-    """The shortest measurement of each setting, the fastest first."""
+    """Return the shortest measurement of each setting, fastest first."""
     shortest = sorted((trial for trial in log.measurements if trial.succeeded), key=lambda trial: trial.span_s)
     unique = {trial.knobs: trial for trial in reversed(shortest)}
     return sorted(unique.values(), key=lambda trial: trial.span_s)
 
 
 def in_order(log: TrialLog) -> Iterator[str]:
-    """How well the planners' model predicted what was measured; nothing where it did not."""
+    """Describe how well the planners' model predicted the measurements, if it made predictions."""
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
         return
@@ -174,12 +162,12 @@ def in_order(log: TrialLog) -> Iterator[str]:
 
 
 def _right(agreement: float) -> float:
-    """Pairs in the predicted order, in percent."""
+    """Return the percentage of pairs in the predicted order."""
     return 50.0 * (1.0 + agreement)
 
 
 def who_was_trusted(log: TrialLog) -> Iterator[str]:
-    """How often each arm was asked, and what it found."""
+    """Describe how many settings each arm proposed, and how many were the best so far."""
     asked = Counter(trial.arm for trial in searching(log))
     found = Counter(trial.arm for trial in searching(log) if trial.was_best)
     each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)
@@ -188,7 +176,7 @@ def who_was_trusted(log: TrialLog) -> Iterator[str]:
 
 
 def searching(log: TrialLog) -> list[Measurement]:
-    """Trials that arms proposed, each once; without any such, all measurements."""
+    """Return the trials that arms proposed, each once. Without any, return all measurements."""
     trials = [trial for trial in log.measurements if trial.purpose == Purpose.TRIAL.value] or log.measurements
     first: dict[tuple[str, Knobs], Measurement] = {}
     for trial in trials:
@@ -199,60 +187,89 @@ def searching(log: TrialLog) -> list[Measurement]:
 
 
 PLANNERS = {planner.name for planner in OUR_PLANNERS}
-FAINTEST = 0.08
-"""Opacity of an arm without credit."""
 
 
-def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
-    """A row for each arm: its credit over time as the bandit wrote it down, and its trials."""
+def trust(log: TrialLog) -> Iterator[str]:
+    """Yield a plot with a row for each arm: its credit over time, and its trials."""
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
         return
-    yield (
-        "<h2>Which arm was trusted when</h2>"
-        "<p>A row is as strong in colour as the arm's credit: full after it has found a new best (large dot), fading "
-        "with each trial that was none (small dot). More credit gets more trials; arms without any take turns. "
-        "Where a row is empty, planners were not asked: trials had not borne their model out.</p>"
+    yield heading("Which arm was trusted when")
+    yield paragraph(
+        "A row is as strong in colour as the arm's credit: full after it has found a new best (large dot), fading with "
+        "each trial that was none (small dot). More credit gets more trials; arms without any take turns. Where a row "
+        "is empty, planners were not asked: trials had not borne their model out."
     )
     if not any(credit for trial in told for credit in trial.credits.values()):
-        yield "<p>None has found a setting that is clearly better than all before, so all have had equal turns.</p>"
+        yield paragraph("None has found a setting that is clearly better than all before, so all have had equal turns.")
     arms = list(dict.fromkeys(arm for trial in told for arm in trial.credits))
-    last = log.last_iteration
-    plot = Plot.of_rows(len(arms), x=(0, last), x_label="training iteration", height=52 + 20 * len(arms))
-    ends = [*(trial.iteration for trial in told[1:]), last]
-    for trial, end in zip(told, ends, strict=True):
-        for arm, credit in trial.credits.items():
-            if trial.believed is False and arm in PLANNERS:
-                continue
-            color, opacity = colors.get(arm, DEFAULT_COLOR), FAINTEST + (1.0 - FAINTEST) * min(max(credit, 0.0), 1.0)
-            title = f"{arm}: credit {credit:.2g}"
-            plot.bar((trial.iteration, end), arms.index(arm), color=color, title=title, opacity=opacity)
-    for trial in searching(log):
-        if trial.arm in arms and trial.succeeded:
-            title, y = f"{in_ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}", plot.row(arms.index(trial.arm))
-            plot.dot(trial.iteration, y, color="currentColor", title=title, large=trial.was_best)
-    yield framed(plot.render(y_ticks=[(plot.row(row), arm) for row, arm in enumerate(arms)]))
+    credits = [
+        [None if trial.believed is False and arm in PLANNERS else trial.credits.get(arm) for trial in told]
+        for arm in arms
+    ]
+    rows = {
+        "type": "heatmap",
+        "name": "",
+        "x": [*(trial.iteration for trial in told), max(log.last_iteration, told[-1].iteration + 1)],
+        "y": list(range(len(arms))),
+        "z": credits,
+        "zmin": 0.0,
+        "zmax": 1.0,
+        "colorscale": [[0.0, "rgba(0,114,178,0.08)"], [1.0, "rgba(0,114,178,1)"]],
+        "colorbar": {"title": {"text": "credit"}},
+        "ygap": 3,
+        "hoverongaps": False,
+        "hovertemplate": "credit %{z:.2g}",
+    }
+    tried = [trial for trial in searching(log) if trial.arm in arms and trial.succeeded]
+    marks = [(trial.iteration, arms.index(trial.arm), _measured(trial)) for trial in tried]
+    sizes = [_size(trial) for trial in tried]
+    trials = [dots("trials", marks, BOUND_COLOR, marker={"size": sizes}, showlegend=False)] if marks else []
+    ticks = {"tickvals": list(range(len(arms))), "ticktext": [str(escape(arm)) for arm in arms]}
+    yield plot(
+        [rows, *trials],
+        x="training iteration",
+        height=110 + 24 * len(arms),
+        yaxis={**ticks, "autorange": "reversed"},
+    )
+
+
+def _measured(trial: Measurement) -> str:
+    return f"{in_ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
+
+
+def _size(trial: Measurement) -> int:
+    """Return the diameter of a trial's dot: large where it was a new best."""
+    return 11 if trial.was_best else 7
 
 
 def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
-    """What the planners' model had predicted against what was measured."""
+    """Yield a plot of predictions of the planners' model against measurements."""
     predicted = [
         (trial, trial.predicted_s) for trial in log.measurements if trial.succeeded and trial.predicted_s is not None
     ]
     if not predicted:
         return
-    yield "<h2>Predicted and measured</h2>"
+    yield heading("Predicted and measured")
     words = "A dot on the line was predicted exactly; what counts is the order, on which planners rely."
-    yield f"<p>{words} {escape(' '.join(in_order(log)))}</p>"
-    times_s = [seconds for trial, predicted_s in predicted for seconds in (trial.span_s, predicted_s)]
-    low, high = log_ms(min(times_s)) - 0.05, log_ms(max(times_s)) + 0.05
-    plot = Plot(x=(low, high), y=(low, high), x_label="predicted, ms (log)", y_label="measured, ms (log)")
-    plot.line([(low, low), (high, high)], color=DEFAULT_COLOR, dashed=True)
-    for trial, predicted_s in predicted:
-        title = f"predicted {in_ms(predicted_s)}, measured {in_ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
-        plot.dot(log_ms(predicted_s), log_ms(trial.span_s), color=colors[trial.arm], title=title)
-    ticks = log_ms_ticks(low, high)
-    yield framed(plot.render(x_ticks=ticks, y_ticks=ticks))
+    yield paragraph(" ".join([words, *in_order(log)]))
+    times_ms = [1e3 * seconds for trial, predicted_s in predicted for seconds in (trial.span_s, predicted_s)]
+    ends = [min(times_ms), max(times_ms)]
+    points = [
+        (1e3 * seconds, 1e3 * trial.span_s, f"predicted {in_ms(seconds)}, measured {_measured(trial)}")
+        for trial, seconds in predicted
+    ]
+    yield plot(
+        [
+            line("predicted exactly", ends, ends, DEFAULT_COLOR, dash="dash"),
+            dots("measured", points, "", marker={"color": [colors[trial.arm] for trial, _ in predicted]}),
+        ],
+        x="predicted, ms (log)",
+        y="measured, ms (log)",
+        xaxis=LOG,
+        yaxis=LOG,
+        showlegend=False,
+    )
 
 
 SPARSE_TITLES = (
@@ -266,7 +283,7 @@ SPARSE_TITLES = (
     "if dense",
     "Horovod's rule",
 )
-HOW_TO_READ = (
+HOW_TO_READ = Markup(
     "<i>Touched</i> are the rows that any rank has in an iteration. <i>Popular rows</i> are the hot ones where they "
     "travel dense, else those before the knee of the curve below, with their part of all touches. MB are what a rank "
     "receives in an iteration, computed from the rows that were touched, not counted on the wire; the fastest way need "
@@ -276,7 +293,7 @@ HOW_TO_READ = (
 
 
 def rows_in_words(log: TrialLog) -> Iterator[str]:
-    """What sparse gradients save, and a line for each; nothing where there are none."""
+    """Describe the bytes saved by sparse gradients, with a line for each parameter."""
     told = list(log.sparse.values())
     if not told:
         return
@@ -291,12 +308,12 @@ def rows_in_words(log: TrialLog) -> Iterator[str]:
 
 
 def sparse(log: TrialLog) -> Iterator[str]:
-    """A table of the parameters, and how much of what is touched the most touched rows are."""
+    """Return a table of parameters, with the access shares of their most frequent rows."""
     told = list(log.sparse.values())
     if not told:
         return
     colors = dict(zip(log.sparse, cycle(COLORS), strict=False))
-    yield "<h2>Sparse gradients</h2>"
+    yield heading("Sparse gradients")
     yield paragraph(next(rows_in_words(log)))
     rows = [
         [
@@ -311,10 +328,9 @@ def sparse(log: TrialLog) -> Iterator[str]:
         for one in told
     ]
     yield table(SPARSE_TITLES, rows, text=(0, 4, 5))
-    yield f"<p>{HOW_TO_READ}</p>"
+    yield paragraph(HOW_TO_READ)
     if curved := [summary for summary in told if len(summary.curve) > 1]:
-        yield legend({summary.name: colors[summary.name] for summary in curved})
-        yield framed(_curves(curved, [colors[summary.name] for summary in curved]))
+        yield _curves(curved, colors)
 
 
 def _way(way: Way) -> str:
@@ -323,17 +339,17 @@ def _way(way: Way) -> str:
     return f"{way.plan}{time} {_mb(way.n_bytes)}{predicted}"
 
 
-def _curves(told: Sequence[SparseSummary], colors: Sequence[str]) -> str:
-    most = max(summary.curve[-1][0] for summary in told)
-    plot = Plot(
-        x=(0, math.log10(most)), y=(0, 100), x_label="most touched rows (log)", y_label="of all touches, %", height=220
-    )
-    for summary, color in zip(told, colors, strict=True):
-        plot.line([(math.log10(rows), 100 * part) for rows, part in summary.curve], color=color)
-        if summary.popular_rows:
-            title = f"{summary.name}: {summary.popular_rows} rows are {summary.popular_share:.0%} of touches"
-            plot.dot(math.log10(summary.popular_rows), 100 * summary.popular_share, color=color, title=title)
-    return plot.render(x_ticks=[(power, f"{10**power}") for power in range(int(math.log10(most)) + 1)])
+def _curves(told: Sequence[SparseSummary], colors: Mapping[str, str]) -> Markup:
+    traces = []
+    for one in told:
+        rows, parts = zip(*one.curve, strict=True)
+        traces.append(line(one.name, rows, [100 * part for part in parts], colors[one.name]))
+        if one.popular_rows:
+            words = f"{one.name}: {one.popular_rows} rows are {one.popular_share:.0%} of touches"
+            point = (one.popular_rows, 100 * one.popular_share, words)
+            traces.append(dots(one.name, [point], colors[one.name], showlegend=False))
+    x, y = "most touched rows (log)", "of all touches, %"
+    return plot(traces, x=x, y=y, height=280, xaxis=LOG, showlegend=True)
 
 
 def _mb(n_bytes: float) -> str:
@@ -345,18 +361,18 @@ def _saved(n_bytes: float, other: float) -> str:
 
 
 TITLES = ("time", "predicted", "setting", "proposed by", "iteration")
-WHO = (
+WHO = Markup(
     "<i>default</i> is what runs untuned, <i>registry</i> what earlier jobs have left. "
     f"{', '.join(f'<i>{planner.name}</i>' for planner in OUR_PLANNERS)} are planners, which compute a setting "
     "from a model of the job. All others are search techniques. Together they are called arms."
 )
 NOTHING_DENSE = "No settings were tried: this optimizer's gradients are all sparse."
 
-BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "currentColor", "#c8ccd0"
+BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "#999999", "#c8ccd0"
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument(
         "log",
         type=Path,
@@ -370,7 +386,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Writes the page, says the most important, and where the page is."""
+    """Write the page, and print a summary and the path."""
     if options.log.is_dir():
         from sirtaki.analysis.page import findings, heading, problems, sentences
         from sirtaki.analysis.page import render as render_recording
@@ -402,13 +418,13 @@ def main(options: Namespace) -> int:
 
 
 def write_report(log_path: Path, html_path: Path) -> TrialLog:
-    """Reads a log and writes the page.
+    """Read a log, and write the page.
 
     Returns:
         The log.
 
     Raises:
-        ConfigError: the log cannot be read or is no log of trials, or the page cannot be written.
+        ConfigError: the log cannot be read or is not a log of trials, or the page cannot be written.
     """
     log = read_log(log_path)
     write_file(html_path, render(log), "the report")
@@ -416,26 +432,30 @@ def write_report(log_path: Path, html_path: Path) -> TrialLog:
 
 
 def render(log: TrialLog) -> str:
-    """The page."""
+    """Return the page.
+
+    Raises:
+        ConfigError: Plotly is missing.
+    """
     if not log.measurements:
-        return page("Tuning report", [f"<p>{NOTHING_DENSE}</p>", *sparse(log)])
+        return page("Tuning report", [paragraph(NOTHING_DENSE), *sparse(log)])
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
     settings = [(*cells[:3], swatch(colors[cells[3]], cells[3]), cells[4]) for cells in _cells(log, most=10)]
-    lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.bound_s is not None else {})
     return page(
         "Tuning report",
         [
-            _summary(log),
-            "<h2>Trials</h2>",
-            legend(colors | lines),
-            framed(_trials_plot(log, colors)),
-            "<h2>Who proposed what ran</h2>",
-            f"<p>{WHO}</p>",
-            framed(_shares_plot(log, colors)),
-            *trust(log, colors),
+            paragraph(" ".join(summary(log))),
+            paragraph(in_words(log.outcome.knobs)),
+            paragraph(TIMES),
+            heading("Trials"),
+            _trials_plot(log, colors),
+            heading("Who proposed what ran"),
+            paragraph(WHO),
+            _shares_plot(log, colors),
+            *trust(log),
             *predictions(log, colors),
-            "<h2>Fastest settings</h2>",
+            heading("Fastest settings"),
             *map(paragraph, why_not_the_fastest(log)),
             table(TITLES, settings, text=(2, 3)),
             *sparse(log),
@@ -444,67 +464,54 @@ def render(log: TrialLog) -> str:
     )
 
 
-def _summary(log: TrialLog) -> str:
-    return (
-        f"{paragraph(' '.join(summary(log)))}\n{paragraph(in_words(log.outcome.knobs))}\n"
-        "<p>Times are <i>communication times</i>: from the first gradient that is ready to the last one that is "
-        "reduced. The backward pass runs in the same time.</p>"
-    )
+TIMES = Markup(
+    "Times are <i>communication times</i>: from the first gradient that is ready to the last one that is reduced. The "
+    "backward pass runs in the same time."
+)
 
 
-def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
+def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     measured = [trial for trial in log.measurements if trial.succeeded]
-    bound_s = [] if log.bound_s is None else [log.bound_s]
-    low, high = (log_ms(edge([*bound_s, *(trial.span_s for trial in measured)])) for edge in (min, max))
     last = log.last_iteration
-    plot = Plot(
-        x=(0, last), y=(low - 0.05, high + 0.05), x_label="training iteration", y_label="communication time, ms (log)"
-    )
-    if log.default is not None:
-        level = log_ms(log.default.span_s)
-        plot.line([(0, level), (last, level)], color=DEFAULT_COLOR, dashed=True)
-    for level in map(log_ms, bound_s):
-        plot.line([(0, level), (last, level)], color=BOUND_COLOR, dashed=True)
-    plot.steps(list(_best_so_far(measured)), color=BEST_COLOR)
-    for trial in log.measurements:
-        title = f"{trial.arm}, {trial.knobs.describe()}"
-        if trial.succeeded:
-            title = f"{in_ms(trial.span_s)}: {title}"
-            color = colors[trial.arm]
-            plot.dot(trial.iteration, log_ms(trial.span_s), color=color, title=title, large=trial.was_best)
-        else:
-            plot.cross(trial.iteration, color=colors[trial.arm], title=f"failed: {title}")
-    return plot.render(y_ticks=log_ms_ticks(low - 0.05, high + 0.05))
+    best = [measured[0], *(trial for trial in measured[1:] if trial.was_best)]  # by the session's word, not by luck
+    steps_ms = [1e3 * trial.span_s for trial in (*best, best[-1])]
+    traces = [line("best so far", [*(trial.iteration for trial in best), last], steps_ms, BEST_COLOR, shape="hv")]
+    default_s = None if log.default is None else log.default.span_s
+    for name, level_s, color in (("untuned", default_s, DEFAULT_COLOR), ("bound", log.bound_s, BOUND_COLOR)):
+        if level_s is not None:
+            traces.append(line(name, [0, last], [1e3 * level_s] * 2, color, dash="dash"))
+    highest_ms = 1e3 * max(trial.span_s for trial in measured)
+    for arm, color in colors.items():
+        mine = [trial for trial in log.measurements if trial.arm == arm]
+        points = [
+            (trial.iteration, 1e3 * trial.span_s, _measured(trial))
+            if trial.succeeded
+            else (trial.iteration, highest_ms, f"failed: {arm}, {trial.knobs.describe()}")
+            for trial in mine
+        ]
+        if points:
+            symbols = ["circle" if trial.succeeded else "x-thin-open" for trial in mine]
+            traces.append(dots(arm, points, color, marker={"symbol": symbols, "size": [*map(_size, mine)]}))
+    return plot(traces, x="training iteration", y="communication time, ms (log)", height=420, yaxis=LOG)
 
 
-def _best_so_far(measured: Sequence[Measurement]) -> Iterator[tuple[float, float]]:
-    """Iteration and logarithm of the span of each new best; the session's word counts, not luck."""
-    first = measured[0]
-    yield first.iteration, log_ms(first.span_s)
-    for trial in measured[1:]:
-        if trial.was_best:
-            yield trial.iteration, log_ms(trial.span_s)
-
-
-def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
-    plot = Plot(x=(0, log.last_iteration), y=(0, 100), x_label="training iteration", y_label="share, %", height=200)
-    counts: Counter[str] = Counter()
+def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     trials = searching(log)
-    ends = [*(trial.iteration for trial in trials[1:]), log.last_iteration]
-    for total, (trial, end) in enumerate(zip(trials, ends, strict=True), start=1):
-        counts[trial.arm] += 1
-        below = 0.0
-        for arm, color in colors.items():
-            share = 100 * counts[arm] / total
-            if share:
-                title = f"{arm}: {counts[arm]} of {total}"
-                plot.box((trial.iteration, end), (below, below + share), color=color, title=title)
-            below += share
-    return plot.render()
+    ends = [*(trial.iteration for trial in trials), log.last_iteration]
+    shares = []
+    for arm, color in colors.items():
+        counts = list(accumulate(int(trial.arm == arm) for trial in trials))
+        if not counts[-1]:
+            continue
+        area = line(arm, ends, [*counts, counts[-1]], color, shape="hv", width=0)
+        words = [f"{arm}: {count} of {total}" for total, count in enumerate(counts, start=1)]
+        more = {"stackgroup": "share", "groupnorm": "percent", "fillcolor": color}
+        shares.append({**area, **more, "hovertext": [*words, words[-1]]})
+    return plot(shares, x="training iteration", y="share, %", height=280, showlegend=True)
 
 
 def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
-    """The fastest settings, in the columns of `TITLES`."""
+    """Return the fastest settings, in the columns of `TITLES`."""
     shown = fastest(log)[:most]
     told = ["" if trial.predicted_s is None else in_ms(trial.predicted_s) for trial in shown]
     return [
@@ -514,7 +521,7 @@ def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
 
 
 def _settings(log: TrialLog) -> list[dict[str, Any]]:
-    """All settings that ran, the fastest first, for programs."""
+    """Return all settings that ran, fastest first, for machine-readable output."""
     return [
         {
             "setting": trial.knobs.describe(),
@@ -529,7 +536,7 @@ def _settings(log: TrialLog) -> list[dict[str, Any]]:
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Default and winner as the simulator sees them, where the log has the job's model of their routes."""
+    """Draw default and kept setting as simulated, if the log contains the job's model of their routes."""
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
         default = log.default.knobs
@@ -538,30 +545,36 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     model = log.model
     if model is None:
         return
-    yield "<h2>One iteration, simulated from the profile</h2>"
+    yield heading("One iteration, simulated from the profile")
     unknown = [k for k in shown.values() if k.route not in model.links]
     if unknown:
-        yield f"<p>No timeline: that job's probes did not show what {escape(unknown[0].describe())} would cost.</p>"
+        words = f"No timeline: that job's probes did not show what {unknown[0].describe()} would cost."
+        yield paragraph(words)
         return
     simulators = {name: model.simulator(knobs.route) for name, knobs in shown.items()}
     end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
-    plots = (
-        f"<div><p>{name}: {escape(knobs.describe())}, {in_ms(simulators[name].run_knobs(knobs).span_s)}</p>"
-        f"{_timeline_plot(simulators[name], knobs, end_ms=end_ms)}</div>"
-        for name, knobs in shown.items()
-    )
-    yield f'<div class="pair">{"".join(plots)}</div>'
+    for name, knobs in shown.items():
+        yield paragraph(f"{name}: {knobs.describe()}, {in_ms(simulators[name].run_knobs(knobs).span_s)}")
+        yield _timeline_plot(simulators[name], knobs, end_ms=end_ms)
 
 
-def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
+def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> Markup:
     plan = knobs.to_plan(simulator.layout)
     timeline = simulator.run(plan)
-    rows = ["compute", *(f"stream {number}" for number in range(plan.streams))]
-    plot = Plot.of_rows(len(rows), x=(0, end_ms), x_label="ms", height=60 + 22 * len(rows), width=WIDTH // 2)
-    plot.bar((0, 1e3 * timeline.compute_end_s), 0, color=COMPUTE_COLOR, title="backward pass")
+    boxes = [("compute", 0.0, 1e3 * timeline.compute_end_s, COMPUTE_COLOR, "backward pass")]
     for index, unit in enumerate(plan.units):
-        start_ms, stop_ms = 1e3 * timeline.start_s[index], 1e3 * timeline.stop_s[index]
+        begin_ms, end_of_unit_ms = 1e3 * timeline.start_s[index], 1e3 * timeline.stop_s[index]
         n_bytes = unit.numel * simulator.layout.itemsize_bytes
-        title = f"unit {index}: {n_bytes} bytes, {start_ms:.2f} to {stop_ms:.2f} ms"
-        plot.bar((start_ms, stop_ms), 1 + unit.stream, color=COLORS[0] if index % 2 else COLORS[5], title=title)
-    return plot.render(y_ticks=[(plot.row(row), name) for row, name in enumerate(rows)])
+        words = f"unit {index}: {n_bytes} bytes, {begin_ms:.2f} to {end_of_unit_ms:.2f} ms"
+        color = COLORS[0] if index % 2 else COLORS[5]
+        boxes.append((f"stream {unit.stream}", begin_ms, end_of_unit_ms - begin_ms, color, words))
+    rows, begins, lengths, shades, texts = zip(*boxes, strict=True)
+    bars = {"type": "bar", "orientation": "h", "base": begins, "x": lengths, "y": rows, "hovertext": texts}
+    return plot(
+        [{**bars, "marker": {"color": shades}}],
+        x="ms",
+        height=110 + 24 * (1 + plan.streams),
+        barmode="overlay",
+        xaxis={"range": [0, end_ms]},
+        yaxis={"type": "category", "autorange": "reversed"},
+    )

@@ -1,20 +1,24 @@
-"""`sirtaki trace`: a recording for other tools: all ranks for Perfetto, and Chakra execution traces for simulators."""
+"""`sirtaki trace`: convert a recording for other tools: a trace of all ranks for Perfetto, or Chakra execution
+traces.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from sirtaki.analysis.alignment import align, write_trace
-from sirtaki.analysis.job_model import histories
-from sirtaki.analysis.recording import of_ranks
-from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.analysis.alignment import PathSpan, align, write_trace
+from sirtaki.analysis.global_graph import path_spans, play
+from sirtaki.analysis.job_model import histories, job_model
+from sirtaki.analysis.recording import Recording, of_ranks
+from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
 
 from .output import add_recording, read_recording
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     add_recording(parser)
     parser.add_argument(
         "--chakra",
@@ -24,21 +28,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
+    """Return the critical path of the replayed job; empty where the recording cannot be replayed."""
+    try:
+        found = histories(recording)
+        return tuple(path_spans(found, play(job_model(found))))
+    except (PlanError, ReplayError) as err:
+        print(f"without the critical path, since the recording cannot be replayed: {err}", file=sys.stderr)
+        return ()
+
+
 def main(options: argparse.Namespace) -> int:
-    """Writes what is asked for, and says where it is.
+    """Write the files, and print their paths.
 
     Raises:
         ConfigError: protobuf is missing.
-        RecordingError, ReplayError: there is nothing to write of, or a file cannot be written.
+        RecordingError, ReplayError: the recording is empty, or a file cannot be written.
     """
     recording = read_recording(options)
     try:
         if options.chakra is None:
-            path = write_trace(options.folder, recording, align(recording))
+            path = write_trace(options.folder, recording, align(recording), _critical_path(recording))
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
-            from sirtaki.analysis.chakra import write_traces  # needs protobuf, which other commands do without
+            from sirtaki.analysis.chakra import write_traces  # requires protobuf, which other commands do not need
         except ImportError as err:
             raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
         written = write_traces(options.chakra, histories(recording))

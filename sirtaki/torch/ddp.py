@@ -36,6 +36,7 @@ from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.modes import outside_modes
 from sirtaki.engine import job
+from sirtaki.engine.autograd import accumulates
 from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.gradient_hooks import GradientHooks, ReducerOptions
@@ -239,7 +240,7 @@ class DdpGradients(GradientHooks):
 
     def leave(self) -> None:
         """Leave the next backward pass to DDP's own reducer."""
-        self.settle()
+        self.drain()
         self._forget()
 
     def _watch_nodes(self) -> None:
@@ -287,7 +288,7 @@ class DdpGradients(GradientHooks):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _pass_by(self, leaf: Node | None, _graph: Graph, _: torch.Tensor) -> None:
-        if self._due and not self._begun and (leaf is None or _accumulates(leaf)):
+        if self._due and not self._begun and (leaf is None or accumulates(leaf)):
             self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
@@ -518,11 +519,3 @@ def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
         seen.add(node)
         found += [there for there, _ in node.next_functions if there is not None and there not in seen]
     return None
-
-
-def _accumulates(leaf: Node) -> bool:
-    """Whether the current pass, which goes by a tensor computed from this leaf, adds to the `.grad` of leaves."""
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch.autograd.grad has been asked for that of this leaf
-        return False

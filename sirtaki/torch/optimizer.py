@@ -23,6 +23,7 @@ from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.state import IterationState
+from sirtaki.comm.modes import no_torch_function, without_subclasses
 from sirtaki.engine import job
 from sirtaki.engine.console import NO_LOG
 from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
@@ -534,7 +535,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
         if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
-            with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
+            with nullcontext() if self._learning is None else without_subclasses():
                 super().zero_grad(set_to_none)  # which reads no parameter
         elif updates.state is IterationState.LAUNCHED:  # its step was left out
             updates.withdraw()
@@ -822,7 +823,7 @@ class LocalShard(torch.Tensor):
     dimension have not added up yet) is given these as it comes, so that all those ranks do it at the same point.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
     _whole: weakref.ref[Any]  # a DTensor, whose class need not be imported
     _seen = (0, 0)  # the DTensor's gradient, and its version, when it was last read or set
 

@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from sirtaki.comm.collectives.operations import is_dtensor
+from sirtaki.comm.device import count_storage_users
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
+from sirtaki.comm.modes import script_is_in_inference_mode
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.gradient_hooks import GradientHooks
 from sirtaki.engine.reducing.sharing import OptimizerGradients
@@ -358,6 +360,7 @@ class HeldReads(TorchDispatchMode):
         """`found` is called with the tensor that is held, and the operation."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._found = found
+        self._waiting: torch.utils.hooks.RemovableHandle | None = None
         with torch._C.DisableTorchFunctionSubclass():
             self._by_memory = {param.untyped_storage()._cdata: param for param in params}
 
@@ -376,15 +379,38 @@ class HeldReads(TorchDispatchMode):
         return result
 
     def begin(self) -> bool:
-        """Sees all operations of this thread from now on; False, and sees none, inside another mode of the script's."""
+        """Report the operations of this thread from now on.
+
+        Returns:
+            False, with nothing reported, if the script is in inference mode or in another `TorchDispatchMode`.
+        """
+        if script_is_in_inference_mode():
+            return False
         if any(not isinstance(mode, HeldReads) for mode in _get_current_dispatch_mode_stack()):
             return False
         self.__enter__()  # type: ignore[no-untyped-call]  # torch's
         return True
 
     def end(self) -> None:
-        """Sees no more, whatever modes were entered since. Harmless if it has ended."""
-        if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
+        """Report nothing more. May be called inside modes that the script has entered since, and several times.
+
+        While the script is in inference mode, the ended mode stays on PyTorch's stack. A module that is called later
+        removes it.
+        """
+        self._by_memory.clear()
+        if not script_is_in_inference_mode():
+            self._leave()
+        elif self._waiting is None and self._is_entered():
+            self._waiting = register_module_forward_pre_hook(lambda *_: self.end())
+
+    def _is_entered(self) -> bool:
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
+    def _leave(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
+        if not self._is_entered():
             return
         above = list[Any]()
         while _get_current_dispatch_mode_stack()[-1] is not self:
@@ -524,14 +550,11 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # older PyTorch has it in builds for GPUs only
-
-
 def _n_references(tensor: torch.Tensor) -> int:
     """How many tensors have its memory; where PyTorch does not say, whether it is a part of more memory."""
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
-        return int(storage.nbytes() > tensor.nbytes if _use_count is None else _use_count(storage._cdata))
+        return count_storage_users(storage._cdata) if count_storage_users else int(storage.nbytes() > tensor.nbytes)
 
 
 _ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))

@@ -1,4 +1,4 @@
-"""Totals as Prometheus reads them, on a port of this process."""
+"""Serve the totals of this process to Prometheus, with `prometheus_client`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import logging
 import socket
 import socketserver
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
 
 from sirtaki.machine import free_in_forked_children, in_forked_children
 
@@ -16,76 +22,87 @@ from .watchers import Totals
 
 logger = logging.getLogger(__name__)
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+class TotalsCollector(Collector):
+    """The metrics of one rank, read from its totals at each scrape."""
+
+    def __init__(self, totals: Totals, *, rank: int, size: int) -> None:
+        self._totals, self._rank, self._size = totals, str(rank), size
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric with its current value. Thread-safe."""
+        totals = self._totals
+        exposed = totals.exposed_s / totals.step_s if totals.step_s > 0.0 else 0.0
+        counters, gauges = CounterMetricFamily, GaugeMetricFamily
+        for kind, name, meaning, value in (
+            (counters, "iterations", "Training iterations that have ended.", totals.iterations),
+            (counters, "step_seconds", "Time of whole steps.", totals.step_s),
+            (counters, "communication_seconds", "First ready gradient to last reduced.", totals.communication_s),
+            (counters, "exposed_seconds", "Communication that no backward pass hid.", totals.exposed_s),
+            (gauges, "exposed_share", "Exposed communication as part of all steps.", exposed),
+            (counters, "gradient_bytes", "Bytes of gradients reduced.", totals.n_bytes),
+            (counters, "trials", "Settings that the tuner tried; on rank 0.", totals.trials),
+            (counters, "decisions", "Decisions of the tuner; on rank 0.", totals.decisions),
+            (gauges, "generation", "Generation of an elastic job; 0 where ranks stay.", totals.generation_number),
+            (gauges, "ranks", "Ranks of the job.", self._size),
+        ):
+            metric = kind(f"sirtaki_{name}", meaning, labels=["rank"])
+            metric.add_metric([self._rank], value)
+            yield metric
 
 
-def render(totals: Totals, *, rank: int, size: int) -> str:
-    """The text of one answer."""
-    exposed = totals.exposed_s / totals.step_s if totals.step_s > 0.0 else 0.0
-    metrics = (
-        ("iterations_total", "counter", "Training iterations that have ended.", totals.iterations),
-        ("step_seconds_total", "counter", "Time of whole steps.", totals.step_s),
-        ("communication_seconds_total", "counter", "First ready gradient to last reduced.", totals.communication_s),
-        ("exposed_seconds_total", "counter", "Communication that no backward pass hid.", totals.exposed_s),
-        ("exposed_share", "gauge", "Exposed communication as part of all steps.", exposed),
-        ("gradient_bytes_total", "counter", "Bytes of gradients reduced.", totals.n_bytes),
-        ("trials_total", "counter", "Settings that the tuner tried; on rank 0.", totals.trials),
-        ("decisions_total", "counter", "Decisions of the tuner; on rank 0.", totals.decisions),
-        ("generation", "gauge", "Of an elastic job; 0 where ranks stay.", totals.generation_number),
-        ("ranks", "gauge", "Ranks of the job.", size),
-    )
-    lines = []
-    for name, kind, meaning, value in metrics:
-        lines += [f"# HELP sirtaki_{name} {meaning}", f"# TYPE sirtaki_{name} {kind}"]
-        lines.append(f'sirtaki_{name}{{rank="{rank}"}} {value}')
-    return "\n".join(lines) + "\n"
+CONNECTIONS, TIMEOUT_S = 16, 5.0
+"""Connections served at the same time (one more, and the oldest is closed), and how long one may send nothing."""
 
 
-CONNECTIONS, TURN_S = 16, 5.0
-"""How many connections are served at a time (one more, and the oldest is closed), and how long one may say nothing."""
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)
 
 
-class _Server(ThreadingHTTPServer):
-    """Serves few at a time, so that strangers cost neither threads nor descriptors."""
+class _Server(ThreadingWSGIServer):
+    """`prometheus_client`'s server with a limit, so that strangers take neither threads nor descriptors."""
 
-    daemon_threads = True
-    request_queue_size = 128  # of connections that nobody has accepted yet; beyond that a client waits for a second
+    request_queue_size = 128  # connections that wait for `accept`; beyond that a client waits for a second
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, *args: Any) -> None:
         self._lock = free_in_forked_children(threading.Lock())
-        self._under_way: dict[Any, None] = {}  # sockets, the oldest first
-        super().__init__(address, handler)
+        self._open: dict[Any, None] = {}  # sockets, the oldest first
+        super().__init__(*args)
         in_forked_children(self, _Server.close_in_child)
 
     def server_bind(self) -> None:
-        """As HTTP servers do, but for asking a name server what this host is called, which may take long."""
+        """Bind without asking a name server for this host's name, which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
 
     def close_in_child(self) -> None:
-        """In a process that the script has forked: it would keep the port, and never answer."""
-        for connection in (self.socket, *self._under_way):
+        """Close the sockets in a forked process, which would keep the port and never answer."""
+        for connection in (self.socket, *self._open):
             connection.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own."""
+        """Serve the request in a thread of its own."""
         with self._lock:
-            if len(self._under_way) >= CONNECTIONS:
-                oldest = next(iter(self._under_way))
-                del self._under_way[oldest]
+            if len(self._open) >= CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
-            self._under_way[request] = None
+            self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         with self._lock:
-            self._under_way.pop(request, None)
+            self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever asked has hung up, or asked for nonsense."""
+        """Log at debug level that a client has hung up or sent nonsense."""
         logger.debug("a request for metrics failed", exc_info=True)
 
 
@@ -93,36 +110,22 @@ class MetricsServer:
     """Answers GET /metrics, in threads of its own."""
 
     def __init__(self, totals: Totals, *, host: str, port: int, rank: int, size: int) -> None:
-        """Begins to listen.
+        """Begin to listen.
 
         Raises:
-            OSError: it cannot.
+            OSError: the port cannot be opened.
         """
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = TURN_S
-
-            def do_GET(self) -> None:
-                known = self.path.partition("?")[0] in ("/", "/metrics")
-                body = render(totals, rank=rank, size=size).encode() if known else b"metrics are at /metrics\n"
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                logger.debug(format, *args)
-
-        self._server = _Server((host, port), Handler)
-        self.port: int = self._server.server_address[1]
+        registry = CollectorRegistry()
+        registry.register(TotalsCollector(totals, rank=rank, size=size))
+        self._server = make_server(host, port, make_wsgi_app(registry), _Server, _Handler)
+        self.port: int = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="sirtaki-metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

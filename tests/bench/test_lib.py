@@ -180,7 +180,7 @@ def test_figures_are_kept_with_all_that_they_depend_on(value, verdict, tmp_path,
     assert finish(a_report(value=value), parser("").parse_args(["--check"])) == (verdict == "missed")
     said = capsys.readouterr()
     assert ("missed: the step / the peer's" in said.err) == (verdict == "missed")
-    assert "step ms" in said.out
+    assert "step, ms" in said.out
     assert "200 (150–250)" in said.out
     found = json.loads((tmp_path / "raw" / "trial.json").read_text())
     assert found["rows"][0]["samples_s"] == [0.1, 0.2, 0.3]

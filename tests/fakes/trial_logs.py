@@ -1,8 +1,5 @@
 """Records of a tuned job, as its trial log holds them."""
 
-import re
-from xml.etree import ElementTree
-
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
@@ -80,7 +77,3 @@ TABLE = {
 
 def predicted(record, predicted_s, agreement=0.8, *, believed=True):
     return {**record, "predicted_s": predicted_s, "agreement": agreement, "believed": believed}
-
-
-def svgs(page):
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]

@@ -34,6 +34,7 @@ from sirtaki.autotune.sharded import ShardKnobs
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.torch import fsdp
 from sirtaki.torch.compression import Compression
+from sirtaki.torch.fsdp import target
 
 STEPS = 5
 CARRIES = os.environ.get("SIRTAKI_TEST_CARRIES") != "0"
@@ -107,7 +108,7 @@ def joining(model: nn.Module) -> None:
     def choose(module: nn.Module, args: object) -> None:
         joined = tuple(place for place in found.joinable if draw.random() < 0.7)
         setting = {"ahead": draw.randint(0, 3), "behind": draw.randint(1, 3), "scattering": draw.randint(1, 2)}
-        found.set(replace(found.knobs, joined=joined, **setting))
+        found.apply(replace(found.knobs, joined=joined, **setting))
 
     model.register_forward_pre_hook(choose)
 
@@ -300,7 +301,7 @@ def keeping(model: nn.Module) -> nn.Module:
         assert (lanes is not None) == CARRIES
         places = {"kept" if found.near is None else "near": found.dropped}
         joined = found.knobs.joined
-        found.run(ShardKnobs(streams=1 if CARRIES else 2, ahead=2, scattering=2, joined=joined, **places), lanes)
+        found.run(ShardKnobs(streams=1 if CARRIES else 2, ahead=2, scattering=2, joined=joined, **places))
 
     model.register_forward_pre_hook(choose)
     return model
@@ -352,7 +353,7 @@ def modules_that_are_joined_travel_as_one() -> None:
         loss(model, dist.get_rank(), 0).backward()  # in which the order of modules shows
         model.zero_grad()
         assert found.joinable == (1, 2, 3, 4)
-        found.run(replace(found.knobs, joined=(2, 3, 4)), lanes)
+        found.run(replace(found.knobs, joined=(2, 3, 4)))
         for parameter in model.blocks[2].parameters() if hooked else ():
             parameter.register_post_accumulate_grad_hook(lambda each: None)
         with (
@@ -376,7 +377,7 @@ def with_joined(model: nn.Module, *joined: int) -> nn.Module:
 
     def choose(module: nn.Module, args: object) -> None:
         places = tuple(place for place in joined if place in found.joinable)
-        found.run(replace(found.knobs, joined=places), found.lanes(dist.group.WORLD))
+        found.run(replace(found.knobs, joined=places))
 
     model.register_forward_pre_hook(choose)
     return model
@@ -577,8 +578,8 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
         trains_alike(model, Tower())
         found = fsdp.attached(model)
         assert found is not None
-        found.run(ShardKnobs(streams=1), None)
-        found.settle()
+        found.run(ShardKnobs(streams=1))
+        found.pytorch.settle(found.knobs)
 
 
 def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:
@@ -599,11 +600,11 @@ def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_th
         seen.append(fsdp.describe(model))
         now_s += 1.0 if ("kept" in seen[-1]) == (dist.get_rank() < size // 2) else 2.0
 
-    fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+    target.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
     try:
         trains_alike(model, Tower(blocks=2), steps=26, between=passes)
     finally:
-        fsdp.time = time
+        target.time = time
     every: list[list[str]] = [[]] * size
     dist.all_gather_object(every, seen)
     assert all(each == seen for each in every), every

@@ -49,7 +49,7 @@ def main(root_times: int) -> None:
     )
 
     def peak_with(knobs: ShardKnobs) -> int:
-        found.set(knobs)
+        found.apply(knobs)
         peak_bytes(model)
         return peak_bytes(model)
 

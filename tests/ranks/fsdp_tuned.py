@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from sirtaki.torch import fsdp
+from sirtaki.torch.fsdp import target
 
 
 class Scoring(Tower):
@@ -51,7 +52,7 @@ def main(which: str, word: str, what: str = "") -> None:
 
     model.first.register_forward_pre_hook(passes)
     if which != "real":
-        fsdp.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
+        target.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time, monotonic=time.monotonic)
 
     def evaluate() -> None:
         nonlocal now_s

@@ -1,1 +1,1 @@
-"""Jobs to tune whose times do not come from Sirtaki's own simulator: other physics, formulas, recorded sweeps."""
+"""Jobs to tune. Their times do not come from Sirtaki's own simulator: different physics, formulas, recorded sweeps."""

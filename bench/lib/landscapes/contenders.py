@@ -1,4 +1,4 @@
-"""Who is put on a landscape: Sirtaki, its parts, and optimisers that know nothing of gradients."""
+"""The contenders on a landscape: Sirtaki, its parts, and optimisers without a model of gradients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sirtaki.autotune.trial import Arm
 from .landscape import Landscape
 
 CLOSE = 0.03
-"""Share of the best within which a setting counts as found."""
+"""A setting counts as found if it is within this share of the best."""
 
 SEED = 0
-"""Of the settings that a warm-up draws."""
+"""Number of settings that a warm-up draws."""
 
 MEASURED = 2
-"""Iterations of a trial that are measured, after one that is not, where a contender does not say otherwise."""
+"""Measured iterations of a trial, after an unmeasured one, unless a contender chooses another number."""
 
 
 @dataclass(kw_only=True)
@@ -37,12 +37,12 @@ class Course:
 
     Attributes:
         landscape: the job.
-        noise: of a measurement.
-        rng: luck.
-        iterations: that have run.
-        spent_s: time that they have taken.
-        default_s: time that they would have taken untuned.
-        found_at: iteration at which what would be kept was first close to the best; infinite if never.
+        noise: noise of a measurement.
+        rng: random generator.
+        iterations: iterations so far.
+        spent_s: time of these iterations.
+        default_s: time of these iterations with the untuned default.
+        found_at: first iteration at which the kept setting would be close to the best; infinite if never.
     """
 
     landscape: Landscape
@@ -54,7 +54,7 @@ class Course:
     found_at: float = math.inf
 
     def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
-        """Measured spans of a setting."""
+        """Return measured spans of a setting."""
         spans_s = []
         for number in range(discarded + measured):
             self.spent_s += self.landscape.span_s(knobs, self.iterations)
@@ -65,7 +65,7 @@ class Course:
         return spans_s
 
     def observed(self, knobs: Knobs, span_s: float) -> Observation:
-        """A measured span with its backward pass, which scatters as much."""
+        """Return a measured span with its backward pass, which has the same noise."""
         scape = self.landscape
         if scape.backward_s is None:
             return Observation(knobs=knobs, span_s=span_s)
@@ -74,12 +74,12 @@ class Course:
         return Observation(knobs=knobs, span_s=span_s, backward_s=backward_s)
 
     def would_keep(self, knobs: Knobs) -> None:
-        """What would run on if the warm-up ended now."""
+        """Record the setting that would be kept if the warm-up ended now."""
         if math.isinf(self.found_at) and self.landscape.regret(knobs) <= CLOSE:
             self.found_at = self.iterations
 
     def outcome(self, kept: Knobs) -> dict[str, Any]:
-        """What came of it."""
+        """Return the result of the run."""
         default_s = self.landscape.span_s(self.landscape.default)
         return {
             "regret": self.landscape.regret(kept),
@@ -92,7 +92,7 @@ class Course:
 
 
 Contender = Callable[[Landscape, int, float, int], dict[str, Any]]
-"""What comes of a landscape, a budget of iterations, a noise and a seed."""
+"""A function from a landscape, a budget of iterations, a noise and a seed to a result."""
 
 
 # ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +110,7 @@ def in_session(
     planners: bool,
     learns: bool = True,
 ) -> dict[str, Any]:
-    """A warm-up session as a job runs it."""
+    """Run a warm-up session as a job does."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     space, plans, learner = landscape.space, list[Planner](), None
     if planners:
@@ -173,10 +173,10 @@ def _ensemble(
 
 
 class EqualShares(AUCBandit):
-    """Gives no credit, so that the arm used least has the next turn."""
+    """A bandit without credit: the least used arm is next."""
 
     def auc(self, arm: str) -> float:
-        """Nothing."""
+        """Return no credit."""
         return 0.0
 
 
@@ -198,18 +198,18 @@ class Searcher(Protocol):
     """An optimiser."""
 
     def ask(self) -> Knobs:
-        """What to measure next."""
+        """Return the next setting to measure."""
         ...
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """What it took."""
+        """Record the time of a setting."""
         ...
 
 
 def search(
     landscape: Landscape, budget: int, noise: float, seed: int, *, make: Callable[[Landscape, int], Searcher]
 ) -> dict[str, Any]:
-    """The default first, then what the optimiser asks for; the fastest by its mean is kept."""
+    """Run the default, then the optimiser's proposals. The setting with the fastest mean is kept."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     searcher = make(landscape, seed)
     seen: dict[Knobs, list[float]] = {}
@@ -225,18 +225,18 @@ def search(
 
 
 class Random:
-    """Draws without looking."""
+    """Random search."""
 
     def __init__(self, landscape: Landscape, seed: int) -> None:
         self._rng = np.random.default_rng([seed, 5])
         self._points = KnobLattice(landscape.space).points
 
     def ask(self) -> Knobs:
-        """Any point of the lattice."""
+        """Return a random point of the lattice."""
         return self._points[int(self._rng.integers(len(self._points)))]
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """Nothing is learnt."""
+        """Ignore the time."""
 
 
 def _knobs(space: KnobSpace, log2_bytes: float, streams: int, route: int) -> Knobs:
@@ -271,13 +271,13 @@ class Optuna:
         self._trial: Any = None
 
     def ask(self) -> Knobs:
-        """The sampler's next point."""
+        """Return the sampler's next point."""
         self._trial = self._study.ask(self._distributions)
         params = self._trial.params
         return _knobs(self._space, params["log2_bytes"], params["streams"], params["route"])
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """The logarithm, which suits all of them."""
+        """Record the logarithm, which suits all samplers."""
         if self._trial is not None:
             self._study.tell(self._trial, math.log(span_s))
             return
@@ -305,13 +305,13 @@ class Skopt:
         self._asked: list[Any] | None = None
 
     def ask(self) -> Knobs:
-        """The largest expected improvement."""
+        """Return the point with the largest expected improvement."""
         self._asked = self._optimizer.ask()
         log2_bytes, streams, route = (*self._asked, 0, 0)[:3] if self._size_only else self._asked
         return _knobs(self._space, log2_bytes, int(streams), int(route))
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """The logarithm, as for the others."""
+        """Record the logarithm, as for the other optimisers."""
         place = self._asked
         if place is None:
             log2_bytes, streams, route = _values(self._space, knobs)

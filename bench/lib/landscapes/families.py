@@ -1,7 +1,7 @@
-"""Families of landscapes: what a tuner that believes in its own model, or in smoothness, gets wrong.
+"""Families of landscapes that contradict the tuner's own model, or the assumption of smoothness.
 
-Each draws its numbers anew from a seed. `OPEN` are those that the tuner may be developed on, `HELD_BACK` those that it
-is judged by.
+Each family draws its numbers from a seed. `OPEN` are the families for development, `HELD_BACK` those for the final
+evaluation.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def _replayed(
     later: Callable[[float], Mapping[Route, Physics]] | None = None,
     changes_at: int = 0,
 ) -> Landscape:
-    """A landscape of other physics.
+    """Return a landscape with other physics.
 
     Args:
         family: name.
         rng: draws the network.
-        physics: by route, for a link on which all gradients would take as long as given (seconds).
-        idle: what probes of the idle network meet; None = the same.
-        later: what holds from `changes_at` on.
+        physics: physics by route, given the time (seconds) of all gradients on the link.
+        idle: physics that probes of the idle network see; None = the same.
+        later: physics from `changes_at` on.
         changes_at: iteration.
     """
     layout, profile = _job(rng)
@@ -130,7 +130,7 @@ def _plain(rng: _Rng, rate: float) -> dict[Route, Physics]:
 
 
 def protocols(rng: _Rng) -> Landscape:
-    """The library sends small messages at once, middle ones after a handshake, large ones by another way."""
+    """The library sends small messages at once, medium ones after a handshake, and large ones by another protocol."""
     eager, large = float(rng.uniform(128, 400)) * KIB, float(rng.uniform(1.5, 5)) * MIB
     alpha_s, poor = float(rng.uniform(0.1e-3, 0.5e-3)), float(rng.uniform(0.3, 0.5))
 
@@ -169,7 +169,7 @@ def collapse(rng: _Rng) -> Landscape:
 
 
 def heavy_tail(rng: _Rng) -> Landscape:
-    """Now and then an iteration takes half as long again, or three times as long."""
+    """Some iterations take half as long again, or three times as long."""
     scape = _replayed("heavy tail", rng, lambda rate: _plain(rng, rate))
 
     def luck(knobs: Knobs, noise: float, rng: _Rng) -> float:
@@ -181,7 +181,7 @@ def heavy_tail(rng: _Rng) -> Landscape:
 
 
 def halving(rng: _Rng) -> Landscape:
-    """The link halves while the tuner is at work, and what was best is not any more."""
+    """The link's rate halves during the warm-up, and another setting becomes the best."""
     state = rng.bit_generator.state
 
     def drawn(rate: float) -> dict[Route, Physics]:
@@ -194,7 +194,7 @@ def halving(rng: _Rng) -> Landscape:
 
 
 def misleading(rng: _Rng) -> Landscape:
-    """Idle, the link takes any number of streams and starts up quickly; busy, it takes few, and slowly."""
+    """When idle, the link supports any number of streams and starts up quickly; when busy, few streams, and slowly."""
     alpha_s, flows = float(rng.uniform(0.3e-3, 1.5e-3)), float(rng.uniform(1, 2.5))
     crowding = float(rng.uniform(0.1, 0.3))
 
@@ -214,7 +214,7 @@ def misleading(rng: _Rng) -> Landscape:
 
 
 def sockets(rng: _Rng) -> Landscape:
-    """Two sockets: an odd stream more makes one of them wait for the other; many cross between them."""
+    """Two sockets: an odd stream makes one of them wait for the other; with many streams, many cross between them."""
     flows, odd = float(rng.uniform(2, 5)), float(rng.uniform(0.7, 0.85))
     alpha_s, crossing = float(rng.uniform(0.1e-3, 0.6e-3)), float(rng.uniform(0.05, 0.12))
 
@@ -233,7 +233,7 @@ def sockets(rng: _Rng) -> Landscape:
 
 
 def two_bottlenecks(rng: _Rng) -> Landscape:
-    """A host that serves one message at a time beside a link that wants many streams."""
+    """A host that serves one message at a time, with a link that needs many streams."""
     host_s, flows = float(rng.uniform(0.3e-3, 1.5e-3)), float(rng.uniform(4, 12))
     per_byte_s = float(rng.uniform(0.2, 0.5))
 
@@ -250,7 +250,7 @@ def two_bottlenecks(rng: _Rng) -> Landscape:
 
 
 def beside_computation(rng: _Rng) -> Landscape:
-    """One route and the computation want the same cores: both are slow while both run. Probes see none of it."""
+    """One route and computation compete for the same cores, so both are slow when concurrent. Probes do not see it."""
     share, slow = float(rng.uniform(0.15, 0.4)), float(rng.uniform(0.06, 0.2))
     flows, alpha_s = float(rng.uniform(2, 5)), float(rng.uniform(0.1e-3, 0.5e-3))
 
@@ -269,7 +269,7 @@ def beside_computation(rng: _Rng) -> Landscape:
 
 
 def uneven_noise(rng: _Rng) -> Landscape:
-    """Many streams scatter five times as much as one."""
+    """The times of many streams scatter five times as much as those of one."""
     scape = _replayed("uneven noise", rng, lambda rate: _plain(rng, rate))
 
     def luck(knobs: Knobs, noise: float, rng: _Rng) -> float:
@@ -280,7 +280,7 @@ def uneven_noise(rng: _Rng) -> Landscape:
 
 
 def drift(rng: _Rng) -> Landscape:
-    """Everything becomes slower, bit by bit, by a fifth to a half in a hundred iterations."""
+    """All settings slow down gradually, by a fifth to a half in a hundred iterations."""
     scape = _replayed("drift", rng, lambda rate: _plain(rng, rate))
     total = float(rng.uniform(0.2, 0.5))
     scape.pace = lambda iteration: 1.0 + total * iteration / 100
@@ -288,7 +288,7 @@ def drift(rng: _Rng) -> Landscape:
 
 
 def wrong_proposals(rng: _Rng) -> Landscape:
-    """What the registry proposes is slow here."""
+    """The registry's proposals are slow here."""
     scape = _replayed("wrong proposals", rng, lambda rate: _plain(rng, rate))
     points = [
         Knobs(unit_bytes=scape.space.unit_bytes[0], streams=24, transport=ROUTES[1][0]),
@@ -303,7 +303,10 @@ def wrong_proposals(rng: _Rng) -> Landscape:
 
 
 def _place(knobs: Knobs, layout: GradientLayout) -> tuple[float, float]:
-    """Octaves above 64 KiB, and of streams; of explicit units their typical size and the streams that they use."""
+    """Return octaves above 64 KiB, and of streams.
+
+    Explicit units count by their typical size and their number of streams.
+    """
     size, streams = float(knobs.unit_bytes), knobs.streams
     if knobs.cuts is not None:
         bounds = [0, *(cut.stop for cut in knobs.cuts)]
@@ -317,7 +320,7 @@ _Shape = Callable[[float, float, int], float]  # octaves of size, octaves of str
 
 
 def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = ROUTES) -> Landscape:
-    """A landscape without mechanism; probes see a plain network."""
+    """Return a landscape given by a formula; probes see a plain network."""
     layout, profile = _job(rng)
     space = _space(layout, routes)
     best_s = profile.compute_s * float(rng.uniform(1.0, 2.0))
@@ -356,7 +359,7 @@ def default_is_best(rng: _Rng) -> Landscape:
 
 
 def narrow(rng: _Rng) -> Landscape:
-    """A wide bowl with a narrow hollow off its middle, between the points of a coarse grid."""
+    """A wide bowl with a narrow hollow away from its middle, between the points of a coarse grid."""
     size_0, streams_0 = float(rng.uniform(2.2, 6.3)), math.log2(float(rng.choice([2, 3, 4, 6, 8])))
     depth, width = float(rng.uniform(0.15, 0.25)), float(rng.uniform(0.5, 0.8))
     best_route = int(rng.integers(2))
@@ -382,7 +385,7 @@ def diagonal(rng: _Rng) -> Landscape:
 
 
 def cliff(rng: _Rng) -> Landscape:
-    """The larger the units the better, up to an edge behind which it takes nearly twice as long."""
+    """Larger units are better, up to an edge after which they take nearly twice as long."""
     edge, fall = float(rng.uniform(3.5, 6.5)), float(rng.uniform(1.4, 2.0))
     gain, streams_0 = float(rng.uniform(0.06, 0.12)), float(rng.uniform(0.8, 3.0))
 
@@ -394,7 +397,7 @@ def cliff(rng: _Rng) -> Landscape:
 
 
 def steps(rng: _Rng) -> Landscape:
-    """Nothing changes but in steps, and the best route is good with small units only."""
+    """Times change only in steps, and the best route is good with small units only."""
     level, streams_0 = float(rng.uniform(0.05, 0.09)), float(rng.uniform(1.0, 3.5))
     size_0 = (float(rng.uniform(4, 6)), float(rng.uniform(0.8, 2.2)), float(rng.uniform(3, 6)))
     base = (1.2, 1.0, 1.15)
@@ -407,7 +410,7 @@ def steps(rng: _Rng) -> Landscape:
 
 
 def flat(rng: _Rng) -> Landscape:
-    """Nearly everything takes as long: there is nothing to win, and much to lose by trying."""
+    """Nearly all settings take equally long: there is nothing to gain, and trials can lose much."""
     bad = float(rng.uniform(1.5, 2.5))
 
     def shape(size: float, streams: float, route: int) -> float:

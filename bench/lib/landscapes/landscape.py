@@ -1,4 +1,4 @@
-"""What a tuner is put on: a job whose time under any setting is known without noise, and what can be seen of it."""
+"""The job that a tuner is evaluated on: the true time of any setting, and the noisy measurements of it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _one(_: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """What all-reduces cost on one route.
+    """The cost of all-reduces on one route.
 
     Attributes:
-        capacity: bytes a second in total while so many all-reduces move bytes, beside computation or not.
-        latency_s: seconds before the first byte moves, by size in bytes.
-        host_s: seconds of the host that serves one all-reduce at a time, by size.
-        quality: share of the rate that an all-reduce of that size turns into progress, by size.
-        slowdown: factor on the computation while so many all-reduces are under way.
+        capacity: total bytes per second for a number of concurrent all-reduces, with or without computation.
+        latency_s: seconds before the first byte is sent, by size in bytes.
+        host_s: seconds of the host, which serves one all-reduce at a time, by size.
+        quality: share of the rate that an all-reduce of that size converts to progress, by size.
+        slowdown: factor on the computation for a number of all-reduces in flight.
     """
 
     capacity: Callable[[int, bool], float]
@@ -58,12 +58,12 @@ class Message:
 
 
 def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -> tuple[float, float]:
-    """Seconds from the beginning of the backward pass until it and all messages are done, and until it is itself.
+    """Return seconds from the start of the backward pass to the end of it and all messages, and to its own end.
 
     Args:
-        messages: in the order in which they are issued; none is ready before the one before it.
-        compute_s: the backward pass, undisturbed.
-        physics: of the route.
+        messages: all-reduces in launch order; none is ready before its predecessor.
+        compute_s: the undisturbed backward pass.
+        physics: physics of the route.
     """
     computed_s = 0.0
     queues: dict[int, deque[Message]] = {}
@@ -123,7 +123,7 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
 
 
 def round_s(size_bytes: float, streams: int, rounds: int, physics: Physics) -> float:
-    """Seconds of that many equal messages in a row on each stream, with no computation beside."""
+    """Return seconds of a number of equal messages in sequence on each stream, without computation."""
     messages = [Message(0.0, size_bytes, stream) for _ in range(rounds) for stream in range(streams)]
     return replay(messages, compute_s=0.0, physics=physics)[0]
 
@@ -135,12 +135,12 @@ Luck = Callable[[Knobs, float, np.random.Generator], float]
 
 
 def lognormal(knobs: Knobs, noise: float, rng: np.random.Generator) -> float:
-    """The usual luck."""
+    """Return the usual noise factor."""
     return math.exp(noise * rng.standard_normal())
 
 
 def steady(iteration: int) -> float:
-    """A network that stays as it is."""
+    """Return 1: the network does not change."""
     return 1.0
 
 
@@ -149,22 +149,22 @@ class Landscape:
     """A job to tune.
 
     Attributes:
-        family: what is hard about it.
+        family: the difficulty of the job.
         layout: gradients in the order of the backward pass.
-        profile: when they are ready.
-        space: what may be chosen.
-        default: what runs untuned.
-        truth: seconds that a setting takes, at the beginning.
-        later: seconds that it takes from `changes_at` on; None = as at the beginning.
+        profile: ready times of the gradients.
+        space: possible settings.
+        default: the untuned setting.
+        truth: true seconds of a setting at the beginning.
+        later: true seconds from `changes_at` on; None = unchanged.
         changes_at: iteration.
         pace: factor on all settings at an iteration.
-        luck: of a measurement.
-        backward_s: seconds from the first gradient until the backward pass ends beside a setting's all-reduces; None =
+        luck: noise factor of a measurement.
+        backward_s: seconds from the first gradient to the end of the backward pass under a setting; None =
             undisturbed.
-        probe: seconds of a probe on the idle network: route, bytes, streams, rounds; None = it cannot be probed.
-        seeds: what the registry proposes.
-        presumed: probes show what a job will see, as far as anyone can tell beforehand; not within one host.
-        steps_per_octave: of unit sizes, where the best is looked for.
+        probe: seconds of a probe on the idle network: route, bytes, streams, rounds; None = probes are impossible.
+        seeds: proposals of the registry.
+        presumed: whether probes are assumed to be representative; false within one host.
+        steps_per_octave: resolution of unit sizes in the search of the best.
     """
 
     family: str
@@ -185,7 +185,7 @@ class Landscape:
     _known: dict[tuple[Knobs, bool], float] = field(default_factory=dict)
 
     def span_s(self, knobs: Knobs, iteration: int | None = None) -> float:
-        """Without noise; at the end unless an iteration is given."""
+        """Return the true time, at the end unless an iteration is given."""
         changed = self.later is not None and (iteration is None or iteration >= self.changes_at)
         key = (knobs, changed)
         if key not in self._known:
@@ -194,12 +194,12 @@ class Landscape:
         return self._known[key] * self.pace(100 if iteration is None else iteration)
 
     def measure_s(self, knobs: Knobs, iteration: int, noise: float, rng: np.random.Generator) -> float:
-        """With noise."""
+        """Return a noisy measurement."""
         return self.span_s(knobs, iteration) * self.luck(knobs, noise, rng)
 
     @cached_property
     def best(self) -> Knobs:
-        """The fastest uniform setting at the end: all of a lattice, then unit sizes around the five fastest."""
+        """Return the fastest uniform setting at the end: all of a lattice, then unit sizes around the five fastest."""
         lattice = KnobLattice(self.space, steps_per_octave=self.steps_per_octave)
         ranked = sorted(lattice.points, key=self.span_s)[:5]
         low, high = self.space.unit_bytes
@@ -211,11 +211,11 @@ class Landscape:
         return min([*ranked, *around], key=self.span_s)
 
     def regret(self, knobs: Knobs) -> float:
-        """Share by which a setting is slower than the best; none for plans that are faster still."""
+        """Return the share by which a setting is slower than the best; 0 for faster plans."""
         return max(0.0, self.span_s(knobs) / self.span_s(self.best) - 1)
 
     def probed(self, noise: float, rng: np.random.Generator) -> tuple[KnobSpace, PlanningModel | None]:
-        """What a warm-up would know from probes: the space without what they rule out, and the planners' model."""
+        """Return what a warm-up learns from probes: the narrowed space, and the planners' model."""
         if self.probe is None:
             return self.space, None
         probes: dict[Route, list[LinkProbe]] = {}

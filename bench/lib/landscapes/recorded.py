@@ -1,12 +1,12 @@
-"""Recorded sweeps of real jobs (`bench.sweep`) as landscapes: a measurement is drawn from those that were taken.
+"""Recorded sweeps of real jobs (`bench.sweep`) as landscapes: a measurement is drawn from the recorded ones.
 
-What is between the recorded settings counts as the nearest of its route. A plan with explicit cuts that no planner
+A setting between the recorded ones counts as the nearest of its route. A plan with explicit cuts that no planner
 proposed in the real job counts as units of its median size.
 
-A setting that was measured a few times beside other work looks faster or slower than it is, and the fastest of hundreds
-is the luckiest of them. What each truly takes is therefore an empirical Bayes estimate (James and Stein's): the medians
-are drawn towards a smooth surface over unit sizes and streams, one a route, by as much as their scatter around it can
-be told from that of the measurements. Where rounds agree nothing changes.
+A setting that was measured a few times during other load looks faster or slower than it is, and the fastest of hundreds
+is partly luck. The true time is therefore an empirical Bayes estimate (James and Stein's). The medians
+are shrunk towards a smooth surface over unit sizes and streams, one per route, depending on how far their scatter
+around it exceeds that of the measurements. If rounds agree, nothing changes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RECORDED = Path(__file__).resolve().parents[2] / "recorded"
 
 @dataclass(kw_only=True, eq=False)
 class Recorded(Landscape):
-    """A landscape that was measured.
+    """A measured landscape.
 
     Attributes:
         samples_s: measured spans by setting.
-        narrow_space: what the real probes left of the space.
-        model: of the real probes.
+        narrow_space: the space after the real probes.
+        model: model from the real probes.
     """
 
     samples_s: dict[Knobs, list[float]] = field(default_factory=dict)
@@ -50,9 +50,9 @@ class Recorded(Landscape):
     model: PlanningModel | None
 
     def measure_s(self, knobs: Knobs, iteration: int, noise: float, rng: np.random.Generator) -> float:
-        """Near one of the recorded measurements, with their spread: a smoothed bootstrap (Silverman and Young, 1987).
+        """Draw near a recorded measurement, with the spread of all: a smoothed bootstrap (Silverman and Young, 1987).
 
-        Four or five measurements drawn as they are would repeat themselves, as if there were no noise.
+        Plain draws from four or five measurements would repeat, as if there were no noise.
         """
         known = self.nearest(knobs)
         if known is None:
@@ -64,7 +64,7 @@ class Recorded(Landscape):
         return math.exp(middle + deviation / math.sqrt(1.0 + width**2))
 
     def nearest(self, knobs: Knobs) -> Knobs | None:
-        """The recorded setting that these count as."""
+        """Return the recorded setting that represents these knobs."""
         if knobs in self.samples_s:
             return knobs
         route = knobs.route
@@ -76,12 +76,15 @@ class Recorded(Landscape):
         return min(candidates, key=distance, default=None)
 
     def probed(self, noise: float, rng: np.random.Generator) -> tuple[KnobSpace, PlanningModel | None]:
-        """What the real warm-up would have known."""
+        """Return what the real warm-up learnt from probes."""
         return self.narrow_space, self.model
 
 
 def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[float]]:
-    """Measured spans, each uniform setting's moved by one factor, so that their median is what it truly takes."""
+    """Return measured spans.
+
+    Those of each uniform setting are scaled so that their median is the estimated true time.
+    """
     routes: dict[Route, list[Knobs]] = defaultdict(list)
     for knobs in samples_s:
         if knobs.cuts is None:
@@ -106,7 +109,7 @@ def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[fl
 
 
 def recorded(path: Path) -> Recorded:
-    """The landscape of a file that `bench.sweep` wrote."""
+    """Return the landscape of a file from `bench.sweep`."""
     data = json.loads(path.read_text())
     samples_s = estimated({Knobs.from_json(row["knobs"]): row["spans_s"] for row in data["rows"]})
     medians_s = {knobs: statistics.median(spans_s) for knobs, spans_s in samples_s.items()}
@@ -145,5 +148,5 @@ def recorded(path: Path) -> Recorded:
 
 
 def recordings() -> list[Path]:
-    """All files that there are."""
+    """Return all recorded landscapes."""
     return sorted(RECORDED.glob("*.json"))

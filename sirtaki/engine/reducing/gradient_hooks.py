@@ -48,12 +48,13 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.modes import outside_changes
+from sirtaki.engine.autograd import when_backward_ends
 from sirtaki.errors import CommError, GradientError
 from sirtaki.machine import free_in_forked_children, in_forked_children
 from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 
 from ..job import Job
-from ..participants import Participants, Progress, Stage
+from ..participants import ActiveReducers, IterationCounter, WaitStage
 from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
 from . import distributed_autograd
@@ -131,7 +132,7 @@ class PassEnd:
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks, self._over = weakref.ref(hooks), False
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        when_backward_ends(self)
 
     @outside_changes
     def __call__(self) -> None:
@@ -162,7 +163,7 @@ class GradientHooks:
         tuning: tunes the pipeline, and ends its iterations; None if there are no dense gradients.
         sparse: which gradients are sparse, and what reduces them.
         state: state of the iteration.
-        failed_in: the backward pass that has raised, by `Participants.n_begun`; None = none has in this iteration.
+        failed_in: the backward pass that has raised, by `ActiveReducers.n_begun`; None = none has in this iteration.
         progress: finished iterations, and what this rank waits for.
         shared: True if several optimizers may use these hooks; the same on all ranks.
         users: the optimizers of this rank that use these hooks.
@@ -207,7 +208,7 @@ class GradientHooks:
         self._control, self._engine = members.control, members.engine
         self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
-        self.progress = Progress()
+        self.progress = IterationCounter()
         self.shared, self.n_reduced = False, 0
         self.users: weakref.WeakSet[GradientUser] = weakref.WeakSet()
         self.gate: weakref.ref[ForwardGate] | None = None
@@ -439,7 +440,7 @@ class GradientHooks:
             False if the gradients of this pass do not count.
         """
         if self.state is not IterationState.COLLECTING:
-            self.settle()
+            self.drain()
             if self.failed_in is not None:
                 self._job.participants.drop_failed(self.failed_in)
         self._job.participants.n_begun += 1
@@ -488,7 +489,7 @@ class GradientHooks:
         for other in self._job.participants:  # other ranks may wait for these first
             if other is not self:
                 other.flush()
-        self._job.joining.begins(self, Stage.REDUCE)
+        self._job.joining.announce(self, WaitStage.REDUCE)
         if self.gate is not None and self.can_defer and (gate := self.gate()) is not None:
             self.flush()
             if gate.keep():
@@ -509,8 +510,8 @@ class GradientHooks:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        pipeline, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.need, self)
-        with self.progress.waits(Stage.REDUCE):
+        pipeline, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.must_stop_waiting, self)
+        with self.progress.waits(WaitStage.REDUCE):
             if self.state is IterationState.LAUNCHED:
                 self.state = IterationState.COLLECTING
             reduced = pipeline is None or pipeline.state is IterationState.REDUCED or pipeline.reduce(interrupted)
@@ -570,7 +571,7 @@ class GradientHooks:
         """Launch all units, so that the iteration may end later. Non-blocking. Call if it `can_defer`."""
         assert self.pipeline is not None
         self.state = IterationState.DEFERRED
-        self._job.joining.begins(self, Stage.FINISH)
+        self._job.joining.announce(self, WaitStage.FINISH)
         self._hand_over_incomplete()
         self.pipeline.flush()
 
@@ -588,13 +589,15 @@ class GradientHooks:
         if self.pipeline is None:
             raise CommError(NEVER_CAME)
         late = self.state is IterationState.DEFERRED
-        with self.progress.waits(Stage.FINISH if late else Stage.REDUCE):
-            numbers = self.pipeline.wait_for_one(number, None if late else partial(self._job.blocked.need, self))
+        with self.progress.waits(WaitStage.FINISH if late else WaitStage.REDUCE):
+            numbers = self.pipeline.wait_for_one(
+                number, None if late else partial(self._job.blocked.must_stop_waiting, self)
+            )
         if not numbers:
             self.state = IterationState.COLLECTING
         return numbers
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Block until no end of an iteration is deferred any more. Not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
             gate.settle()
@@ -622,16 +625,16 @@ class GradientHooks:
                 self.drop_failed()
             if self.state is not IterationState.REDUCED and not self.begun:
                 distributed_autograd.require_gradients_outside(self.hooked)
-            self._job.joining.begins(self, Stage.FINISH)
+            self._job.joining.announce(self, WaitStage.FINISH)
         late, problem = self.state is IterationState.DEFERRED, ""
         if late:
             self.state = IterationState.COLLECTING
         if not self.shared or self._is_due(here=self.begun or (due and not joined)):
-            with self.progress.waits(Stage.FINISH):
+            with self.progress.waits(WaitStage.FINISH):
                 problem = self._reduce_all(joined=joined, late=late)
             self.n_reduced += 1
         self.progress.finished += 1
-        self._job.joining.ends(self)
+        self._job.joining.iteration_ended(self)
         if problem:
             raise GradientError(problem)
 
@@ -650,7 +653,7 @@ class GradientHooks:
         Args:
             here: this rank has gradients, or cannot know.
         """
-        with self.progress.waits(Stage.ASK):
+        with self.progress.waits(WaitStage.ASK):
             anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
         self.shared = bool(n_users > 1)
         return bool(anywhere > 0)
@@ -831,7 +834,7 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> Wait | None:
     return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
 
-def _progress_of(this: weakref.ref[GradientHooks], participants: Participants) -> str:
+def _progress_of(this: weakref.ref[GradientHooks], participants: ActiveReducers) -> str:
     """Describe the progress of this rank, for the watchdogs of others; empty if a later optimizer has taken over."""
     if (hooks := this()) is None or (pipeline := hooks.pipeline) is None:
         return ""

@@ -77,7 +77,7 @@ class OptimizerGradients:
         """Collective: from now on, these parameters too."""
         job, members = self._job, self._members
         assert members.control is not None
-        job.participants.settle()
+        job.participants.drain()
         if reducers_of(job):
             gc.collect()  # torch's optimizers are parts of reference cycles, so that they are collected some time later
         job.disposal.drain()

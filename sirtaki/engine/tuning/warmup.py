@@ -51,7 +51,15 @@ from sirtaki.comm.plan import (
 )
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import NO_LOG, Progress, at_most, progress_every_s, tell_progress, tuning_ahead, tuning_off
+from sirtaki.engine.console import (
+    NO_LOG,
+    TuningProgress,
+    at_most,
+    log_progress,
+    progress_every_s,
+    tuning_ahead,
+    tuning_off,
+)
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, PlanError, TransportError, in_a_line
 from sirtaki.measures import LinkModel, faster, in_ms
@@ -86,7 +94,7 @@ SEED = 0
 """Of all that the tuner draws: equal times give equal trials."""
 
 
-def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progress:
+def describe_progress(session: WarmupSession, usual: StepTime | None) -> TuningProgress:
     """How long the warm-up may still take, what it has seen, and what runs now.
 
     Args:
@@ -104,7 +112,7 @@ def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progres
     elif known:
         seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
         aside = _a_step(usual, default_s, best_s)
-    return Progress(
+    return TuningProgress(
         used=result.iterations_used,
         at_most=session.iterations_at_most,
         left=left,
@@ -516,7 +524,7 @@ class TuningCoordinator:
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > progress_every_s():
             self._told_s = time.monotonic()
-            tell_progress(logger, describe_progress(self._session, self.times.usual))
+            log_progress(logger, describe_progress(self._session, self.times.usual))
 
     def _learn(
         self,

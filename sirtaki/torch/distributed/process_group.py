@@ -43,9 +43,11 @@ from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine import job
+from sirtaki.engine.autograd import in_backward, when_backward_ends
+from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
-from sirtaki.engine.ranks import open_at_store, open_ranks, timeout_of
+from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children
@@ -786,11 +788,7 @@ def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None,
 def _see_reduction() -> None:
     """In a backward pass in which DDP reduces gradients of some model, before it waits for them."""
     if _unreduced:
-        _when_pass_ends(_see_models)
-
-
-def _when_pass_ends(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+        when_backward_ends(_see_models)
 
 
 def _see_models() -> None:
@@ -798,7 +796,7 @@ def _see_models() -> None:
     for model, known in list(_unreduced.items()):
         done = model.static_graph and model._static_graph_delay_allreduce_enqueued  # it has waited, in its first pass
         known.begun |= done or not _is_idle(model)
-    _when_pass_ends(_attach_reduced)
+    when_backward_ends(_attach_reduced)
 
 
 def _is_idle(model: DistributedDataParallel) -> bool:
@@ -936,7 +934,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None
     ) -> Work | None:  # Any: one tensor or several, two classes of options
         """Collective: see `torch.distributed.all_reduce`."""
-        if torch._C._current_graph_task_id() != -1:  # DDP's, of gradients
+        if in_backward():  # DDP's, of gradients
             _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts

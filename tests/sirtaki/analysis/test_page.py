@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping
+import shlex
+import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
-from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from fakes import memories
+from fakes.pages import figures
 from fakes.played_jobs import record, written
 from fakes.recordings import recording as made
 from fakes.recordings import with_iterations, with_ranks
 from fakes.replays import DURATIONS, SIZES, on_one_host, over_a_link
-from fakes.trial_logs import svgs
+from markupsafe import escape
 
 from sirtaki.analysis import page as module
-from sirtaki.analysis.global_graph import ms, parts, percent, play
-from sirtaki.analysis.job_model import Histories, histories, job_model
+from sirtaki.analysis.global_graph import ms, parts, percent
+from sirtaki.analysis.job_model import histories
 from sirtaki.analysis.page import (
     MOST_MOMENTS,
     findings,
@@ -36,25 +33,10 @@ from sirtaki.analysis.page import (
     render,
     sentences,
 )
-from sirtaki.analysis.recording import JOB_FILE, Detail, Operator, RankRecording, Recording, rank_path
-from sirtaki.analysis.timeline_plot import (
-    MOST_BOXES,
-    TICKS_PER_S,
-    Kind,
-    Lane,
-    Leg,
-    Span,
-    coarsened,
-    drawn_path,
-    exposures,
-    lanes_of,
-    late_units,
-    step_parts,
-    timeline,
-)
-from sirtaki.autotune.model.replayer import Phase
+from sirtaki.analysis.recording import JOB_FILE, Detail, RankRecording, Recording, rank_path
+from sirtaki.analysis.step_parts import Kind, exposures, late_units, step_parts
 from sirtaki.cli.__main__ import main
-from sirtaki.errors import RecordingError, ReplayError
+from sirtaki.errors import ConfigError, RecordingError, ReplayError
 
 # ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,158 +74,6 @@ def test_units_that_end_after_the_backward_pass_are_late() -> None:
     assert last.issue_s == pytest.approx(0.0, abs=1e-9)
 
 
-# ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def lanes(found: Histories) -> dict[tuple[int, str], Lane]:
-    return {(lane.rank, lane.name): lane for lane in lanes_of(found, found.steps[0], found.ranks)}
-
-
-def test_every_rank_has_its_thread_its_copies_and_its_streams() -> None:
-    found = histories(record(over_a_link()))
-    drawn = lanes(found)
-    names = ("training thread", "copies", "gloo stream 0", "gloo stream 1")
-    assert list(drawn) == [(rank, name) for rank in (0, 1) for name in names]
-    computes = [span for span in drawn[0, "training thread"].spans if span.kind is not Kind.EXPOSED]
-    recorded = found.recording.ranks[0].iterations[0].operators
-    assert [span.name for span in computes] == [one.name for one in recorded if one.end_s > one.begin_s]
-    assert [len(drawn[0, name].spans) for name in names[1:]] == [3, 2, 1]
-
-
-def test_a_units_box_begins_with_its_last_rank_and_knows_how_long_others_waited() -> None:
-    drawn = lanes(histories(made(2)))
-    boxes = [drawn[rank, "gloo stream 1"].spans[0] for rank in (0, 1)]
-    late = boxes[1]
-    assert {one.begin_s for one in boxes} == {late.begin_s}
-    assert late.issued_s == late.begin_s
-    assert boxes[0].issued_s == pytest.approx(late.begin_s - 0.01)
-    assert (late.n_bytes, late.kind) == (832, Kind.EXPOSED)
-    assert drawn[0, "gloo stream 0"].spans[0].kind is Kind.UNIT
-
-
-def test_other_threads_have_lanes_on_the_jobs_clock() -> None:
-    recording = made(2)
-    rank = recording.ranks[1]
-    beside = Operator(name="pin", lane=1, begin_s=rank.iterations[0].begin_s + 0.01, end_s=rank.iterations[0].end_s,
-                      phase=Phase.DATA)  # fmt: skip
-    first = replace(rank.iterations[0], operators=(*rank.iterations[0].operators, beside))
-    rank = replace(rank, lanes=("train", "thread 7"), iterations=(first, *rank.iterations[1:]))
-    drawn = lanes(histories(replace(recording, ranks={**recording.ranks, 1: rank})))
-    (span,) = drawn[1, "thread 7"].spans
-    assert (span.name, span.kind) == ("pin", Kind.DATA)
-    assert span.begin_s - drawn[1, "training thread"].under[0].begin_s == pytest.approx(0.01)
-
-
-def test_short_neighbours_of_one_kind_become_one_box_but_never_units() -> None:
-    forward, backward = Kind.FORWARD, Kind.BACKWARD
-    spans = (
-        Span(0, 1, forward, "a"), Span(1, 2, forward, "a"), Span(2, 3, forward, "b"), Span(3, 4, backward, "a"),
-        Span(4, 40, backward, "a"), Span(60, 61, forward, "a"), Span(61, 62, forward, "a"),
-    )  # fmt: skip
-    (lane,) = coarsened([Lane(rank=0, name="x", spans=spans)], 10)
-    told = [(span.begin_s, span.end_s, span.name) for span in lane.spans]
-    assert told == [(0, 3, "3 × operators"), (3, 4, "a"), (4, 40, "a"), (60, 62, "2 × a")]
-    units = [Lane(rank=0, name="x", spans=tuple(Span(at, at + 1, Kind.UNIT, "u", issued_s=at) for at in range(4)))]
-    assert coarsened(units, 10) == units
-
-
-# ── timeline ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-NAMES = {kind: kind.value for kind in Kind}
-
-
-class Drawn(NamedTuple):
-    data: Mapping[str, Any]
-    notes: list[str]
-
-
-def of(found: Histories, *, paths: dict[int, tuple[Leg, ...]] | None = None, most: int = MOST_BOXES) -> Drawn:
-    return Drawn(*timeline(found, found.ranks, paths or {}, kind_names=NAMES, most_boxes=most))
-
-
-def boxes(drawn: Drawn, flat: list[int], stride: int) -> list[tuple[float, float, str, list[int]]]:
-    found, now = [], 0
-    for at in range(0, len(flat), stride):
-        begin = now + flat[at]
-        now = begin + flat[at + 1]
-        name = drawn.data["names"][flat[at + 3]]
-        found.append((begin / TICKS_PER_S, now / TICKS_PER_S, name, flat[at + 4 : at + stride]))
-    return found
-
-
-def test_boxes_come_back_as_they_were() -> None:
-    found = histories(made(2))
-    drawn = of(found)
-    first = drawn.data["iterations"][0]
-    step = next(step for step in found.steps if step.number == first["number"])
-    begin_s = min(mine[0].begin_s for mine in step.stretches.values())
-    lanes = lanes_of(found, step, found.ranks)
-    assert [(lane["rank"], lane["name"]) for lane in first["lanes"]] == [(lane.rank, lane.name) for lane in lanes]
-    for told, lane in zip(first["lanes"], lanes, strict=True):
-        read = boxes(drawn, told["units"], 6) if "units" in told else boxes(drawn, told["boxes"], 4)
-        assert [name for _, _, name, _ in read] == [span.name for span in lane.spans]
-        for (from_s, to_s, _, more), span in zip(read, lane.spans, strict=True):
-            assert (from_s, to_s) == pytest.approx((span.begin_s - begin_s, span.end_s - begin_s), abs=2e-7)
-            if span.issued_s is not None:
-                n_bytes, queued = more
-                assert (n_bytes, queued / TICKS_PER_S) == (
-                    span.n_bytes,
-                    pytest.approx(span.begin_s - span.issued_s, abs=2e-7),
-                )
-
-
-def test_the_median_iteration_comes_first() -> None:
-    lengths_s = {102: 0.1, 103: 0.3, 104: 0.2}
-    recording = with_iterations(made(2), lambda one: replace(one, end_s=one.begin_s + lengths_s[one.number]))
-    drawn = of(histories(recording))
-    assert [one["ms"] for one in drawn.data["iterations"]] == pytest.approx([200, 100, 300])
-    assert drawn.notes == []
-
-
-def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_boxes() -> None:
-    found = histories(record(over_a_link(iterations=6)))
-    whole = of(found)
-    assert len(whole.data["iterations"]) == 6
-
-    def count(drawn: Drawn) -> int:
-        lanes = [lane for each in drawn.data["iterations"] for lane in each["lanes"]]
-        return sum(
-            (len(lane["under"]) + len(lane.get("boxes", ()))) // 4 + len(lane.get("units", ())) // 6 for lane in lanes
-        )
-
-    fewer = of(found, most=count(whole) - 1)
-    assert len(fewer.data["iterations"]) == 3
-    assert fewer.notes == ["Of 6 iterations the median, the shortest and the longest one are drawn."]
-    assert count(fewer) == count(whole) // 2
-    most = count(whole) // 2 - 12
-    smaller = of(found, most=most)
-    assert count(smaller) <= most
-    assert len(smaller.notes) == 3  # the median one is whole
-    assert all("are drawn as one box" in note for note in smaller.notes[1:])
-    assert not any(f"iteration {smaller.data['iterations'][0]['number']} " in note for note in smaller.notes)
-
-
-# ── drawn path ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_path_goes_through_the_slow_rank_and_the_last_unit_without_a_hole() -> None:
-    job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
-    found = histories(record(job))
-    paths = drawn_path(found, play(job_model(found)))
-    assert list(paths) == [step.number for step in found.steps]
-    for step in found.steps:
-        legs = paths[step.number]
-        assert legs[0].begin_s == pytest.approx(step.stretches[1][0].begin_s)
-        assert legs[-1].end_s == pytest.approx(max(mine[-1].end_s for mine in step.stretches.values()))
-        for before, after in pairwise(legs):
-            assert after.begin_s == pytest.approx(before.end_s)
-        backward = [leg for leg in legs if leg.lane == "training thread" and leg.end_s < step.barriers[0].begin_s]
-        assert {leg.rank for leg in backward} <= {1}
-        (unit,) = (leg for leg in legs if leg.lane == "gloo stream 0")
-        assert (unit.begin_s, unit.end_s) == pytest.approx((step.barriers[0].begin_s, step.barriers[0].end_s))
-        assert unit.rank == 1
-
-
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -277,7 +107,7 @@ def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "job_model", refuse)
     page = page_of(tmp_path, record(on_one_host()))
     assert '<p class="note">What is here cannot be replayed: it goes round in a circle.</p>' in page
-    assert re.findall("<h2>(.*?)</h2>", page)[2:] == ["Exposed communication", "What this rests on"]
+    assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "What this rests on"]
 
 
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
@@ -322,11 +152,10 @@ def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: 
     assert all(f"<td>blocks.{block}</td>" in text for block in range(4))
     assert "passes over parts of the batch" in text
     assert "How long a step then takes is not known until it is tried" in text
-    areas = re.findall(r'<polygon points="([^"]+)"[^>]*><title>([^<]+)', text)
-    assert [name for _, name in areas] == ["parameters", "flat buffers", "gradients", "activations", "other"]
-    assert all(points.count(" ") < 4 * MOST_MOMENTS for points, _ in areas)
-    floor = max(float(point.split(",")[1]) for point in areas[0][0].split())
-    assert all(float(point.split(",")[1]) <= floor for points, _ in areas for point in points.split())
+    (areas,) = figures(text)
+    assert [one["name"] for one in areas.traces] == ["parameters", "flat buffers", "gradients", "activations", "other"]
+    assert all(len(one["x"]) == len(one["y"]) <= MOST_MOMENTS + 1 for one in areas.traces)
+    assert max(map(sum, zip(*(one["y"] for one in areas.traces), strict=True))) == pytest.approx(2.89 / 1024, rel=1e-2)
     several = section(tmp_path / "several", memories.recorded_job(of=(0, 1)))
     assert ("The peak of each rank" in text, "The peak of each rank" in several) == (False, True)
 
@@ -376,14 +205,12 @@ def page_of(folder: Path, recording: Recording) -> str:
     return render(findings(written(folder, recording)))
 
 
-def bars(page: str) -> dict[str, list[tuple[str, float]]]:
-    """By rank: the words and the width of each part."""
-    found: dict[str, list[tuple[str, float]]] = {}
-    for element in svgs(page)[0].iter():
-        if element.tag.endswith("rect"):
-            title = next(iter(element)).text or ""
-            rank, _, rest = title.partition(", ")
-            found.setdefault(rank, []).append((rest, float(element.get("width", "0"))))
+def bars(page: str) -> dict[str, dict[str, float]]:
+    """By rank: milliseconds of each kind of time."""
+    found: dict[str, dict[str, float]] = {}
+    for trace in figures(page)[0].traces:
+        for rank, length_ms in zip(trace["y"], trace["x"], strict=True):
+            found.setdefault(rank, {})[trace["name"]] = length_ms
     return found
 
 
@@ -391,7 +218,7 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
     page = page_of(tmp_path / "job", record(over_a_link(ranks=3)))
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == [
-        "Where each rank’s time goes", "One iteration", "The critical path", "Exposed communication",
+        "Where each rank’s time goes", "The critical path", "Exposed communication",
         "What would help", "What this rests on",
     ]  # fmt: skip
     assert "is the link between hosts" in page
@@ -402,14 +229,15 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
 
 def test_a_ranks_bar_is_as_long_as_its_step(tmp_path: Path) -> None:
     job = on_one_host(ranks=3, slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
-    found = bars(page_of(tmp_path, record(job)))
+    page = page_of(tmp_path, record(job))
+    found = bars(page)
     assert list(found) == ["rank 0", "rank 1", "rank 2"]
-    whole_px = [sum(width for _, width in parts) for parts in found.values()]
-    assert whole_px == pytest.approx([whole_px[0]] * 3, abs=1.0)  # all wait for the slow one
-    exposed = {
-        rank: sum(width for words, width in parts if words.startswith("exposed")) for rank, parts in found.items()
-    }
-    assert exposed["rank 0"] > 2 * exposed["rank 1"] > 0
+    whole_ms = [sum(parts.values()) for parts in found.values()]
+    assert whole_ms == pytest.approx([whole_ms[0]] * 3)  # all wait for the slow one
+    exposed_ms = {rank: parts["exposed communication"] for rank, parts in found.items()}
+    assert exposed_ms["rank 0"] > 2 * exposed_ms["rank 1"] > 0
+    told = f"rank 0, exposed communication: {ms(exposed_ms['rank 0'] / 1e3)}"
+    assert any(text.startswith(told) for text in figures(page)[0].texts())
 
 
 def test_shares_of_the_path_add_up(tmp_path: Path) -> None:
@@ -420,15 +248,27 @@ def test_shares_of_the_path_add_up(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(100.0, abs=0.05 * len(shares))
 
 
-def test_nothing_is_fetched_and_only_its_own_script_runs(tmp_path: Path) -> None:
+def test_a_page_loads_nothing_and_allows_no_script_but_its_own(tmp_path: Path) -> None:
     page = page_of(tmp_path, record(over_a_link()))
-    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
-    data, script = read(page).scripts
-    allowed = re.search(r"script-src 'sha256-(.*?)'", page)
-    assert allowed is not None
-    assert base64.b64decode(allowed[1]) == hashlib.sha256(script.encode()).digest()
-    assert "default-src 'none'" in page
-    assert json.loads(data)["iterations"]
+    library, *others = read(page).scripts
+    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://", page.replace(library, ""))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', page)
+    assert policy is not None
+    assert unescape(policy[1]).startswith("default-src 'none'; ")
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (library, *others)]
+    assert re.findall("'sha256-(.*?)'", unescape(policy[1])) == digests
+
+
+def test_the_command_for_the_timeline_is_told(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a job", record(over_a_link()))
+    assert f"<code>sirtaki trace {escape(shlex.quote(str(folder)))}</code>" in render(findings(folder))
+
+
+def test_a_page_without_plotly_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path, record(over_a_link()))
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sirtaki\[plot\]'"):
+        render(findings(folder))
 
 
 def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> None:
@@ -447,9 +287,9 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
     )
     page = page_of(tmp_path / "<b>job", recording)
     tags = read(page)
-    assert len(tags.scripts) == 2
+    assert len(tags.scripts) == 2  # Plotly, and the bars
     assert "b" not in tags.seen
-    assert EVIL in json.loads(tags.scripts[0])["names"]
+    assert "&lt;/script&gt;" in page
     assert "&lt;b&gt;job" in page
 
 
@@ -458,8 +298,7 @@ def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Pa
     read(page)
     assert "told apart only where operators are recorded" in page
     assert "Operators were not recorded on every rank" in page
-    (words, _), *_ = bars(page)["rank 0"]
-    assert words.startswith(("forward", "backward"))
+    assert {"forward", "backward computation"} & set(bars(page)["rank 0"])
 
 
 def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
@@ -474,7 +313,6 @@ def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "FAR", -1.0)
     page = page_of(tmp_path, record(on_one_host()))
     assert page.count("too much to be believed") == 2
-    assert 'id="timeline-path"' not in page
     assert "if gradients travelled" not in page
 
 
@@ -499,7 +337,7 @@ def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "The 2 ranks with most to do are drawn, of 4." in page
     assert "rank 2" in bars(page)
     assert "Shown are the 2 ranks that wait longest, of 4." in page
-    assert {lane["rank"] for lane in json.loads(read(page).scripts[0])["iterations"][0]["lanes"]} == {0, 2}
+    assert len(bars(page)) == 2
 
 
 def test_the_command_writes_the_page_and_says_the_most_important(
@@ -525,10 +363,3 @@ def test_what_cannot_be_read_or_written_gets_one_sentence(tmp_path: Path, capsys
     assert main(["report", str(folder)]) == 1
     err = capsys.readouterr().err
     assert ("but no job.json" in err, err.count("\n"), (folder / "report.html").exists()) == (True, 1, False)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_the_script_is_javascript(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.js"
-    path.write_text(files("sirtaki.analysis").joinpath("timeline.js").read_text(encoding="utf-8"))
-    subprocess.run(["node", "--check", path], check=True)

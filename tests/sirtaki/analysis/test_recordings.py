@@ -7,16 +7,21 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import memories, recordings
+from fakes.played_jobs import record
 from fakes.played_jobs import written as write
+from fakes.replays import on_one_host
 
 from sirtaki.analysis import recording as folder
 from sirtaki.analysis.alignment import Known, align, headlines, rank_rows, trace_entries, write_trace
+from sirtaki.analysis.global_graph import path_spans, play
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.recording import (
     FORMAT_VERSION,
     Detail,
@@ -417,6 +422,21 @@ def test_a_rank_is_a_process_and_what_follows_each_other_a_thread() -> None:
     begins, ends = ([one for one in found if one["ph"] == kind] for kind in "be")  # of units that wait
     assert len({one["id"] for one in begins}) == len(begins) > 0
     assert all(begin["ts"] < end["ts"] and begin["id"] == end["id"] for begin, end in zip(begins, ends, strict=True))
+
+
+def test_the_critical_path_is_a_process_above_the_ranks_that_fills_each_replayed_iteration() -> None:
+    recording = record(on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6))
+    past = histories(recording)
+    found = list(trace_entries(recording, align(recording), path_spans(past, play(job_model(past)))))
+    path = [one for one in found if one["pid"] == 2 and one["ph"] == "X"]
+    assert [one["args"]["sort_index"] for one in found if one["name"] == "process_sort_index"] == [0, 1, -1]
+    for before, after in pairwise(path):
+        assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=1.0)
+    steps = [one for one in found if one["ph"] == "X" and one["name"].startswith("iteration")]
+    assert path[0]["ts"] == min(one["ts"] for one in steps)
+    assert path[-1]["ts"] + path[-1]["dur"] == pytest.approx(max(one["ts"] + one["dur"] for one in steps), abs=1.0)
+    where = [one["name"].partition(":")[0] for one in path]
+    assert set(where[: where.index("gloo stream 0")]) == {"rank 1"}  # the unit waits for the slow rank
 
 
 def test_ranks_whose_clocks_differ_stand_on_one() -> None:

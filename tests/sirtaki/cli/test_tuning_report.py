@@ -7,11 +7,11 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from conftest import RunRanks
-from fakes.trial_logs import JOB, MODEL, PLANNING, RESULT, TABLE, knobs, predicted, svgs, trial
+from fakes.pages import figures
+from fakes.trial_logs import JOB, MODEL, PLANNING, RESULT, TABLE, knobs, predicted, trial
 
 from sirtaki.autotune.knobs import Cut
 from sirtaki.cli.__main__ import main
@@ -40,21 +40,22 @@ def test_every_measurement_is_a_mark_with_its_setting_on_a_page_that_is_whole(lo
     balance = Balance()
     balance.feed(page)
     assert balance.open == []
-    first, *others = svgs(page)
-    titles = [element.text for element in first.iter() if element.tag.endswith("title")]
-    assert (len(titles), len(others)) == (4, 2)
-    assert titles[1] == "100 ms: grid, gloo flat, 512 KiB units, 4 streams"
-    assert titles[3].startswith("failed: ")
-    assert not re.search(r'<script|(src|href)="', render(read_log(log_of(MODEL, *JOB))))
+    first, *others = figures(page)
+    assert (len(first.texts()), len(others)) == (4, 2)
+    assert "100 ms: grid, gloo flat, 512 KiB units, 4 streams" in first.texts()
+    (failed,) = [trace for trace in first.traces if trace.get("hovertext", [""])[0].startswith("failed: ")]
+    assert failed["marker"]["symbol"] == ["x-thin-open"]
+    assert not re.search(r'(src|href)="', page.partition("<body>")[2])
 
 
 def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(log_of):
     planned = knobs(512, 2, cuts=(Cut(stop=100_000), Cut(stop=300_000, stream=1)))
     records = [MODEL, JOB[0], trial(6, "mg_wfbp", planned, 0.1, 0.1)]
-    plots = svgs(render(read_log(log_of(*records))))
+    plots = figures(render(read_log(log_of(*records))))
     assert len(plots) == 5
-    boxes = [element for element in plots[4].iter() if element.tag.endswith("rect")]
-    assert len(boxes) == 1 + 2  # the backward pass and two units
+    (boxes,) = plots[4].traces
+    assert boxes["y"] == ["compute", "stream 0", "stream 1"]  # the backward pass and two units
+    assert boxes["x"][0] == pytest.approx(30.0)
 
 
 def test_the_terminal_shows_what_the_page_says(log_of, tmp_path, capsys):
@@ -79,10 +80,12 @@ def test_with_the_jobs_model_the_bound_is_drawn_and_told(log_of):
     assert PLANNING.bound_s == pytest.approx(0.02)  # from the first ready gradient to the last
     page = render(read_log(log_of(MODEL, *JOB)))
     assert "No plan can take less than 20 ms" in page
-    first = svgs(page)[0]
-    dashed = [element for element in first.iter() if element.get("stroke-dasharray")]
-    assert len(dashed) == 2  # default and bound
-    assert len([e for e in svgs(render(read_log(log_of(*JOB))))[0].iter() if e.get("stroke-dasharray")]) == 1
+
+    def dashed(page):
+        return {trace["name"]: trace["y"] for trace in figures(page)[0].traces if "dash" in trace.get("line", {})}
+
+    assert dashed(page) == {"untuned": [200, 200], "bound": pytest.approx([20, 20])}
+    assert list(dashed(render(read_log(log_of(*JOB))))) == ["untuned"]
 
 
 def test_no_setting_is_shown_below_the_bound(log_of):
@@ -98,8 +101,8 @@ def test_no_setting_is_shown_below_the_bound(log_of):
 def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
     elsewhere = replace(knobs(), transport=TransportKind.MPI)
     page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
-    assert len(svgs(page)) == 3
-    assert "No timeline: that job's probes did not show what mpi flat" in page
+    assert len(figures(page)) == 3
+    assert "No timeline: that job&#39;s probes did not show what mpi flat" in page
 
 
 def test_a_missing_log_is_refused(tmp_path):
@@ -136,7 +139,7 @@ def test_a_line_of_the_table_says_what_was_touched_which_way_was_taken_and_what_
     page = render(read_log(log_with(*JOB, TABLE)))
     assert cells(page) == [
         [
-            "table",
+            "■ table",
             "200000 × 64",
             "4.50%",
             "300: 40%",
@@ -148,22 +151,22 @@ def test_a_line_of_the_table_says_what_was_touched_which_way_was_taken_and_what_
         ]
     ]
     assert "a rank receives 2.34 MB in an iteration; dense it would be 76.8 MB (33 times as much)" in page
-    assert "by Horovod&#x27;s rule 6.49 MB (2.8 times as much)" in page
+    assert "by Horovod&#39;s rule 6.49 MB (2.8 times as much)" in page
 
 
 def test_what_was_not_tried_and_where_nothing_was_counted_stays_empty(log_with):
     fixed = {**HOT, "curve": [], "popular_rows": 0}
     page = render(read_log(log_with(*JOB, fixed)))
     assert cells(page)[0][3:6] == ["", HOT_COLD, ""]
-    assert len(svgs(page)) == len(svgs(render(read_log(log_with(*JOB)))))
+    assert len(figures(page)) == len(figures(render(read_log(log_with(*JOB)))))
 
 
 def test_each_parameter_is_a_curve_with_a_dot_at_its_popular_rows(log_with):
     page = render(read_log(log_with(*JOB, TABLE, HOT)))
-    curves = svgs(page)[-1]
-    assert sum(element.tag.endswith("polyline") for element in curves.iter()) == 2
-    titles = [element.text for element in curves.iter() if element.tag.endswith("title")]
-    assert titles == ["table: 300 rows are 40% of touches", "<b>hot</b>: 300 rows are 40% of touches"]
+    curves = figures(page)[-1]
+    assert sum(trace["mode"] == "lines" for trace in curves.traces) == 2
+    hot = "&lt;b&gt;hot&lt;/b&gt;"  # Plotly shows it unescaped, and would take tags for tags
+    assert curves.texts() == ["table: 300 rows are 40% of touches", f"{hot}: 300 rows are 40% of touches"]
     assert "<b>hot" not in page
 
 
@@ -185,33 +188,27 @@ def test_a_credit_that_is_zero_for_all_is_said(log_of):
     assert "None has found" not in render(read_log(log_of(*JOB)))
 
 
-def boxes_of(plot):
-    """Opacity of the boxes of each row, by their tooltip's first word."""
-    found = {}
-    for element in plot.iter():
-        if element.tag.endswith("rect"):
-            found.setdefault(element[0].text.split(":")[0], []).append(float(element.get("fill-opacity")))
-    return found
+def credits_of(page):
+    """Credits of each row of the plot, by arm."""
+    plot = figures(page)[2]
+    return dict(zip(plot.layout["yaxis"]["ticktext"], plot.traces[0]["z"], strict=True))
 
 
 def test_the_credit_of_each_arm_is_drawn_as_the_job_wrote_it(log_of):
-    rows = boxes_of(svgs(render(read_log(log_of(*JOB))))[2])
-    assert len(set(rows["grid"])) == 1  # stays at 0.5
-    assert rows["pbt"] == sorted(rows["pbt"], reverse=True)
-    assert len(set(rows["pbt"])) == 4  # falls with each trial
+    rows = credits_of(render(read_log(log_of(*JOB))))
+    assert rows == {"grid": [0.5] * 4, "pbt": pytest.approx([1 / 3, 1 / 6, 1 / 9, 1 / 12])}
 
 
 def test_planners_have_no_row_of_credit_while_their_model_is_not_believed(log_of):
     credits = {"auc": {"grid": 0.5, "libra": 0.5}}
     records = [predicted({**record, **credits}, 0.1, believed=record is JOB[0]) for record in JOB[:3]]
-    rows = boxes_of(svgs(render(read_log(log_of(*records))))[2])
-    assert (len(rows["grid"]), len(rows["libra"])) == (3, 1)
+    assert credits_of(render(read_log(log_of(*records)))) == {"grid": [0.5] * 3, "libra": [0.5, None, None]}
 
 
 def test_every_prediction_is_drawn_against_what_was_measured_and_a_doubted_model_is_said_to_be(log_of):
     page = render(read_log(log_of(predicted(JOB[0], 0.21), predicted(JOB[1], 0.05), JOB[2], RESULT)))
     assert "<h2>Predicted and measured</h2>" in page
-    titles = [element.text for element in svgs(page)[3].iter() if element.tag.endswith("title")]
+    titles = figures(page)[3].texts()
     drawn = ["predicted 210 ms, measured 200 ms", "predicted 50 ms, measured 100 ms"]
     assert [title.split(":")[0] for title in titles] == drawn
     assert "predicted to be faster in 90 % of the cases" in page
@@ -225,7 +222,7 @@ def test_every_prediction_is_drawn_against_what_was_measured_and_a_doubted_model
 
 def test_a_trial_is_a_dot_in_its_arms_row_and_a_repetition_in_the_finals_is_none(log_of):
     def dots(*records):
-        return sum(element.tag.endswith("circle") for element in svgs(render(read_log(log_of(*records))))[2].iter())
+        return len(figures(render(read_log(log_of(*records))))[2].texts())
 
     finals = {**JOB[1], "iteration": 18, "purpose": "finals"}
     assert dots(*JOB) == dots(*JOB[:-1], finals, RESULT) == 2  # the third has failed
@@ -319,7 +316,7 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     # "No plan …", or, where steps came out faster than the probes allow, what "no plan" was said to do.
     for promised in ("o plan can take less than", "Which arm was trusted when", "Gradients travel in"):
         assert promised in page
-    plots = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
+    plots = figures(page)
     # On a busy machine the probes of a route may be too far from any model; a setting on it has no timeline then.
     known = {(link["transport"], link["algorithm"]) for link in model["links"]}
     shown = [(record["knobs"]["transport"], record["knobs"]["algorithm"]) for record in (trials[0], records[-1])]
@@ -334,4 +331,4 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     rows = json.loads(capsys.readouterr().out)
     assert {row["ranks"] for row in rows} == {2, 64}
     assert all(row["iteration_s"] > model["profile"]["forward_s"] for row in rows)
-    assert forecast.read_text().count("<svg") == 2
+    assert len(figures(forecast.read_text())) == 2

@@ -17,6 +17,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.registry.entry import ShardWay
 from sirtaki.registry.safe_store import open_store
 from sirtaki.torch import fsdp
+from sirtaki.torch.fsdp import target
 
 SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
 SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
@@ -88,24 +89,24 @@ def search(faster_times: float, steps: int | None = None) -> ShardSession:
 
 def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_proved() -> None:
     untuned = "1 stream, gathers 1 ahead and 1 behind"
-    line = fsdp.describe_progress(search(1.2, 0)).line()
+    line = target.describe_progress(search(1.2, 0)).line()
     assert line == f"tuning, step 0 of at most 119: now measuring the default: {untuned}"
-    line = fsdp.describe_progress(search(1.2, 3)).line()
+    line = target.describe_progress(search(1.2, 3)).line()
     assert line.startswith(
         "tuning, step 3 of at most 119, at most 35 s more: nothing seen that beats the default (300 ms)"
     )
-    progress = fsdp.describe_progress(search(1.2, 25))
+    progress = target.describe_progress(search(1.2, 25))
     seen = "fastest seen so far, not yet proved: 50 ms a step less"
     assert f"{seen} (300 ms → 250 ms); now comparing in turns: " in progress.line()
     assert progress.bar() == f"tuning [#....] 25/119; {seen}"
 
 
 def test_the_result_says_what_was_proved_with_its_interval() -> None:
-    said = fsdp.describe_result(search(1.2), "sockets")
+    said = target.describe_result(search(1.2), "sockets")
     assert (
         "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in paired turns)" in said
     )
-    said = fsdp.describe_result(search(1.0), "sockets")
+    said = target.describe_result(search(1.0), "sockets")
     assert "the default stays; sockets (nothing was proved to beat the default in paired turns)" in said
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -166,6 +167,20 @@ def test_a_stale_read_is_an_error_that_names_parameter_and_module() -> None:
     assert not _get_current_dispatch_mode_stack()
     for param in params:
         awaited.let_go(param)
+
+
+def test_watching_neither_begins_nor_ends_in_inference_mode() -> None:
+    watched = nn.Linear(1, 1)
+    learning = LearnedReads([watched.weight])
+    with torch.inference_mode():
+        assert not learning.begin()
+    assert learning.begin()
+    with torch.inference_mode():
+        learning.end()
+    torch.from_numpy(np.ones(1))  # PyTorch asks a mode, which must be on its stack
+    watched(torch.ones(1))
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
 
 
 def test_modes_of_the_script_go_on_whatever_begins_and_ends_within() -> None:

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -17,10 +16,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
-from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer, render
+from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer
 from sirtaki.watch.watchers import RECENT, Presence, Totals, look, run_folder
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
@@ -152,30 +153,38 @@ def some() -> Totals:
     return totals
 
 
-def test_each_line_is_one_that_prometheus_reads() -> None:
-    text = render(some(), rank=1, size=4)
-    for line in text.splitlines():
-        assert re.fullmatch(r'# (HELP|TYPE) sirtaki_\w+ .+|sirtaki_\w+\{rank="1"\} [\d.e+-]+', line), line
-    assert 'sirtaki_exposed_share{rank="1"} 0.1\n' in text
-    assert 'sirtaki_gradient_bytes_total{rank="1"} 100\n' in text
-    assert 'sirtaki_ranks{rank="1"} 4\n' in text
-
-
-def test_a_port_answers_until_it_is_closed() -> None:
-    totals = some()
-    server = MetricsServer(totals, host="127.0.0.1", port=0, rank=0, size=1)
-    address = f"http://127.0.0.1:{server.port}"
+def test_a_port_answers_with_each_metric_until_it_is_closed() -> None:
+    server = MetricsServer(some(), host="127.0.0.1", port=0, rank=1, size=4)
+    address = f"http://127.0.0.1:{server.port}/metrics"
     try:
-        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            assert answer.read().decode() == render(totals, rank=0, size=1)
-        with pytest.raises(urllib.error.HTTPError, match="404") as err:
-            urllib.request.urlopen(f"{address}/other", timeout=10)
-        err.value.close()
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=")
+            families = list(text_string_to_metric_families(answer.read().decode()))
     finally:
         server.close()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"{address}/metrics", timeout=10)
+        urllib.request.urlopen(address, timeout=10)
+    assert all(sample.labels == {"rank": "1"} for family in families for sample in family.samples)
+    assert {sample.name: (family.type, sample.value) for family in families for sample in family.samples} == {
+        "sirtaki_iterations_total": ("counter", 1),
+        "sirtaki_step_seconds_total": ("counter", 0.5),
+        "sirtaki_communication_seconds_total": ("counter", 0.1),
+        "sirtaki_exposed_seconds_total": ("counter", 0.05),
+        "sirtaki_exposed_share": ("gauge", 0.1),
+        "sirtaki_gradient_bytes_total": ("counter", 100),
+        "sirtaki_trials_total": ("counter", 0),
+        "sirtaki_decisions_total": ("counter", 0),
+        "sirtaki_generation": ("gauge", 0),
+        "sirtaki_ranks": ("gauge", 4),
+    }
+
+
+def test_a_job_that_is_to_serve_metrics_without_the_package_is_told_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIRTAKI_METRICS_PORT", "9400")
+    monkeypatch.setattr(sys, "path", [])  # nothing can be imported that has not been yet
+    monkeypatch.delitem(sys.modules, "prometheus_client", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'sirtaki\[prometheus\]'"):
+        job.init()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,0 +1,180 @@
+"""HTML pages of text, tables and Plotly plots. A page is one file that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from sirtaki.errors import ConfigError
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#a65628")
+DEFAULT_COLOR = "#888888"
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
+body { color: CanvasText; background: Canvas; overflow-wrap: anywhere; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+.wide { overflow-x: auto; overflow-wrap: normal; } .unsure { opacity: .55; }
+td, th { padding: .2em .8em .2em 0; text-align: left; }
+.number { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums; }
+.note { border-left: 3px solid #d1366b; padding: .1em .9em; } .quiet { opacity: .75; font-size: .93em; }
+tr.sum td { border-top: 1px solid; } meter { width: 10em; }
+.js-plotly-plot text:not(.nums, .name) { fill: CanvasText !important; }
+"""
+
+Trace = dict[str, Any]
+"""A trace as Plotly describes it (https://plotly.com/javascript/reference)."""
+
+LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
+"""A logarithmic axis, whose ticks are labelled with whole numbers."""
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """Return a whole HTML page: the title as a heading, then the sections.
+
+    The content security policy of the page forbids all scripts but its own, and all requests.
+    """
+    body = Markup("\n").join(sections)
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", body, re.DOTALL)
+    library = _plotly().offline.get_plotlyjs() if scripts else ""
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (library, *scripts))
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}"
+    whole = Markup(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><meta http-equiv="Content-Security-Policy" content="{}">'
+        "<title>Sirtaki: {}</title><style>{}</style><script>{}</script></head>\n"
+        "<body>\n<h1>{}</h1>\n{}\n</body></html>\n"
+    ).format(policy, title.lower(), Markup(STYLE), Markup(library), title, body)
+    return str(whole)
+
+
+def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **layout: Any) -> Markup:
+    """Return an interactive plot, to be put on a `page`.
+
+    Args:
+        traces: what is drawn; a trace's `hovertext` is shown as it is.
+        x: title of the horizontal axis.
+        y: title of the vertical axis.
+        height: in pixels.
+        layout: more of Plotly's layout. A dictionary is merged into that of the same name.
+
+    Raises:
+        ConfigError: Plotly is missing.
+    """
+    axis = {"gridcolor": "rgba(136,136,136,0.27)", "zeroline": False, "automargin": True}
+    usual: dict[str, Any] = {
+        "xaxis": {**axis, "title": {"text": x}},
+        "yaxis": {**axis, "title": {"text": y}},
+        "hoverlabel": {"bgcolor": "#333", "font": {"color": "#fff"}},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "margin": {"l": 60, "r": 10, "t": 20, "b": 50},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "closest",
+        "template": "none",
+        "height": height,
+    }
+    for name, value in layout.items():
+        usual[name] = {**usual.get(name, {}), **value} if isinstance(value, dict) else value
+    shown = [
+        {**trace, "hoverinfo": "text", "hovertext": [*map(escape, trace["hovertext"])]}
+        if "hovertext" in trace
+        else trace
+        for trace in traces
+    ]
+    config = {"displayModeBar": False, "responsive": True}
+    figure = {"data": shown, "layout": usual}
+    return Markup(_plotly().io.to_html(figure, full_html=False, include_plotlyjs=False, config=config))
+
+
+def _plotly() -> Any:
+    try:
+        import plotly.io
+        import plotly.offline
+    except ImportError as err:
+        raise ConfigError("pages need plotly: pip install 'sirtaki[plot]'") from err
+    return plotly
+
+
+def line(name: str, x: Sequence[float], y: Sequence[float], color: str, **style: Any) -> Trace:
+    """Return a line; `style` is Plotly's (`dash`, `shape`)."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": str(escape(name)),
+        "x": x,
+        "y": y,
+        "line": {"color": color, **style},
+    }
+
+
+def dots(name: str, points: Iterable[tuple[Any, Any, str]], color: str, **more: Any) -> Trace:
+    """Return a point for each `(x, y, text)`, whose text is shown under the pointer."""
+    x, y, texts = zip(*points, strict=True)
+    marker = {"color": color, **more.pop("marker", {})}
+    return {"type": "scatter", "mode": "markers", "name": str(escape(name)), "x": x, "y": y, "hovertext": texts,
+            "marker": marker, **more}  # fmt: skip
+
+
+def heading(words: str) -> Markup:
+    """Return the heading of a section."""
+    return Markup("<h2>{}</h2>").format(words)
+
+
+def paragraph(words: str, kind: str = "") -> Markup:
+    """Return a paragraph of a CSS class. `words` are escaped unless they are `Markup`."""
+    return _element("p", kind, words)
+
+
+def details(summary: str, content: Markup) -> Markup:
+    """Return content that is folded away under a line of text."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(summary, content)
+
+
+def share_bar(share: float) -> Markup:
+    """Return a bar whose length shows a share of 1."""
+    return Markup('<meter value="{:.4f}"></meter>').format(share)
+
+
+def swatch(color: str, name: str) -> Markup:
+    """Return a name after a square in a colour."""
+    return Markup('<span style="color:{}">■</span> {}').format(color, name)
+
+
+def table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text: Sequence[int] = (),
+    last: Sequence[str] = (),
+    unsure: Sequence[int] = (),
+) -> Markup:
+    """Return a table.
+
+    Args:
+        titles: of the columns.
+        rows: cells, which are escaped unless they are `Markup`.
+        text: places of columns that hold no numbers.
+        last: a row of sums.
+        unsure: places of rows that are grey.
+    """
+
+    def row(cells: Sequence[str], tag: str = "td", kind: str = "") -> Markup:
+        inside = (_element(tag, "" if place in text else "number", cell) for place, cell in enumerate(cells))
+        return _element("tr", kind, Markup().join(inside))
+
+    body = [row(cells, kind="unsure" if place in unsure else "") for place, cells in enumerate(rows)]
+    sums = [row(last, kind="sum")] if last else []
+    return Markup('<div class="wide"><table>{}</table></div>').format(Markup().join([row(titles, "th"), *body, *sums]))
+
+
+def _element(tag: str, kind: str, content: str) -> Markup:
+    of = Markup(' class="{}"').format(kind) if kind else ""
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, of, content)

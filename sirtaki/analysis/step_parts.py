@@ -1,0 +1,197 @@
+"""The parts of a step: kinds of time, exposed communication, late units."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from sirtaki.autotune.model.replayer import Activity, Phase
+
+from .job_model import Barrier, Histories, OperationKey, Step, Stretch
+
+
+class Kind(Enum):
+    """Kinds of time of a training thread, in the order in which bars are stacked."""
+
+    DATA = "data loading"
+    FORWARD = "forward"
+    BACKWARD = "backward computation"
+    COPY = "copying gradients"
+    EXPOSED = "exposed communication"
+    UPDATE = "update"
+    COLLECTIVE = "other operations between ranks"
+    OTHER = "other, gaps"
+
+
+COLORS = {
+    Kind.DATA: "#e69f00",
+    Kind.FORWARD: "#0072b2",
+    Kind.BACKWARD: "#56b4e9",
+    Kind.COPY: "#a58a3c",
+    Kind.EXPOSED: "#d1366b",
+    Kind.UPDATE: "#009e73",
+    Kind.COLLECTIVE: "#d55e00",
+    Kind.OTHER: "#8b9096",
+}
+"""Told apart on white and on black, and by most who see few colours."""
+
+NOT_TOLD_APART = "forward, data loading, other (told apart only where operators are recorded)"
+
+OF_PHASE = {
+    Phase.DATA: Kind.DATA,
+    Phase.FORWARD: Kind.FORWARD,
+    Phase.BACKWARD: Kind.BACKWARD,
+    Phase.UPDATE: Kind.UPDATE,
+    Phase.OTHER: Kind.OTHER,
+}
+
+
+def kind_of(one: Stretch) -> Kind:
+    """Return the kind of time of a stretch."""
+    if one.waits:
+        return Kind.EXPOSED if waits_for_gradients(one) else Kind.COLLECTIVE
+    if one.activity is Activity.COPY:
+        return Kind.COPY
+    return OF_PHASE[one.phase]
+
+
+def waits_for_gradients(one: Stretch) -> bool:
+    """Units are waited for, perhaps among other things."""
+    return any(buffer >= 0 for buffer, _, _ in one.waits)
+
+
+class StepParts(NamedTuple):
+    """The kinds of time of one rank's step, means over its iterations.
+
+    Attributes:
+        rank: which.
+        seconds: spent on each kind of thing; what is not there is left out.
+    """
+
+    rank: int
+    seconds: Mapping[Kind, float]
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(self.seconds.values())
+
+
+def step_parts(histories: Histories) -> tuple[StepParts, ...]:
+    """Return what the step of every rank is made of."""
+    found, count = [], len(histories.steps)
+    for rank in histories.ranks:
+        total_s: dict[Kind, float] = defaultdict(float)
+        for step in histories.steps:
+            for one in step.stretches[rank]:
+                total_s[kind_of(one)] += one.end_s - one.begin_s
+        found.append(StepParts(rank, {kind: total_s[kind] / count for kind in Kind if total_s.get(kind)}))
+    return tuple(found)
+
+
+LEAST_S = 1e-6
+"""A unit that ends so shortly after the backward pass is not late."""
+
+
+class RankExposure(NamedTuple):
+    """One rank's waiting for gradients; means of an iteration.
+
+    Attributes:
+        rank: which.
+        moving_s: a unit was under way meanwhile.
+        held_s: none was, since another rank had not come so far yet.
+    """
+
+    rank: int
+    moving_s: float
+    held_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """All waiting."""
+        return self.moving_s + self.held_s
+
+
+class LateUnit(NamedTuple):
+    """A unit that ends after a backward pass. Moments are seconds after the end of that, means of ranks and iterations.
+
+    Attributes:
+        unit: as it was in one iteration.
+        issue_s: a rank has its gradients ready.
+        begin_s: all have, and the stream is free.
+        done_s: the result is there.
+        late_s: of `done_s` what is after the end.
+        times: in how many iterations it was late on any rank.
+    """
+
+    unit: Barrier
+    issue_s: float
+    begin_s: float
+    done_s: float
+    late_s: float
+    times: int
+
+
+def backward_ends_s(histories: Histories, step: Step, rank: int) -> dict[tuple[int, int], float]:
+    """When this rank begins to wait for the gradients of each reducer, by the job's clock."""
+    reducers = _reducers(histories)
+    waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
+    return {reducers[key[0]]: one.begin_s for one in waits for key in one.waits if key[0] in reducers}
+
+
+def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
+    return {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
+
+
+def exposures(histories: Histories) -> tuple[RankExposure, ...]:
+    """Return how long every rank waits for gradients."""
+    found, count = [], len(histories.steps)
+    for rank in histories.ranks:
+        moving_s = total_s = 0.0
+        for step in histories.steps:
+            busy = _busy(step.barriers, rank)
+            for one in filter(waits_for_gradients, step.stretches[rank]):
+                total_s += one.end_s - one.begin_s
+                moving_s += sum(max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy)
+        found.append(RankExposure(rank, moving_s / count, (total_s - moving_s) / count))
+    return tuple(found)
+
+
+def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
+    """When units of this rank were under way; intervals that do not overlap."""
+    found: list[tuple[float, float]] = []
+    mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
+    for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in mine):
+        if found and begin_s <= found[-1][1]:
+            begin_s, before_s = found.pop()
+            end_s = max(before_s, end_s)
+        found.append((begin_s, end_s))
+    return found
+
+
+def late_units(histories: Histories) -> tuple[LateUnit, ...]:
+    """Return units that end after the backward pass on some rank, in the order in which they end."""
+    units: dict[OperationKey, Barrier] = {}
+    moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
+    times = Counter[OperationKey]()
+    reducers = _reducers(histories)
+    for step in histories.steps:
+        ends_s = {rank: backward_ends_s(histories, step, rank) for rank in histories.ranks}
+        for one in (one for one in step.barriers if one.activity is Activity.UNIT):
+            units[one.key] = one
+            after = [
+                (one.issued_s[rank] - end_s, one.begin_s - end_s, one.done_s[rank] - end_s)
+                for rank in one.ranks
+                if (end_s := ends_s[rank].get(reducers[one.key[0]])) is not None
+            ]
+            moments[one.key] += after
+            times[one.key] += any(done_s > LEAST_S for _, _, done_s in after)
+    late = []
+    for key, count in (+times).items():
+        issue_s, begin_s, done_s = map(statistics.fmean, zip(*moments[key], strict=True))
+        late_s = statistics.fmean(max(0.0, done) for _, _, done in moments[key])
+        late.append(LateUnit(units[key], issue_s, begin_s, done_s, late_s, count))
+    return tuple(sorted(late, key=lambda one: one.done_s))

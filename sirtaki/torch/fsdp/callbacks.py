@@ -1,0 +1,186 @@
+"""Callbacks through which FSDP gathers and scatters, and hooks on the modules of a sharded model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp as TorchOp
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.shards import JointGather, ShardLanes, ShardWork
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.machine import finalize
+
+from .buckets import JointTransfers
+from .model import ShardedModel
+from .private import FsdpGroup, is_default, wrap_forward
+
+
+def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDP's modules
+    """Have FSDP call Sirtaki whenever it gathers or scatters, and when modules of `model` are used. Not collective."""
+    carries = sharded.connections.carries
+    for group in sharded.groups:
+        group.set_owner(sharded)
+        gather, scatter = group.collectives
+        group.module.set_custom_all_gather(AllGatherCallback(sharded, group, None if carries else gather))
+        group.module.set_custom_reduce_scatter(ReduceScatterCallback(sharded, group, None if carries else scatter))
+    group_of = {id(group.module): group for group in sharded.groups}
+    for module in modules:
+        if module is not model:
+            module.register_forward_pre_hook(partial(sharded.use, group_of.get(id(module))), prepend=True)
+    begin_forward = partial(sharded.begin_forward, group_of.get(id(model)))
+    model.register_forward_pre_hook(begin_forward, prepend=True)
+    model.register_forward_hook(sharded.end_forward, always_call=True)
+    if any(module is model for module in modules):
+        wrap_forward(model, begin_forward, sharded.end_forward)
+    reference = weakref.ref(sharded)
+
+    def before_update(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if (found := reference()) is not None:
+            found.before_update(optimizer)
+
+    finalize(model, register_optimizer_step_pre_hook(before_update).remove)
+
+
+class GatherWork(dist.Work):
+    """Work that FSDP waits for before it uses a module."""
+
+    def __init__(
+        self, transfers: JointTransfers, work: ShardWork | JointGather, *then: Callable[[], None] | None
+    ) -> None:
+        super().__init__()
+        self._transfers, self._work, self._then = transfers, work, then
+
+    def wait(self, timeout: object = None) -> bool:
+        """Block until all shards have come. FSDP sets no time limit."""
+        self._transfers.wait_for(self._work)
+        then, self._then = self._then, ()
+        for act in then:
+            if act is not None:
+                act()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the gather has ended."""
+        return self._work.is_done()
+
+
+class AllGatherCallback:
+    """FSDP's `AllGather` of one parameter group. Returns kept parameters in a backward pass, and gathers others.
+
+    Attributes:
+        carrier: the collective that FSDP would use; None if Sirtaki carries the shards.
+        can_keep: nothing else uses the memory that is allocated for parameters.
+    """
+
+    def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
+        self._model, self._group, self.carrier = model, group, carrier
+        self.can_keep = carrier is None or is_default(carrier)
+        self._kept: torch.Tensor | None = None  # what the next gather returns
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the whole parameters. FSDP calls this before each gather."""
+        (numel,), model = size, self._model
+        self._kept = kept = model.take_kept(self._group)
+        if kept is not None and kept.numel() == numel:
+            return kept
+        if self.carrier is not None:
+            return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
+        lanes = model.lanes(self._group.gather_process_group)
+        joint = model.transfers.bucket_of_gather(self._group) is not None
+        if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
+            return torch.empty(numel, dtype=dtype, device=device)
+        model.transfers.launch_gathers()  # these take memory, too
+        return lanes.gather_memory(numel, dtype)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather. Ignore `async_op`: FSDP waits for the returned work when it uses the parameters."""
+        model, kept, self._kept = self._model, self._kept, None
+        model.record_gather(self._group)
+        if kept is not None and kept.numel() == output_tensor.numel():
+            return None
+        keeper = model.keeper_of(self._group)
+        if keeper is True:
+            model.keep(self._group, output_tensor)
+        lanes = model.lanes(group)
+        if self.carrier is not None or lanes is None:  # the latter: a process group that the mesh did not have before
+            gather = self.carrier or dist.all_gather_into_tensor
+            work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
+        if kept is not None and model.near is not None:
+            rows = output_tensor.chunk(model.near.control.size)
+            return GatherWork(model.transfers, model.near.gather(rows, kept, label=self._group.number))
+        keep = partial(self._keep_part, keeper.control, output_tensor) if isinstance(keeper, ShardLanes) else None
+        rows = output_tensor.chunk(group.size())
+        transfer, unpack = model.transfers.gather(self._group, lanes, rows, input_tensor)
+        return GatherWork(model.transfers, transfer, unpack, keep)
+
+    def _keep_part(self, control: ControlPlane, whole: torch.Tensor) -> None:
+        self._model.keep(self._group, whole.chunk(control.size)[control.rank].clone())
+
+
+class ReduceScatterCallback:
+    """FSDP's `ReduceScatter` of one parameter group.
+
+    Attributes:
+        carrier: the collective that FSDP would use; None if Sirtaki carries the shards.
+    """
+
+    def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
+        self._model, self._group, self.carrier = model, group, carrier
+        self._whole: torch.Tensor | None = None  # the next result belongs to it
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory. FSDP calls this for the whole gradient, then for this rank's part of the sum."""
+        if self.carrier is not None:
+            return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
+        (numel,), transfers = size, self._model.transfers
+        if self._group in transfers.buckets:
+            return torch.empty(numel, dtype=dtype, device=device)
+        transfers.launch_scatters()  # these take memory, too
+        transfers.make_room()  # before there is memory for one more
+        lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
+        if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
+            return torch.empty(numel, dtype=dtype, device=device)
+        self._whole = lanes.scatter_memory(numel, dtype)
+        return self._whole
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Scatter. Wait only if FSDP, or a hook of the user's, reads the result before the backward pass ends."""
+        model, lanes = self._model, self._model.lanes(group)
+        recipe = None if lanes is None else _recipe(op, group.size())
+        model.record_scatter(self._group)
+        if lanes is None or recipe is None:
+            scatter = self.carrier or dist.reduce_scatter_tensor
+            work: dist.Work | None = scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            return work
+        waits = (
+            recipe[1] == 1.0  # FSDP divides the sum by itself
+            or self._group in model.transfers.hooked
+            or self._group.has_gradient_hooks
+            or self._group.reads_scatter_result(output_tensor.dtype)
+        )
+        model.transfers.scatter(self._group, lanes, input_tensor, output_tensor, recipe, waits=waits)
+        return None
+
+
+def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: its type is PyTorch's and private
+    """Return how elements are combined, and the factor of the result. None if lanes cannot do that."""
+    whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
+    kind, factor = whole.__getstate__()
+    if kind == TorchOp.AVG:
+        return ReduceOp.SUM, 1.0 / size
+    if kind == TorchOp.PREMUL_SUM:
+        return ReduceOp.SUM, float(factor)
+    return (ReduceOp.SUM, 1.0) if kind == TorchOp.SUM else None

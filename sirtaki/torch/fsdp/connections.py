@@ -1,0 +1,185 @@
+"""Connections between the ranks of a sharded model: Sirtaki's lanes, or PyTorch's own collectives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from sirtaki.autotune.sharded import MOST_SCATTERING, ShardKnobs
+from sirtaki.comm.control.communicator import Communicator
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import leave_together
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.shards import ShardLanes
+from sirtaki.engine.c10d import backend_name, group_beside, may_add_groups_alone
+from sirtaki.engine.console import NO_LOG, tuning_ahead, tuning_off
+from sirtaki.engine.lanes import control_of, open_shards, untuned_streams
+from sirtaki.engine.ranks import open_beside, settings_beside
+from sirtaki.engine.settings import NEVER_S, Settings
+from sirtaki.errors import CommError
+from sirtaki.machine import at_exit, forget_at_exit
+
+from .buckets import Packing
+from .private import FsdpGroup, Ranks, collective_name, is_default, ranks_of
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
+"""How long a rank that has ended its use of a model waits for the other ranks, which may still use it."""
+
+
+class ShardConnections:
+    """Connections between the ranks of each process group of a model. Refers to no module of the model.
+
+    Attributes:
+        carries: Sirtaki carries the shards.
+        lanes: lanes by the ranks that they connect; empty if PyTorch carries the shards.
+        control: the control plane of all ranks of all process groups; None if no process group has all, or all have
+            one rank.
+        lanes_of_all: the lanes between the ranks of the largest process group; None if PyTorch carries the shards.
+        searching: a search is in progress. Set on the rank that decides.
+    """
+
+    searching = False
+
+    def __init__(self, settings: Settings, groups: Sequence[FsdpGroup], packing: Packing, *, carries: bool) -> None:
+        """Open the connections. Collective.
+
+        Args:
+            settings: of this process.
+            groups: parameter groups of the model.
+            packing: how shards are packed.
+            carries: Sirtaki carries the shards. Otherwise PyTorch does.
+
+        Raises:
+            MismatchError: on all ranks, the models or the arguments differ.
+            TransportError: on all ranks, a connection cannot be opened.
+        """
+        self._settings, self.carries = settings, carries
+        self.lanes: dict[Ranks, ShardLanes] = {}
+        self._controls: dict[Ranks, ControlPlane] = {}
+        self._meshes: list[tuple[Communicator, Communicator]] = []  # with a duplicate for the last barrier
+        for group in groups:
+            for process_group in group.all_process_groups:
+                self._open(process_group, groups, packing)
+        ranks = max(self._controls, key=len, default=())
+        self.control, self.lanes_of_all = self._controls.get(ranks), self.lanes.get(ranks)
+        if not all(set(other) <= set(ranks) for other in self._controls):
+            self.control = None
+            if dist.get_rank() == 0:
+                logger.info("modules are sharded between other ranks each, of which none has all: nothing is tuned")
+        if not self._controls and dist.get_rank() == 0:
+            no_log = NO_LOG if settings.trial_log else ""
+            logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
+        at_exit(self.close)
+
+    def _open(self, process_group: dist.ProcessGroup, groups: Sequence[FsdpGroup], packing: Packing) -> None:
+        ranks, settings = ranks_of(process_group), self._settings
+        only_resharded = all(ranks_of(group.shard_process_group) != ranks for group in groups)
+        if len(ranks) == 1 or ranks in self._controls or (only_resharded and not self.carries):
+            return
+        mesh = open_beside(settings, process_group)
+        self._meshes.append((mesh, mesh.duplicate()))
+        control = control_of(mesh, settings)
+        control.require_equal(str([group.description for group in groups]), "the sharded model")
+        control.require_equal(str((packing, self.carries)), "how shards are packed, and what carries them")
+        self._controls[ranks] = control
+        if self.carries:
+            limits = settings_beside(process_group)
+            lanes = self.lanes[ranks] = open_shards(
+                control, settings=settings, timeout=lambda: limits.missing_ranks_limit_s or NEVER_S
+            )
+            gathered, scattered = (max(sizes) for sizes in zip(*(group.n_bytes for group in groups), strict=True))
+            lanes.reserve(shard_bytes=-(-gathered // len(ranks)), whole_bytes=0 if only_resharded else scattered)
+            how, streams = "shared memory", untuned_streams(lanes, settings)
+            if lanes.peers < len(ranks) - 1:
+                how = f"shared memory within nodes, {streams} connections from each rank to every other node"
+            elif lanes.kind is not TransportKind.SHARED_MEMORY:
+                how = f"{streams} connections to each other rank"
+        else:
+            how = describe_pytorch(groups)
+        if control.rank == 0 and not only_resharded:
+            then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
+            logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
+
+    def leave(self) -> None:
+        """Close the connections once the other ranks have left, too. Non-blocking. Called when the model is deleted."""
+        forget_at_exit(self.close)
+        if self._controls:  # otherwise the process ends and has closed the connections
+            threading.Thread(target=self.close, name="sirtaki-leave").start()
+
+    def close(self) -> None:
+        """Wait some seconds for the other ranks to leave, then close the connections."""
+        lanes, self.lanes, controls, self._controls = self.lanes, {}, self._controls, {}
+        if self.searching:
+            self.searching = False
+            logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
+        for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
+            with suppress(CommError):  # the other ranks have been told of the failure
+                if not leave_together(farewell, LEAVE_S):
+                    mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
+            farewell.free()
+            mesh.free()
+            if ranks in lanes:
+                lanes[ranks].close()
+
+
+class PytorchCollectives:
+    """Settings of PyTorch's own collectives under FSDP: scatters in flight, and a process group of their own."""
+
+    def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
+        self._groups, self._control = groups, control
+        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups of scatters
+
+    def choices(self) -> tuple[tuple[int, ...], int]:
+        """Return the numbers of communicators that may be tried, and the most scatters in flight.
+
+        What the user has set stays as it is.
+        """
+        groups = self._groups
+        if not all(is_default(group.collectives[1]) for group in groups):
+            return (1,), 1
+        fixed = any(group.own_scatter_process_group for group in groups)
+        if not may_add_groups_alone():
+            fixed |= any(1 < group.shards < dist.get_world_size() for group in groups)
+        can_set = {group.most_scatter_buffers for group in groups} == {1}
+        return (1,) if fixed else (1, 2), MOST_SCATTERING if can_set else 1
+
+    def apply(self, now: ShardKnobs, knobs: ShardKnobs) -> None:
+        """Change from setting `now` to `knobs`. Collective, between two steps."""
+        if knobs.scattering != now.scattering:
+            for group in self._groups:
+                group.set_most_scatter_buffers(knobs.scattering)
+        if knobs.streams == now.streams:
+            return
+        sharded = {group: ranks_of(group.shard_process_group) for group in self._groups if group.shards > 1}
+        if not self._made:
+            token = "" if self._control is None else str(self._control.broadcast(uuid.uuid4().hex))
+            try:
+                for group, ranks in sharded.items():
+                    if ranks not in self._made:
+                        self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
+            except (AttributeError, TypeError) as err:  # on all ranks, because they have the same PyTorch
+                logger.debug("scatters cannot have a communicator of their own: %s", err)
+                return
+        for group, ranks in sharded.items():
+            group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
+
+    def settle(self, knobs: ShardKnobs) -> None:
+        """Destroy the process groups of scatters if the final setting does not use them. Collective."""
+        if knobs.streams == 1:
+            for made in self._made.values():
+                dist.destroy_process_group(made)
+            self._made = {}
+
+
+def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
+    """Name the backends of PyTorch that would carry the shards, and the user's own collectives."""
+    backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
+    own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
+    return ", ".join([f"PyTorch's {backends}", *sorted(own)])

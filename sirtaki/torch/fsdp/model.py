@@ -1,0 +1,302 @@
+"""State of a model under `fully_shard` whose shards Sirtaki carries or tunes.
+
+FSDP gathers the parameters of each module before they are used, and scatters its gradients afterwards. `ShardedModel`
+decides how far ahead FSDP gathers, which modules keep their parameters for the backward pass, and which modules' shards
+travel as one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sirtaki.autotune.sharded import ShardKnobs
+from sirtaki.comm.shards import ShardLanes
+from sirtaki.engine.autograd import in_backward, when_backward_ends
+from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.settings import Settings
+from sirtaki.errors import TransportError
+
+from .buckets import Bucket, JointTransfers, Packing, StepTrace
+from .connections import PytorchCollectives, ShardConnections, describe_pytorch
+from .private import FsdpGroup, ranks_of
+
+logger = logging.getLogger(__name__)
+
+AS_PYTORCH = ShardKnobs(streams=1, ahead=0, behind=1)
+"""What FSDP does by itself."""
+
+
+class StepObserver(Protocol):
+    """The tuner of a sharded model."""
+
+    def end_step(self) -> None:
+        """A step has ended, with nothing in flight. Collective."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Steps can no longer be compared. Collective, with nothing in flight."""
+        ...
+
+
+class ShardedModel:
+    """State of one sharded model.
+
+    Attributes:
+        groups: parameter groups, in the order of `model.modules()`.
+        order: parameter groups in the order of use, which is known after the first forward pass with gradients; empty
+            if modules are used in different orders.
+        connections: connections between its ranks.
+        pytorch: settings of PyTorch's collectives.
+        transfers: gathers and scatters.
+        given: codecs that the user has chosen.
+        node_ranks: ranks of each node, if they can keep parameters together; otherwise 0.
+        near: lanes within a node, if parameters may be kept there.
+        knobs: the setting in use.
+        trace: trace of the step in progress, if one is wanted.
+        sets_prefetch: Sirtaki decides what is gathered ahead, because the user has not. Known with `order`.
+        tuner: what is told when steps end.
+    """
+
+    tuner: StepObserver
+
+    def __init__(
+        self, groups: Sequence[FsdpGroup], connections: ShardConnections, given: Packing, settings: Settings
+    ) -> None:
+        """Collective."""
+        self.groups, self.connections, self.given = groups, connections, given
+        self.pytorch = PytorchCollectives(groups, connections.control)
+        self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
+        self.order: Sequence[FsdpGroup] = ()
+        self._order_known = False  # `order` is final
+        self._places: dict[FsdpGroup, int] = {}
+        self.sets_prefetch = False
+        self.trace: StepTrace | None = None
+        self._used: list[FsdpGroup] = []  # in this forward pass
+        self._in_forward = self._with_gradients = False  # of the whole model
+        self._prefetched: list[FsdpGroup] = []  # gathered in a forward pass, used or not
+        self._scattered = False  # since the model was called
+        self._kept: dict[FsdpGroup, torch.Tensor] = {}  # whole parameters, or this rank's part of them
+        self.near: ShardLanes | None = None
+        self.node_ranks = self._count_node_ranks()
+        if self.node_ranks:
+            (lanes,) = connections.lanes.values()
+            if lanes.control.broadcast(settings.tunes and settings.fsdp_memory > 0):
+                largest = max(gathered for gathered, _ in (group.n_bytes for group in groups))
+                self.near = lanes.within_node(shard_bytes=-(-largest // self.node_ranks))
+
+    def _count_node_ranks(self) -> int:
+        mesh = self.groups[0].mesh
+        lanes = self.lanes(self.groups[0].shard_process_group)
+        one_mesh = all(group.mesh == mesh for group in self.groups) and mesh.ndim == 1
+        if not one_mesh or lanes is None or len(self.connections.lanes) > 1:
+            return 0
+        if lanes.peers == lanes.control.size - 1 or lanes.control.size < dist.get_world_size():
+            return 0
+        return lanes.control.local_size
+
+    def lanes(self, process_group: dist.ProcessGroup) -> ShardLanes | None:
+        """Return the lanes between the ranks of a process group. None if PyTorch carries its shards."""
+        return self.connections.lanes.get(ranks_of(process_group))
+
+    def describe(self) -> str:
+        """Describe what carries the shards, and the setting."""
+        return f"{self.carriers}, {self.knobs.describe()}"
+
+    @property
+    def carriers(self) -> str:
+        """What carries the shards, in words."""
+        if self.connections.carries:
+            return " and ".join(sorted({lanes.kind.value for lanes in self.connections.lanes.values()}))
+        return describe_pytorch(self.groups)
+
+    @property
+    def whole_bytes(self) -> tuple[int, ...]:
+        """Bytes of each module's gathered parameters, in the order of use."""
+        return tuple(group.n_bytes[0] for group in self.order)
+
+    @property
+    def joinable(self) -> tuple[int, ...]:
+        """Places, in the order of use, of modules whose shards can travel with those of the module before."""
+        if not self.connections.carries or not self.sets_prefetch:
+            return ()
+        layouts = [group.layout for group in self.order]
+        return tuple(place for place in range(1, len(layouts)) if layouts[place - 1] == layouts[place])
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Places, in the order of use, of modules that FSDP gathers again for the backward pass."""
+        return tuple(place for place, group in enumerate(self.order) if self._can_keep(group))
+
+    def _can_keep(self, group: FsdpGroup) -> bool:
+        """Return whether FSDP gathers the parameters again, into memory that nothing else uses."""
+        return group.gathered_again and getattr(
+            group.collectives[0], "can_keep", False
+        )  # the user may have set another
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, knobs: ShardKnobs) -> None:
+        """Use a setting from the next step on, except for streams that cannot be opened. Collective, between steps."""
+        if (lanes := self.connections.lanes_of_all) is None:
+            self.pytorch.apply(self.knobs, knobs)
+        elif knobs.streams != self.knobs.streams:
+            try:
+                lanes.use(knobs.streams)
+            except TransportError as err:  # on all ranks; the connections in use stay open
+                logger.debug("%d streams cannot be used: %s", knobs.streams, err)
+        if lanes is not None and knobs.joined:  # buckets must be the same on all ranks
+            hooked = lanes.control.maximum(np.array([float(group.has_gradient_hooks) for group in self.groups]))
+            self.transfers.hooked = {group for group, one in zip(self.groups, hooked, strict=True) if one}
+        self.apply(knobs)
+
+    def apply(self, knobs: ShardKnobs) -> None:
+        """Use a setting from the next forward pass on, without opening streams. Not collective."""
+        self.knobs, self.transfers.most_scatters = knobs, knobs.scattering
+        gathers, scatters = knobs.codecs
+        self.transfers.packing = self.given[0] or gathers, self.given[1] or scatters
+        self.transfers.buckets = {}
+        order, buckets = self.order, knobs.buckets(len(self.order))
+        for number, bucket in enumerate(buckets):
+            first, last = bucket[0], bucket[-1]
+            ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
+            behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
+            if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
+                behind = ()  # FSDP prefetches one module by itself
+            for place in bucket if self.sets_prefetch else ():
+                order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
+            if len(bucket) > 1:
+                again = [place for place in bucket if place in self.dropped and place not in (*knobs.kept, *knobs.near)]
+                one = Bucket(order[first], order[last], order[min(again, default=first)])
+                self.transfers.buckets.update({order[place]: one for place in bucket})
+
+    # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin_forward(self, group: FsdpGroup | None, *_: object) -> None:
+        """Begin a forward pass of the whole model, whose own parameters are in `group`. A forward hook.
+
+        If gradients have been scattered since the last call, a step has ended and nothing is in flight.
+        """
+        if in_backward():
+            return
+        distributed_autograd.refuse_sharded()
+        self.transfers.wait()  # for scatters of a backward pass that has failed
+        self._drop_prefetched()
+        self._kept.clear()
+        self._in_forward = True
+        self._with_gradients, self._used = torch.is_grad_enabled(), []
+        if self._scattered and self._with_gradients:  # an evaluation may come before the step ends
+            self._scattered = False
+            if self.order:
+                self.tuner.end_step()
+        self.use(group)
+
+    def end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """End a forward pass of the whole model. A forward hook. `output` is None if the pass has failed."""
+        if in_backward():
+            return
+        self._in_forward = False
+        self._drop_prefetched()
+        if self.trace is not None and torch.is_grad_enabled():
+            self.trace.used(None)
+        if output is not None and self._with_gradients:
+            self._compare_order(self._used)
+
+    def use(self, group: FsdpGroup | None, *_: object) -> None:
+        """Record that a module is about to be used, in a forward pass of the model or of a part. A forward hook."""
+        if in_backward():  # activations are computed again
+            return
+        if not self._in_forward:
+            self._drop_prefetched()
+        elif group is not None:
+            self._used.append(group)
+            if self.trace is not None and torch.is_grad_enabled():
+                self.trace.used(group)
+
+    def _compare_order(self, used: list[FsdpGroup]) -> None:
+        """Learn the order of use in the first pass with gradients. Give up if a later pass has another order."""
+        if not used or (self._order_known and self.order in ((), used)):
+            return
+        why = "modules are used in another order than before"
+        if not self._order_known:
+            self._order_known, why = True, "modules are used more than once in a forward pass"
+            if len(set(used)) == len(used):
+                self.order = used
+                self._places = {group: place for place, group in enumerate(used)}
+                self.sets_prefetch = not any(group.has_user_prefetch for group in self.groups)
+                self.apply(self.knobs)
+                return
+        self.order, self._places, self.transfers.buckets = (), {}, {}
+        for group in self.groups if self.sets_prefetch else ():
+            group.set_prefetch((), ())
+        self.tuner.give_up(why)
+
+    def record_gather(self, group: FsdpGroup) -> None:
+        """Record that FSDP has asked for a gather, perhaps ahead."""
+        if group.phase == "FORWARD":
+            self._prefetched.append(group)
+
+    def record_scatter(self, group: FsdpGroup) -> None:
+        """Record that FSDP has asked for a scatter."""
+        self._scattered = True
+        if self.trace is not None:
+            self.trace.scattered(group)
+
+    def _drop_prefetched(self) -> None:
+        """Discard parameters that a forward pass has gathered and not used. They would be old after the next step."""
+        prefetched, self._prefetched = self._prefetched, []
+        for group in prefetched:
+            if group.drop_gather():
+                self._kept.pop(group, None)
+
+    # ── parameters that are kept for the backward pass ───────────────────────────────────────────────────────────
+    #
+    # FSDP does not know of them. It reshards the parameters after the forward pass and gathers them for the backward
+    # pass. It then gets the parameters that were kept, and nothing is sent.
+
+    def keeper_of(self, group: FsdpGroup) -> ShardLanes | bool:
+        """Return what keeps the parameters that are about to be gathered.
+
+        Returns:
+            The lanes within the node if its ranks keep them together; otherwise whether this rank keeps them.
+        """
+        if not (self._in_forward and self._with_gradients) or in_backward():
+            return False
+        place = self._places.get(group)
+        if place is None or not self._can_keep(group):
+            return False
+        if place in self.knobs.near and self.near is not None:
+            return self.near
+        return place in self.knobs.kept
+
+    def keep(self, group: FsdpGroup, values: torch.Tensor) -> None:
+        """Keep whole parameters, or this rank's part of those that its node keeps, for the next backward pass."""
+        self._kept[group] = values
+
+    def take_kept(self, group: FsdpGroup) -> torch.Tensor | None:
+        """Return what was kept for the backward pass that this thread runs, and forget it."""
+        if not self._kept or not in_backward():
+            return None
+        when_backward_ends(self._kept.clear)  # drops what this pass has not used
+        return self._kept.pop(group, None)
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop kept parameters that `optimizer` updates. Wait for scatters that a failed backward pass has left.
+
+        Raises:
+            CommError: a scatter failed.
+        """
+        left = self.transfers.has_scatters and not in_backward()
+        if not left and not self._kept:
+            return
+        updated = {id(param) for each in optimizer.param_groups for param in each["params"]}
+        if any(group.param_ids & updated for group in self._kept):
+            self._kept.clear()
+        if left and any(group.param_ids & updated for group in self.groups):
+            self.transfers.wait()

@@ -1,0 +1,444 @@
+"""Private names of PyTorch's FSDP2 (`fully_shard`, `replicate`). No other module of Sirtaki uses them.
+
+`FsdpGroup` wraps FSDP's parameter group, and `ReplicatedParam` its record of one parameter. Each method answers one
+question. FSDP's own objects do not leave this module, apart from modules, tensors, process groups and the collectives
+that the user has given to FSDP.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sirtaki.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CHECKED_WITH = ("2.13",)
+"""Versions of PyTorch with which the tests of this package have run."""
+
+Ranks = tuple[int, ...]
+
+USED = {
+    "FSDPModule": "set_custom_all_gather set_custom_reduce_scatter set_modules_to_forward_prefetch "
+    "set_modules_to_backward_prefetch _get_fsdp_state",
+    "FSDPState": "_fsdp_param_groups _pre_forward _post_forward _states_to_forward_prefetch "
+    "_states_to_backward_prefetch",
+    "FSDPParamGroup": "fsdp_params modules device mesh_info post_forward_mesh_info mp_policy comm_ctx reduce_grads "
+    "all_reduce_grads gradient_divide_factor lazy_init unshard wait_for_unshard reshard _training_state _orig_dtype "
+    "_all_reduce_hook _all_gather_comm _reduce_scatter_comm _all_gather_process_group "
+    "_all_gather_result _wait_all_gather_streams_on_event _reshard_after_forward _use_post_forward_mesh",
+    "FSDPParam": "sharded_param sharded_size padded_sharded_param_size reduce_dtype unsharded_param "
+    "unsharded_grad_data unsharded_accumulated_grad unsharded_accumulated_grad_data "
+    "accumulate_unsharded_grad_if_needed to_sharded_dtensor",
+}
+"""Attributes without which `attach` cannot work, by FSDP's class.
+
+Some versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_info.reduce_scatter_process_group` and
+`reduce_scatter_unused_params`. Sirtaki then does without them.
+"""
+
+_OWNER = "_sirtaki_attached"
+"""Name of the attribute of FSDP's parameter group that says what has attached it."""
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
+    """Return the modules of `model` that FSDP shards or replicates, in the order of `model.modules()`.
+
+    Raises:
+        ConfigError: this PyTorch lacks an attribute of FSDPModule that Sirtaki uses.
+    """
+    FSDPModule: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
+    _require("FSDPModule", FSDPModule)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
+    """Return the parameter groups of FSDP's modules. A group of several modules is returned once.
+
+    Raises:
+        ConfigError: this PyTorch lacks a private attribute; or a module has several groups; or a group has been
+            attached already.
+    """
+    found = dict[int, FsdpGroup]()
+    for module in modules:
+        groups = _groups_of(module)
+        if len(groups) > 1:
+            raise ConfigError("attach() takes modules whose parameters are all on one mesh; this one has several")
+        for group in groups:
+            if id(group) not in found:
+                if hasattr(group, _OWNER):
+                    raise ConfigError("this model has been attached already")
+                found[id(group)] = FsdpGroup(module, group, len(found))
+    return list(found.values())
+
+
+def owners_of(model: nn.Module) -> Iterator[object]:
+    """Yield what has attached the parameter groups that FSDP has in `model`. Empty for other models."""
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))
+
+
+def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call `before` and `after` around each forward pass that has no hooks of modules.
+
+    Such passes begin in methods that the user has registered (`register_fsdp_forward_method`). FSDP's own hooks of
+    modules were bound before and stay as they are.
+
+    Args:
+        module: an FSDPModule.
+        before: is called with the module and its arguments, before FSDP's hook.
+        after: is called with the module, its arguments and its output, after FSDP's hook.
+    """
+    state = module._get_fsdp_state()
+    pre_forward, post_forward = state._pre_forward, state._post_forward
+
+    def wrapped_pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        before(module, args)
+        return pre_forward(module, args, kwargs)
+
+    def wrapped_post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        output = post_forward(module, args, output)
+        after(module, args, output)
+        return output
+
+    state._pre_forward, state._post_forward = wrapped_pre_forward, wrapped_post_forward
+
+
+class FsdpGroup:
+    """A parameter group of FSDP2: parameters that it gathers together, and whose gradients it reduces together.
+
+    Attributes:
+        module: the FSDPModule of the group; the first one if it has several.
+        modules: all of them.
+        number: its number in the model, the same on all ranks.
+        device: the device of the parameters.
+        shards: ranks that share the parameters; 1 if each rank has all of them.
+        shard_process_group: the process group over which parameters are sharded; None under `replicate()`.
+        replicate_process_group: the process group over which gradients are all-reduced; None if they are not.
+        replicated: each rank has all parameters, and their gradients are all-reduced.
+    """
+
+    def __init__(self, module: Any, group: Any, number: int) -> None:
+        _require("FSDPParamGroup", group)
+        for each in group.fsdp_params[:1]:
+            _require("FSDPParam", each)
+        self.module, self._group, self.number = module, group, number
+        self.modules: tuple[nn.Module, ...] = group.modules
+        self.device: torch.device = group.device
+        info = group.mesh_info
+        self.mesh, self.shards = info.mesh, getattr(info, "shard_mesh_size", 1)
+        self.shard_process_group: Any = getattr(info, "shard_process_group", None)
+        self.replicate_process_group: Any = getattr(info, "replicate_process_group", None)
+        self.replicated = self.replicate_process_group is not None and self.shards == 1
+
+    def set_owner(self, owner: object) -> None:
+        """Store what has attached this group, for `owners_of`."""
+        setattr(self._group, _OWNER, owner)
+
+    # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def all_process_groups(self) -> list[dist.ProcessGroup]:
+        """Process groups over which parameters are sharded: from the start, and after the forward pass."""
+        meshes = (self._group.mesh_info, self._group.post_forward_mesh_info)
+        return [mesh.shard_process_group for mesh in meshes if hasattr(mesh, "shard_process_group")]
+
+    @property
+    def gather_process_group(self) -> Any:
+        """The process group of the next all-gather."""
+        return self._group._all_gather_process_group
+
+    @property
+    def own_scatter_process_group(self) -> object:
+        """The process group that only scatters use; None if there is none. "unknown" if this PyTorch has no such."""
+        return getattr(self._group.mesh_info, "reduce_scatter_process_group", "unknown")
+
+    def set_own_scatter_process_group(self, made: dist.ProcessGroup, *, use: bool) -> None:
+        """Have scatters use `made`, or no longer use it. A process group that the user has set stays."""
+        if self.own_scatter_process_group in (None, made):
+            self._group.mesh_info.reduce_scatter_process_group = made if use else None
+
+    @property
+    def most_scatter_buffers(self) -> int:
+        """Scatters that FSDP has in flight at most; 0 if this PyTorch cannot set it."""
+        return int(getattr(self._group.comm_ctx, "reduce_scatter_max_input_buffers", 0))
+
+    def set_most_scatter_buffers(self, n: int) -> None:
+        """Allow `n` scatters in flight. The limit holds for all groups of a model."""
+        self._group.comm_ctx.reduce_scatter_max_input_buffers = n
+
+    # ── parameters ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def param_ids(self) -> set[int]:
+        """Ids of the parameters that the optimizer has."""
+        return {id(each.sharded_param) for each in self._group.fsdp_params}
+
+    @property
+    def description(self) -> list[tuple[Any, ...]]:
+        """Shapes, dtypes and `requires_grad` of the parameters, which must be the same on all ranks."""
+        return [
+            (tuple(each.sharded_param.shape), str(each.sharded_param.dtype), each.sharded_param.requires_grad)
+            for each in self._group.fsdp_params
+        ]
+
+    @property
+    def n_bytes(self) -> tuple[int, int]:
+        """Bytes of the whole parameters that ranks gather, and of the whole gradients that they scatter."""
+        policy, gathered, scattered = self._group.mp_policy, 0, 0
+        for each in self._group.fsdp_params:
+            numel = each.padded_sharded_param_size.numel() * self.shards
+            dtype = policy.param_dtype or each.sharded_param.dtype
+            gathered += numel * dtype.itemsize
+            scattered += numel * (policy.reduce_dtype or dtype).itemsize
+        return gathered, scattered
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What two groups must have in common so that their shards can travel as one: ranks and dtypes."""
+        policy = self._group.mp_policy
+        dtypes = {policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
+        return ranks_of(self.shard_process_group), self._group._use_post_forward_mesh, dtypes, policy.reduce_dtype
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether the user has registered hooks that see the gradients as soon as they are accumulated."""
+        return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in self._group.fsdp_params)
+
+    # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def phase(self) -> str:
+        """The pass that FSDP is in: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        return str(self._group._training_state.name)
+
+    @property
+    def gathered_again(self) -> bool:
+        """Whether FSDP reshards the parameters after the forward pass, and gathers them again over the same ranks."""
+        return bool(self._group._reshard_after_forward and not self._group._use_post_forward_mesh)
+
+    def drop_gather(self) -> bool:
+        """Discard parameters that were prefetched and not used. Wait for their gather.
+
+        Returns:
+            Whether there was such a gather.
+        """
+        if (result := self._group._all_gather_result) is None:
+            return False
+        self._group._all_gather_result = None
+        if result.all_gather_work is not None:
+            result.all_gather_work.wait()
+        self._group._wait_all_gather_streams_on_event(result.all_gather_event)  # before the next gather gets its memory
+        return True
+
+    def reads_scatter_result(self, dtype: torch.dtype) -> bool:
+        """Return whether FSDP reads the result of a scatter before the backward pass ends.
+
+        It does so to cast, all-reduce or accumulate the gradients. Otherwise it only hands them on to the parameters.
+        """
+        group, gradients = self._group, (each.sharded_param.grad for each in self._group.fsdp_params)
+        return (
+            dtype != group._orig_dtype
+            or self.has_all_reduce_hook
+            or self.replicate_process_group is not None
+            or any(grad is not None and grad.to_local().numel() for grad in gradients)
+        )
+
+    # ── collectives and prefetching ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def collectives(self) -> tuple[Any, Any]:
+        """What FSDP calls to all-gather and to reduce-scatter."""
+        return self._group._all_gather_comm, self._group._reduce_scatter_comm
+
+    @property
+    def has_user_prefetch(self) -> bool:
+        """Whether modules to prefetch have been set."""
+        state = self.module._get_fsdp_state()
+        return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
+
+    def set_prefetch(self, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
+        """Set the groups that FSDP gathers ahead when this one is used, in each pass."""
+        self.module.set_modules_to_forward_prefetch([other.module for other in forward])
+        self.module.set_modules_to_backward_prefetch([other.module for other in backward])
+
+    # ── replicate() ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """Whether the user has called `set_all_reduce_hook`."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of this pass are reduced at all (`set_requires_gradient_sync`)."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether gradients of this pass are all-reduced (`set_requires_all_reduce`)."""
+        return bool(self._group.reduce_grads and self._group.all_reduce_grads)
+
+    def ignore_unused(self) -> None:
+        """Stop FSDP from reducing zeros in the place of missing gradients, because Sirtaki takes gradients away."""
+        if getattr(self._group, "reduce_scatter_unused_params", False):
+            self._group.reduce_scatter_unused_params = False
+
+    def replicated_params(self) -> list[ReplicatedParam]:
+        """Have FSDP make the parameters with which modules compute, which stay the same objects. Return all.
+
+        Raises:
+            ConfigError: the parameters are on the meta device.
+        """
+        try:
+            self._group.lazy_init()
+            self._group.unshard()
+            self._group.wait_for_unshard()
+            self._group.reshard()
+        except RuntimeError as err:
+            raise ConfigError(f"attach() must be called once the parameters are initialised: {err}") from err
+        return [ReplicatedParam(self, self._group, each) for each in self._group.fsdp_params]
+
+
+class ReplicatedParam:
+    """One parameter under `replicate()`, and its gradient while Sirtaki has it.
+
+    FSDP has two copies of the parameter: the optimizer's, and the one with which modules compute.
+
+    Attributes:
+        group: its parameter group.
+        param: the parameter that the optimizer has, a DTensor.
+        computed: the parameter for which autograd computes gradients.
+        stand_in: the tensor that the reducer sees in place of the parameter. It never reads the values.
+    """
+
+    def __init__(self, owner: FsdpGroup, group: Any, record: Any) -> None:
+        self.group, self._group, self._record = owner, group, record
+        self.param, self.computed = record.sharded_param, record.unsharded_param
+        self._held: torch.Tensor | None = None  # of passes that were not to be all-reduced
+        dtype = record.reduce_dtype or self.computed.dtype
+        self.stand_in = torch.zeros((), dtype=dtype, device=owner.device).expand(record.sharded_size).requires_grad_()
+
+    @property
+    def _local(self) -> torch.Tensor | None:
+        """The values of the parameter's gradient."""
+        gradient = self._record.sharded_param.grad
+        return None if gradient is None else gradient._local_tensor
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the reduced gradient becomes the parameter's without a copy."""
+        local = self._record.sharded_param._local_tensor
+        return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
+
+    def begin(self) -> None:
+        """Start from the gradient that the parameter has. Take what FSDP has kept for this pass."""
+        self.stand_in.grad = self._local if self._is_shared else None
+        if self.group.all_reduces:
+            self.take()
+
+    def take(self) -> None:
+        """Take the gradient that autograd has computed away from FSDP, and add it to the stand-in's."""
+        if (gradient := self._take_computed()) is None:
+            return
+        if (factor := self._group.gradient_divide_factor) is not None:
+            gradient = gradient * (self._group.mesh_info.replicate_mesh_size / factor)
+        if self._held is not None:
+            gradient, self._held = self._held.add_(gradient), None
+        if self.stand_in.grad is None:
+            self.stand_in.grad = gradient
+        else:
+            self.stand_in.grad += gradient
+
+    def hold(self) -> None:
+        """Keep the gradient of a pass that is not to be all-reduced."""
+        if (gradient := self._take_computed()) is not None:
+            self._held = gradient if self._held is None else self._held.add_(gradient)
+
+    def _take_computed(self) -> torch.Tensor | None:
+        record = self._record
+        record.accumulate_unsharded_grad_if_needed()
+        if record.unsharded_accumulated_grad is not None:
+            gradient: torch.Tensor = record.unsharded_accumulated_grad_data
+            record.unsharded_accumulated_grad = None
+        elif record.unsharded_param.grad is not None:
+            gradient = record.unsharded_grad_data
+            record.unsharded_param.grad = None
+        else:
+            return None
+        return gradient.detach().to(self.stand_in.dtype)
+
+    def give(self) -> None:
+        """Make the reduced gradient the parameter's, and run the hooks that the user has on the parameter."""
+        reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
+        if reduced is None:  # no rank has a gradient
+            return
+        if not self._is_shared:
+            self.stand_in.grad = None
+            reduced = reduced.to(sharded._local_tensor, copy=True)
+        if local is None or self._is_shared:
+            if local is not reduced:
+                sharded.grad = self._record.to_sharded_dtensor(reduced)
+        else:
+            local += reduced
+        for hook in list((getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(sharded)
+
+    def rescue(self) -> None:
+        """Move an earlier gradient out of the reducer's buffers, after a backward pass that has raised."""
+        if self._local is not None and self.stand_in.grad is not None and self._is_shared:
+            self._record.sharded_param.grad = self._record.to_sharded_dtensor(self.stand_in.grad)
+
+
+def collective_name(collective: Any) -> str:
+    """Return the class name of what gathers or scatters. Sirtaki's callbacks are named after their `carrier`."""
+    return type(getattr(collective, "carrier", collective)).__name__
+
+
+def is_default(collective: Any) -> bool:
+    """Return whether PyTorch's own collective gathers or scatters, and not one of the user's."""
+    return collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
+
+
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """Return the global ranks of a process group, in its order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _groups_of(module: Any) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    _require("FSDPState", state)
+    groups: Sequence[Any] = state._fsdp_param_groups
+    return groups
+
+
+def _require(kind: str, found: Any) -> None:
+    """Reject an object of FSDP's, or a class, that lacks an attribute which Sirtaki uses."""
+    later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets in the first forward pass
+    for name in USED[kind].split():
+        if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
+            raise ConfigError(
+                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, and this PyTorch ({torch.__version__}) "
+                f"does not have it (checked with {', '.join(CHECKED_WITH)}); "
+                'init_process_group("sirtaki") goes with other versions'
+            )
+
+
+@functools.cache
+def log_unchecked_version() -> None:
+    """Log, once and on rank 0, that Sirtaki's tests did not run with this version of PyTorch."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in CHECKED_WITH and dist.get_rank() == 0:
+        logger.info(
+            "sirtaki.torch.fsdp was not checked with PyTorch %s, only with %s", version, ", ".join(CHECKED_WITH)
+        )

@@ -1,0 +1,152 @@
+"""Reduce the gradients of models wrapped in PyTorch's FSDP2-based `replicate()` with Sirtaki's reducer for DDP.
+
+from torch.distributed._composable.replicate_with_fsdp import replicate
+
+for block in model.blocks: replicate(block)
+replicate(model)
+sirtaki.torch.fsdp.attach(model)
+
+Such a model keeps a whole copy of each parameter (`sharded_param`), and computes with another one (`unsharded_param`).
+FSDP averages the gradients of a module in one all-reduce at the end of the module's backward pass, and waits for it.
+
+After `attach`, a hook takes each gradient away from FSDP once autograd has computed it, so FSDP finds none to reduce.
+The reducer for DDP models all-reduces it and tunes its settings. The reducer sees a stand-in tensor for each parameter,
+which has no memory of its own and has the dtype of the reduction. At the end of the backward pass, the parameter's
+`.grad` is the reduced gradient.
+
+FSDP keeps the gradients of passes without synchronisation (`set_requires_gradient_sync(False)`). The next synchronised
+pass adds them to its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sirtaki.comm.collectives.engine import GLOBAL
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.engine.autograd import in_backward
+from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
+from sirtaki.engine.reducing.hooks import register_last
+from sirtaki.errors import ConfigError
+from sirtaki.torch.compression import Choice, reduction_options
+from sirtaki.torch.ddp import DdpGradients, job_over
+
+from .private import FsdpGroup, ReplicatedParam
+
+
+def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -> ReplicatedGradients | None:
+    """Have Sirtaki reduce the gradients of these parameter groups, tuned. Collective.
+
+    Args:
+        model: the module whose forward pass is called.
+        groups: parameter groups of `replicate()` in the model.
+        compression: how gradients travel.
+
+    Returns:
+        What reduces them. None if there is one rank only.
+
+    Raises:
+        ConfigError: the groups are not replicated over all ranks, or have hooks that Sirtaki would pass by.
+        MismatchError: on all ranks, if their models differ.
+    """
+    process_group = groups[0].replicate_process_group
+    if any(group.replicate_process_group is not process_group for group in groups):
+        raise ConfigError("attach() takes replicated modules that are all on one mesh")
+    if any(group.has_all_reduce_hook for group in groups):
+        raise ConfigError("attach() takes the place of set_all_reduce_hook(): leave that out")
+    if (current := job_over(process_group)) is None:
+        return None
+    names = {id(param): name for name, param in model.named_parameters()}
+    replicas = {
+        names.get(id(each.param), f"{number}.{place} of replicate()"): each
+        for number, group in enumerate(groups)
+        for place, each in enumerate(group.replicated_params())
+        if each.param.requires_grad
+    }
+    reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
+    options = ReducerOptions(reduction=reduction, unused_as_none=True)
+    named = [(name, each.stand_in) for name, each in replicas.items()]
+    gradients = ReplicatedGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+    gradients.follow(groups, replicas)
+    left_uncompiled: Callable[[Any], Any] = torch.compiler.disable
+    model.register_forward_pre_hook(left_uncompiled(gradients.before_forward))
+    model.register_forward_hook(left_uncompiled(gradients.after_forward))
+    return gradients
+
+
+class ReplicatedGradients(DdpGradients):
+    """Reducer of a replicated model's gradients. An iteration is a backward pass that is to be synchronised."""
+
+    undefined_are_zeros = False  # as FSDP has it
+    nodes_are_kept = False
+    _replicas: Collection[ReplicatedParam] = ()
+    _groups: Sequence[FsdpGroup] = ()
+    _mark_ready: Callable[[torch.Tensor], None]
+
+    def _make_hook(self) -> Callable[[torch.Tensor], None]:
+        """Store the reducer's hook. `_take_from` calls it, because autograd never sees the stand-ins."""
+        self._mark_ready = super()._make_hook()
+        return self._mark_ready
+
+    def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
+        """Hook the parameters with which modules compute. Called once."""
+        self._groups, self._replicas = groups, replicas.values()
+        this = weakref.ref(self)
+
+        def hook(replica: ReplicatedParam, _: torch.Tensor) -> None:
+            if (gradients := this()) is not None and not gradients.closed:
+                gradients._take_from(replica)
+
+        self._followed = [
+            register_last(name, each.computed, partial(hook, each), nodes_are_kept=False)
+            for name, each in replicas.items()
+        ]
+
+    def before_forward(self, *_: object) -> None:
+        """Prepare the next backward pass, if gradients are recorded and to be synchronised. A forward hook."""
+        if in_backward() or not torch.is_grad_enabled():  # activations are computed again
+            return
+        distributed_autograd.refuse_sharded()
+        for group in self._groups:
+            group.ignore_unused()
+        if any(group.all_reduces for group in self._groups):
+            self.prepare()
+
+    def after_forward(self, _module: object, _inputs: object, output: object) -> None:
+        """Watch for the backward pass that begins at `output`. A forward hook."""
+        if not in_backward():
+            self.watch(output)
+
+    def _take_from(self, replica: ReplicatedParam) -> None:
+        """Take a gradient that has been computed."""
+        if replica.group.all_reduces and self._due:
+            self._begin()
+            replica.take()
+            self._mark_ready(replica.stand_in)
+        elif replica.group.reduces and not replica.group.all_reduces:
+            replica.hold()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            for replica in self._replicas:
+                replica.begin()
+        super()._begin()
+
+    def end_backward(self) -> None:
+        """End the backward pass: give each parameter its reduced gradient."""
+        super().end_backward()
+        for replica in self._replicas:
+            replica.give()
+
+    def fail(self) -> None:
+        """Clean up after a backward pass that has raised. Move earlier gradients out of the reducer's buffers."""
+        super().fail()
+        for replica in self._replicas:
+            replica.rescue()

@@ -1,0 +1,447 @@
+"""Tuning of a sharded model: a search in the first steps for the fastest setting."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+import sirtaki
+from sirtaki.autotune.sharded import (
+    MOST_SCATTERING,
+    SHARDED_FILE,
+    STREAMS,
+    RecordedStep,
+    ShardedStep,
+    ShardKnobs,
+    ShardLink,
+    ShardSession,
+    ShardSpace,
+    packed_share,
+)
+from sirtaki.comm.compress import codec_of
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.shards import Loss, ShardLanes
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.engine.console import TuningProgress, at_most, log_progress, progress_every_s
+from sirtaki.engine.lanes import untuned_streams
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
+from sirtaki.engine.tuning.cache import cluster_fingerprint
+from sirtaki.engine.tuning.plans import fixed_knobs
+from sirtaki.errors import TransportError
+from sirtaki.measures import in_ms
+from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
+from sirtaki.registry.graph import canonical_json, digest
+from sirtaki.registry.safe_store import SafeStore
+
+from .buckets import StepTrace
+from .model import AS_PYTORCH, ShardedModel
+
+if TYPE_CHECKING:
+    from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
+
+logger = logging.getLogger(__name__)
+
+UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1)
+"""Two modules are gathered ahead in the forward pass, so that one is in flight while FSDP copies out another. That
+takes no more memory than the backward pass, in which FSDP gathers one ahead."""
+
+COMMUNICATOR_BYTES = 256 << 20
+"""Assumed memory of one more NCCL communicator on a GPU, above its usual buffers."""
+
+PROBES_SHARE = 2.0
+"""Approximate time for measuring the network, in steps."""
+
+MOST_LATENCY = 0.5
+"""The largest share of a measured gather that counts as latency. More is a disturbance."""
+
+MESSAGES = 16
+"""Number of small gathers that are launched at once to measure the cost of one message."""
+
+LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
+"""Bytes of the whole tensor that a probe gathers: at least, at most, and to measure latency."""
+
+WORTH_MEMORY = 0.05
+"""The least share of a step's bytes for which the log advises to allow memory."""
+
+MEASURED_STEPS = 10
+"""Steps whose packing loss is measured after the search."""
+
+_T = TypeVar("_T")
+
+
+class ShardTuning:
+    """Search for the fastest setting of one model. Rank 0 of the model's ranks decides, and the others follow.
+
+    The result is stored in the registry and tried first by the next job.
+    """
+
+    def __init__(self, model: ShardedModel, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self._control, self._lanes = model.connections.control, model.connections.lanes_of_all
+        self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
+        self._active = self._control is not None and settings.tunes
+        self._session: ShardSession | None = None  # on rank 0
+        self._key: ShardsKey | None = None  # on rank 0; None if nothing is stored
+        self._begun_s = 0.0
+        self._topology: str | None = None  # known once the search has begun
+        self._logged_s = -math.inf
+        self._steps_to_measure = 0  # steps with packed shards whose loss is still to be measured
+        model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
+        self._default = model.knobs
+        self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
+
+    def end_step(self) -> None:
+        """Measure the step that has ended, and change the setting. Collective, with nothing in flight."""
+        control, model, lanes = self._control, self._model, self._lanes
+        if lanes is not None and lanes.losses is not None:
+            self._measure_loss(lanes, lanes.losses)
+        if not self._active or control is None:
+            return
+        self._synchronize()
+        if self._topology is None:
+            traced = lanes if not self._shares_memory else None
+            if traced is not None and model.trace is None:
+                model.trace = StepTrace(model.transfers)  # of the next step; on one host it would predict nothing
+                return
+            remembers = self._settings.registry != REGISTRY_OFF
+            self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
+            step = None if traced is None else measure_step(model, traced, self._choices()[0])
+            if control.rank == 0:
+                self._session = self._begin(control, self._topology, step)
+                model.connections.searching = True
+            self._begun_s = time.perf_counter()
+            return
+        begun_s, self._begun_s = self._begun_s, time.perf_counter()
+        span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
+        decision: tuple[ShardKnobs, bool] | None = None
+        if self._session is not None:
+            self._session.record(span_s)
+            decision = self._session.knobs, self._session.done
+            if not self._session.done and time.monotonic() - self._logged_s > progress_every_s():
+                self._logged_s = time.monotonic()
+                log_progress(logger, describe_progress(self._session))
+        knobs, done = control.broadcast(decision)
+        model.run(knobs)
+        if done:
+            self._active = False
+            model.pytorch.settle(knobs)
+            self._end()
+            if lanes is not None and (knobs.gathers or knobs.scatters):
+                self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
+        self._begun_s = time.perf_counter()
+
+    def give_up(self, why: str) -> None:
+        """End the search, if it has not ended, with the default. Collective, with nothing in flight."""
+        if self._lanes is not None:
+            self._lanes.losses = None
+        if self._active and self._control is not None:
+            self._active, self._model.trace = False, None
+            self._model.connections.searching = False
+            self._synchronize()
+            self._model.run(self._default)
+            self._model.pytorch.settle(self._default)
+            if self._control.rank == 0:
+                logger.info("no settings are tried any more, the default stays: %s", why)
+
+    def _synchronize(self) -> None:
+        """Wait until the parameters' devices have run all kernels."""
+        for device in {group.device for group in self._model.groups}:
+            torch.get_device_module(device).synchronize(device)
+
+    def _measure_loss(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
+        """Count one more step with packed shards. After the last one, log on rank 0 what packing costs. Collective."""
+        self._steps_to_measure -= 1
+        if self._steps_to_measure:
+            return
+        lanes.losses = None
+        kinds = ("parameters", self._model.knobs.gathers), ("gradients", self._model.knobs.scatters)
+        found = []
+        for loss, (what, name) in zip(losses, kinds, strict=True):
+            total = Loss(*lanes.control.total(np.array(astuple(loss))).tolist())
+            if name:
+                found.append(f"{what} by {name}, {total.describe()}")
+        if lanes.control.rank == 0:
+            logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
+
+    def _choices(self) -> tuple[tuple[int, ...], int, int]:
+        """Return numbers of streams that may be tried, the most scatters in flight, and the memory that is left."""
+        lanes, memory_bytes = self._lanes, self._settings.fsdp_memory
+        if lanes is not None:
+            streams, scattering = tuple(n for n in STREAMS if n <= lanes.most_streams), MOST_SCATTERING
+        else:
+            streams, scattering = self._model.pytorch.choices()
+            if self._on_accelerator and len(streams) > 1:
+                streams = streams if memory_bytes >= COMMUNICATOR_BYTES else ()
+                memory_bytes -= COMMUNICATOR_BYTES if streams else 0
+        if self._settings.streams is not None:
+            streams = ()
+        return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
+
+    def _begin(self, control: ControlPlane, topology: str, step: ShardedStep | None) -> ShardSession:
+        """Begin the search on rank 0."""
+        model, settings, default = self._model, self._settings, self._model.knobs
+        lossy = self._allowed_compressors()
+        streams, scattering, memory_bytes = self._choices()
+        space = ShardSpace(
+            modules=len(model.order),
+            streams=streams,
+            whole_bytes=model.whole_bytes,
+            dropped=model.dropped,
+            memory_bytes=memory_bytes,
+            node_ranks=0 if model.near is None else model.node_ranks,
+            lossy=lossy,
+            scattering=scattering,
+            joinable=model.joinable,
+            gathered_ahead=None if model.sets_prefetch else (default.ahead, default.behind),
+        )
+        first = None
+        if topology:
+            sizes = [[group.description, group.n_bytes] for group in model.order]
+            fixed = fixed_knobs(settings, lossy)
+            self._key = ShardsKey(
+                topology=topology,
+                ranks=control.size,
+                model=digest("sharded model", canonical_json(sizes))[:32],
+                transport=model.carriers if self._lanes is None else self._lanes.kind.value,
+                versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
+                fixed={name: value for name, value in fixed.items() if name in ("streams", "lossy")},
+            )
+            first = self._recall(self._key, space, default)
+        if step is not None:
+            logger.debug("traced %s", step)
+            if settings.profile is not None:
+                _write_step(RecordedStep(step=step, space=space, setting=default), Path(settings.profile.folder))
+        return ShardSession(space, default, budget=settings.warmup_iterations, first=first, step=step)
+
+    def _allowed_compressors(self) -> tuple[str, ...]:
+        """Return the compressors that SIRTAKI_LOSSY allows and that can pack shards here."""
+        names, why = self._settings.lossy, ""
+        if any(self._model.given):
+            why = "attach() was told how shards are packed"
+        elif self._lanes is None:
+            why = "PyTorch carries the shards"
+        elif self._shares_memory:
+            why = "ranks that share memory send each other nothing"
+        if why and names:
+            logger.info("SIRTAKI_LOSSY is left aside: %s", why)
+        return () if why else tuple(name for name in names if codec_of(name) is not None)
+
+    def _end(self) -> None:
+        """Store and log the result on rank 0."""
+        if (session := self._session) is None:
+            return
+        self._model.connections.searching = False
+        stored = False
+        # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
+        if self._key is not None and session.tried > 1 and not session.doubt:
+            way = ShardWay(
+                key=self._key,
+                memory_bytes=self._settings.fsdp_memory,
+                modules=len(self._model.order),
+                **asdict(self._model.knobs),
+                gain=0.0 if session.proved is None else 1.0 - 1.0 / session.proved.times,
+                created_s=time.time(),
+            )
+            stored = self._attempt(lambda store: store.save_way(way), False)
+        result = describe_result(session, self._model.describe())
+        logger.info("%s%s", result, "; stored in the registry" if stored else "")
+        if not self._shares_memory and (advice := memory_advice(self._model, session.space, self._on_accelerator)):
+            logger.info("%s", advice)
+
+    def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
+        """Return the newest stored setting that may be used, of jobs with as much memory or the least above it."""
+        since_s = time.time() - STALE_AFTER_S
+        ways = self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]())
+        for way in sorted(ways, key=lambda way: way.memory_bytes):
+            knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
+            if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
+                break
+        else:
+            return None
+        what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
+        logger.info("found these shards in the registry: %s", what)
+        return knobs
+
+    def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
+        """Open the registry for one action. Return `otherwise` if it fails. Raises nothing into training."""
+        store = SafeStore(self._settings.registry)
+        try:
+            return store.attempt(action, otherwise)
+        finally:
+            store.close()
+
+
+def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:
+    return replace(UNTUNED, streams=untuned_streams(lanes, settings), ahead=min(UNTUNED.ahead, max(1, modules - 1)))
+
+
+def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int]) -> ShardedStep | None:
+    """Measure the network after a step with a trace, and end the trace. Collective.
+
+    Args:
+        model: its `trace` is set.
+        lanes: lanes that carry its shards.
+        streams: numbers of connections that may be used.
+
+    Returns:
+        The measured step, which predicts steps with other settings. None if nothing can be predicted.
+    """
+    trace, model.trace = model.trace, None
+    assert trace is not None
+    spans_s = lanes.control.maximum(trace.end(model.order))
+    if not np.isfinite(spans_s).all():
+        return None
+    seconds = PROBES_SHARE * (time.perf_counter() - trace.begun_s)
+    largest, now = max(model.whole_bytes), model.knobs.streams
+    link = measure_link(lanes, streams, now=now, whole_bytes=largest, seconds=seconds, near=model.near)
+    if link is None:
+        return None
+    forward_s, backward_s = (tuple(each) for each in spans_s[:-1].reshape(2, -1).tolist())
+    gathers, scatters = (packed_share(codec) for codec in model.given)
+    sizes = zip(model.order, backward_s, strict=True)
+    return ShardedStep(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        rest_s=float(spans_s[-1]),
+        gathered_bytes=tuple(int(gathers * whole) for whole in model.whole_bytes),
+        scattered_bytes=tuple(int(scatters * group.n_bytes[1]) if span_s else 0 for group, span_s in sizes),
+        link=link,
+    )
+
+
+def measure_link(
+    lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
+) -> ShardLink | None:
+    """Measure how long gathers and scatters take. Collective, with nothing in flight.
+
+    Args:
+        lanes: lanes to measure.
+        streams: numbers of connections that may be used.
+        now: the number of connections in use, before and afterwards.
+        whole_bytes: bytes of the largest tensor that is gathered.
+        seconds: the approximate time that may be spent.
+        near: lanes within a node, if there are any.
+
+    Returns:
+        The measured link. None if the times are too short to be measured.
+    """
+    begun_s, control = time.perf_counter(), lanes.control
+    whole_bytes = min(max(whole_bytes, LEAST_PROBE_BYTES), PROBE_BYTES)
+
+    def tensor(size: int, n_bytes: int) -> torch.Tensor:
+        return torch.zeros(size, -(-n_bytes // (4 * size)), dtype=torch.float32, device="cpu")
+
+    def took_s(lanes: ShardLanes, n_bytes: int, *, scatters: bool = False) -> float:
+        whole = tensor(lanes.control.size, n_bytes)
+        part, spans_s = whole[0].clone(), []
+        for _ in range(2):
+            lanes.control.barrier()
+            start_s = time.perf_counter()
+            if scatters:
+                lanes.scatter(whole, part, op=ReduceOp.SUM, scale=1.0).wait()
+            else:
+                lanes.gather(list(whole), part).wait()
+            spans_s.append(time.perf_counter() - start_s)
+        return float(lanes.control.maximum(np.array([min(spans_s)]))[0])
+
+    gather_s, scatter_s = (took_s(lanes, whole_bytes, scatters=scatters) for scatters in (False, True))
+    near_s = math.inf if near is None else took_s(near, whole_bytes)
+    if not min(gather_s, scatter_s, near_s) > 0.0:
+        return None
+    latency_s = min(took_s(lanes, SMALL_BYTES), MOST_LATENCY * gather_s)
+    small = tensor(control.size, SMALL_BYTES)
+    control.barrier()
+    start_s = time.perf_counter()
+    for work in [lanes.gather(list(small), small[0].clone()) for _ in range(MESSAGES)]:
+        work.wait()
+    message_s = float(control.maximum(np.array([time.perf_counter() - start_s]))[0]) / MESSAGES
+    rates = {now: whole_bytes / (gather_s - latency_s)}
+    for count in sorted(streams, key=lambda count: abs(math.log(count / now))):
+        if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
+            break
+        if count != now:
+            with suppress(TransportError):  # on all ranks; the connections in use stay open
+                lanes.use(count)
+                span_s = took_s(lanes, whole_bytes)
+                rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
+    lanes.use(now)
+    return ShardLink(
+        latency_s=latency_s,
+        gathered=rates,
+        scatter_times=scatter_s / gather_s,
+        message_s=message_s,
+        **({} if near is None else {"near_bytes_per_s": whole_bytes / near_s}),
+    )
+
+
+def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) -> str:
+    """Describe how many bytes a step would save if more memory were allowed for kept parameters. Empty if few."""
+    left = tuple(place for place in space.dropped if place not in (*model.knobs.kept, *model.knobs.near))
+    who, knobs = "modules kept their", replace(model.knobs, kept=space.dropped, near=())
+    if model.node_ranks:
+        space = replace(space, node_ranks=model.node_ranks)
+        who, knobs = "each node kept all", replace(model.knobs, near=tuple(sorted((*model.knobs.near, *left))))
+    needed = space.extra_bytes(knobs)
+    if needed <= space.memory_bytes:
+        return ""
+    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # with so much memory a further communicator is tried, too
+    dropped = sum(space.whole_bytes[place] for place in left)
+    scattered = sum(group.n_bytes[1] for group in model.order)
+    less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
+    if less < WORTH_MEMORY:
+        return ""
+    return (
+        f"if {who} parameters until the backward pass, a step would send {100 * less:.0f} % less; "
+        f"for as much memory as that takes it is tried (SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB)"
+    )
+
+
+def describe_progress(session: ShardSession) -> TuningProgress:
+    """Describe how far the search is, and its best result so far."""
+    now = session.knobs.describe()
+    if not math.isfinite(session.default_s):
+        return TuningProgress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
+    best_s = session.default_s / session.seen
+    seen, steps = "nothing seen that beats the default", in_ms(best_s)
+    if session.seen > 1.0:
+        seen = f"fastest seen so far, not yet proved: {in_ms(session.default_s - best_s)} a step less"
+        steps = f"{in_ms(session.default_s)} → {steps}"
+    return TuningProgress(
+        used=session.used,
+        at_most=session.at_most,
+        left=at_most((session.at_most - session.used) * session.default_s),
+        seen=seen,
+        aside=f" ({steps})",
+        now=f"comparing in turns: {now}",
+    )
+
+
+def describe_result(session: ShardSession, setting: str) -> str:
+    """Describe the result of the search in one line."""
+    found = "the default stays"
+    if session.proved is not None:
+        after_s = session.default_s / session.proved.times
+        found = f"steps are {session.proved.describe()}: {in_ms(after_s)} instead of {in_ms(session.default_s)}"
+    steps, settings = f"{session.used} step", f"{session.tried} setting"
+    steps, settings = (one + ("" if one.startswith("1 ") else "s") for one in (steps, settings))
+    return f"tuned in {steps} with {settings}: {found}; {setting} ({session.why})"
+
+
+def _write_step(recorded: RecordedStep, folder: Path) -> None:
+    """Write the traced step for `sirtaki optimize`. Training goes on if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
+    except OSError as err:
+        logger.warning("the traced step cannot be written: %s", err)
