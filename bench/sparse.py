@@ -32,7 +32,7 @@ from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 RANKS = 4
 SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
@@ -181,7 +181,7 @@ class Sirtaki(Contender):
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
             choices = self._reducer.sparse.choices.values()
-            tuned = self._reducer.tuned
+            tuned = self._reducer.tuning
             chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
             if chosen and (tuned is None or not tuned.tuning):
                 break

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.comm.gradients.flags import Drift
 from sirtaki.engine.tuning import warmup
 from sirtaki.engine.tuning.warmup import DriftWatch
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
 """Short, so that there is something after it."""
 
-FINDINGS = (Pace.USUAL, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.FASTER)
+FINDINGS = (Drift.USUAL, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.FASTER)
 
 
 class RestlessWatch(DriftWatch):
@@ -25,7 +25,7 @@ class RestlessWatch(DriftWatch):
 
     def note(self, span_s: float) -> None:
         self._iterations += 1
-        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Pace.USUAL
+        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Drift.USUAL
 
 
 def begin(rank: int) -> None:

@@ -15,7 +15,7 @@ import sirtaki.torch as hvd
 from sirtaki.autotune.sparse import LEARNING_ITERATIONS, LOOKS, N_CANDIDATES, UNCOUNTED, Stage
 from sirtaki.engine import sparse_gradients
 from sirtaki.engine.job import current
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, TOUCHED = 6000, 64, 300
 STEPS = 1 + LEARNING_ITERATIONS + (UNCOUNTED + LOOKS[1]) * (2 + N_CANDIDATES) + 5

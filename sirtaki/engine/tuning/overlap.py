@@ -15,9 +15,9 @@ from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.simulator import put_off_iteration_s
 from sirtaki.autotune.paired import FEWEST_PAIRS, PairedComparison, Verdict
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import GradientLayout
 from sirtaki.measures import LinkModel, in_ms
 
@@ -270,7 +270,7 @@ class ForwardOverlap:
     def note(
         self,
         report: IterationReport,
-        synchroniser: Synchroniser,
+        synchroniser: GradientPipeline,
         knobs: Knobs,
         space: KnobSpace,
         *,
@@ -319,20 +319,20 @@ class ForwardOverlap:
             logger.info("%s", trials.describe())
         return trials.now.knobs
 
-    def order(self, synchroniser: Synchroniser) -> None:
+    def order(self, synchroniser: GradientPipeline) -> None:
         """Units of a plan that was installed leave in the order that ranks have agreed on."""
         if self._pace is None:
             return
         if self.trials is None:
             if not self._tries:
-                synchroniser.overtake(self._pace)
+                synchroniser.reorder_units(self._pace)
         elif self.trials.now.puts_off:  # again as it was tried, if it was
-            synchroniser.overtake(self._paces.setdefault(self.trials.now, self._pace))
+            synchroniser.reorder_units(self._paces.setdefault(self.trials.now, self._pace))
 
     def _expected(
         self,
         trials: OverlapTrials,
-        synchroniser: Synchroniser,
+        synchroniser: GradientPipeline,
         pace: IterationPace,
         *,
         forward_s: float,
@@ -342,14 +342,14 @@ class ForwardOverlap:
 
         def expected_s(knobs: Knobs) -> float:
             assert link is not None
-            units, come_s = synchroniser.overtaken(plans_for(knobs, synchroniser.layouts), pace)
+            units, come_s = synchroniser.reordered_units(plans_for(knobs, synchroniser.layouts), pace)
             return put_off_iteration_s(units, come_s, pace, forward_s=max(0.0, forward_s), link=link)
 
         decides = self._control.rank == 0 and link is not None
         promising: list[Knobs] = self._control.broadcast(trials.promising(expected_s) if decides else [])
         return promising
 
-    def _agree(self, synchroniser: Synchroniser, skipped: int, *, joined: bool) -> tuple[float, float]:
+    def _agree(self, synchroniser: GradientPipeline, skipped: int, *, joined: bool) -> tuple[float, float]:
         """Return the time of an iteration, and the communication time in it; means over the ranks. Collective."""
         taken_s = (self._ends_s[-1] - self._ends_s[skipped - 1]) / (len(self._ends_s) - skipped)
         total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, statistics.median(self._spans_s), 1.0]))
@@ -360,7 +360,7 @@ class ForwardOverlap:
         return mean_s, span_s
 
     def _prepare(
-        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
         self._prepared += 1
         if self._prepared < PREPARING:
@@ -386,5 +386,5 @@ class ForwardOverlap:
             self.order(synchroniser)
 
 
-def _bytes_of(synchroniser: Synchroniser) -> int:
+def _bytes_of(synchroniser: GradientPipeline) -> int:
     return sum(layout.total_bytes for layout in synchroniser.layouts)

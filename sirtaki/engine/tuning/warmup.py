@@ -37,9 +37,10 @@ from sirtaki.autotune.model.planning import ContentionLearner, Observation, Plan
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.buffers import Pace, Reduction
-from sirtaki.comm.gradients.iteration import IterationReport
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import (
     CommPlan,
     GradientLayout,
@@ -721,12 +722,12 @@ class DriftWatch:
     """
 
     def __init__(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._cool_down = 0
         self._forget()
 
     def _forget(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._iterations = 0
         self._reference: list[float] = []
         self._usual, self._scale = math.nan, 1.0
@@ -768,9 +769,9 @@ class DriftWatch:
         excess = (moment - self._usual) / self._scale
         self._slower = min(max(0.0, self._slower + min(excess - ALLOWANCE, LIMIT)), ENOUGH)
         self._faster = min(max(0.0, self._faster + min(-excess - ALLOWANCE, LIMIT)), ENOUGH)
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         if self.due and max(self._slower, self._faster) >= ENOUGH:
-            self.pace = Pace.SLOWER if self._slower >= ENOUGH else Pace.FASTER
+            self.pace = Drift.SLOWER if self._slower >= ENOUGH else Drift.FASTER
 
     def _learn(self) -> None:
         ordered = sorted(self._reference)
@@ -898,7 +899,7 @@ class TunedSynchroniser:
         self._to_measure = 0  # iterations until it is told what compression costs
         space = replace(space, lossy=self._allowed)
         self._space, self._default = open_default(space, control, self.router, self._choose)
-        self.synchroniser = self._sync = Synchroniser(
+        self.synchroniser = self._sync = GradientPipeline(
             params,
             names,
             control=control,
@@ -966,11 +967,7 @@ class TunedSynchroniser:
     def can_put_off(self) -> bool:
         """The end of this iteration needs no other rank, once all gradients have left."""
         ready = self.overlap is not None and self.overlap.ready
-        return ready and not self.tuning and not self._to_measure and self._sync.can_put_off
-
-    def check(self) -> None:
-        """Raises what a transport has found out by itself; any thread may ask."""
-        self.router.check()
+        return ready and not self.tuning and not self._to_measure and self._sync.can_defer
 
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
@@ -993,7 +990,7 @@ class TunedSynchroniser:
                     self._next_assignment()
             else:
                 if self._drift is not None and (self.overlap is None or not self.overlap.trying):
-                    self._watch(self._drift, span_s, self._sync.pace)
+                    self._watch(self._drift, span_s, self._sync.drift)
                 if self._to_measure and not self.tuning:
                     self._measure_loss()
                 elif self.overlap is not None and not self.tuning:
@@ -1025,7 +1022,7 @@ class TunedSynchroniser:
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
-            self._sync.say_pace(Pace.USUAL)
+            self._sync.vote_drift(Drift.USUAL)
         self._take_given()
         if self.tuning and self._assignment is None:
             remembered = False
@@ -1127,7 +1124,7 @@ class TunedSynchroniser:
 
     def _apply(self, knobs: Knobs) -> None:
         """Collective."""
-        self._sync.set_plans(plans_for(knobs, self._layouts))
+        self._sync.use(plans_for(knobs, self._layouts))
         self.knobs = knobs
 
     def _end(self) -> None:
@@ -1165,7 +1162,7 @@ class TunedSynchroniser:
             link=None if self.model is None else self.model.link_between_hosts(self.knobs.route),
         )
         if knobs is not None:
-            self._sync.set_plans(plans_for(knobs, self._layouts))
+            self._sync.use(plans_for(knobs, self._layouts))
             self.knobs = knobs
             overlap.order(self._sync)
             if overlap.trying:
@@ -1174,9 +1171,9 @@ class TunedSynchroniser:
             if self._drift is not None:
                 self._drift.reordered()
 
-    def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
+    def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
-        if agreed is not Pace.USUAL and drift.due:
+        if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
             else:
@@ -1184,7 +1181,7 @@ class TunedSynchroniser:
             return
         drift.note(span_s)
         if self._coordinator is None or not self._coordinator.failed:
-            self._sync.say_pace(drift.pace)
+            self._sync.vote_drift(drift.pace)
 
     def _retune(self, drift: DriftWatch, span_s: float) -> None:
         """Collective: a short search begins with what runs now."""
@@ -1193,7 +1190,7 @@ class TunedSynchroniser:
         drift.retuned()
         if self.overlap is not None:
             self.overlap.forget()
-        self._sync.say_pace(Pace.USUAL)
+        self._sync.vote_drift(Drift.USUAL)
         self.tuning = True
         self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)
         self._next_assignment()
