@@ -10,7 +10,7 @@ from sirtaki.comm.plan import Algorithm, TransportKind
 
 from .knobs import Cut, KnobLattice, Knobs, KnobSpace
 from .meta.bandit import default_arms
-from .meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from .meta.session import Assignment, Purpose, SessionResult, TuningSession
 from .trial import Arm, Proposal, Trial, TrialStatus
 
 __all__ = [
@@ -27,6 +27,6 @@ __all__ = [
     "TransportKind",
     "Trial",
     "TrialStatus",
-    "WarmupSession",
+    "TuningSession",
     "default_arms",
 ]

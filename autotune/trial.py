@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import msgspec
+from typing_extensions import TypeVar
 
 from sirtaki.errors import PlanError, TuningError
 
 from .knobs import Knobs
+
+
+class Describable(Protocol):
+    """What a setting must be: hashable, and able to describe itself."""
+
+    def __hash__(self) -> int: ...
+
+    def describe(self) -> str:
+        """Return the setting in words, for logs."""
+        ...
+
+
+S = TypeVar("S", bound=Describable, default=Knobs)
+"""A kind of setting. Without another one named, `Knobs`."""
+
+
+class Space(Protocol[S]):
+    """The settings that may be chosen."""
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """Return the names of the compressors that settings may use."""
+        ...
+
+    def __contains__(self, setting: S) -> bool: ...
+
+    def around(self, setting: S, tried: Collection[S]) -> Iterator[S]:
+        """Yield permitted settings that differ in one thing, but none that is close to one of `tried`."""
+        ...
+
+    def every(self) -> Sequence[S]:
+        """Return all settings if there are few, else none."""
+        ...
+
+    def loses(self, setting: S) -> bool:
+        """Return whether gradients lose precision with the setting."""
+        ...
 
 
 class TrialStatus(Enum):
@@ -24,8 +62,8 @@ class TrialStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Knobs that an arm would like to see measured.
+class Proposal(Generic[S]):
+    """A setting that an arm would like to see measured.
 
     Attributes:
         arm: name of the arm.
@@ -35,13 +73,13 @@ class Proposal:
     """
 
     arm: str
-    knobs: Knobs
+    knobs: S
     iterations: int | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(Generic[S]):
     """A proposal that has run.
 
     Attributes:
@@ -55,7 +93,7 @@ class Trial:
     """
 
     arm: str
-    knobs: Knobs
+    knobs: S
     iterations: int
     span_s: float
     noise_s: float = 0.0
@@ -68,7 +106,7 @@ class Trial:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+    def from_json(cls, data: Mapping[str, Any]) -> Trial[Knobs]:
         """The trial that `to_json` described.
 
         Raises:
@@ -76,7 +114,7 @@ class Trial:
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
-            trial = msgspec.convert(finite, cls)
+            trial = msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
         if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
@@ -87,8 +125,8 @@ class Trial:
         return trial
 
 
-class Arm(Protocol):
-    """Proposes knobs and learns from trials. No threads, files, process groups or clocks of its own.
+class Arm(Protocol[S]):
+    """Proposes settings and learns from trials. No threads, files, process groups or clocks of its own.
 
     Three more methods are optional; each may answer None for "no opinion":
     `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
@@ -99,10 +137,10 @@ class Arm(Protocol):
 
     name: str
 
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
+    def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
         """Up to `n` proposals; learns nothing. Empty = nothing to propose (now)."""
         ...
 
-    def tell(self, trials: Sequence[Trial]) -> None:
+    def tell(self, trials: Sequence[Trial[S]]) -> None:
         """Learns from finished trials, whoever asked for them; proposes nothing."""
         ...

@@ -216,7 +216,7 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
-def opinion(arm: Arm | None, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
+def opinion(arm: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
     """What an optional method of an arm answers; None where there is no such method, or no arm."""
     method = getattr(arm, of, None)
     return None if method is None else method(*arguments)

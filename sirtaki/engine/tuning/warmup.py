@@ -31,7 +31,7 @@ from sirtaki.autotune.meta.session import (
     Assignment,
     Purpose,
     SessionResult,
-    WarmupSession,
+    TuningSession,
 )
 from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
 from sirtaki.autotune.trial import Arm, Trial
@@ -85,7 +85,7 @@ SEED = 0
 """Of all that the tuner draws: equal times give equal trials."""
 
 
-def describe_progress(session: WarmupSession, usual: StepTime | None) -> Progress:
+def describe_progress(session: TuningSession, usual: StepTime | None) -> Progress:
     """How long the warm-up may still take, what it has seen, and what runs now.
 
     Args:
@@ -318,7 +318,7 @@ class TuningCoordinator:
         self._learner: ContentionLearner | None = None  # None where contention is not learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
-        self._session: WarmupSession | None = None
+        self._session: TuningSession | None = None
         self._stays: Knobs | None = None  # what runs without a session; None = the default
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # what was kept before that, the last one first
@@ -520,7 +520,7 @@ class TuningCoordinator:
     def _learn(
         self,
         learner: ContentionLearner,
-        session: WarmupSession,
+        session: TuningSession,
         spans_s: Sequence[float],
         backward_s: Sequence[float],
     ) -> None:
@@ -596,7 +596,7 @@ class TuningCoordinator:
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self._stays = result.knobs
 
-    def _keep_condition(self, session: WarmupSession) -> bool:
+    def _keep_condition(self, session: TuningSession) -> bool:
         """What holds while communication is as it is now goes beside what was found before, not into its place."""
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
@@ -629,7 +629,7 @@ class TuningCoordinator:
     def _begin(
         self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
     ) -> None:
-        self._session = WarmupSession(
+        self._session = TuningSession(
             space=space,
             default=self._stays or self.default,
             arm=arm,

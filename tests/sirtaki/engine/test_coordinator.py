@@ -14,7 +14,7 @@ import torch
 
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, WarmupSession
+from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, TuningSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
@@ -316,9 +316,9 @@ def streams(count: int) -> Knobs:
     return Knobs(unit_bytes=32 * MIB, streams=count, transport=TransportKind.GLOO)
 
 
-def session(*spans_s: float) -> WarmupSession:
+def session(*spans_s: float) -> TuningSession:
     """After so many assignments: the default, then measurements of the first proposal."""
-    job = WarmupSession(
+    job = TuningSession(
         space=TOLD_SPACE, default=streams(1), arm=Proposes(streams(2), streams(4)), rng=np.random.default_rng(0)
     )
     for span_s in spans_s:

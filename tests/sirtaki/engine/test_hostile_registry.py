@@ -161,7 +161,7 @@ def faults() -> list[tuple[str, str]]:
     return [
         ("sirtaki.engine.tuning.warmup.make_planners", "without planners"),
         ("sirtaki.engine.tuning.warmup.default_arms", "tuning has failed"),
-        ("sirtaki.engine.tuning.warmup.WarmupSession", "tuning has failed"),
+        ("sirtaki.engine.tuning.warmup.TuningSession", "tuning has failed"),
         ("sirtaki.engine.tuning.cache.neighbours", "registry"),
         ("sirtaki.engine.tuning.cache.make_key", "left alone"),
         ("sirtaki.engine.tuning.cache.Entry", "not remembered"),
