@@ -78,7 +78,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     folder, job = Path(options["folder"]), JOBS[options["job"]]
     contender = Sirtaki(lambda: job.make(rank=comm.rank), tune=True)
     contender.warm_up()
-    tuned, default = contender.sync.knobs, contender.sync._default
+    tuned, default = contender.sync.knobs, contender.sync.default
     contender.sync._apply(default)
     contender.step()
     comm.Barrier()

@@ -62,7 +62,7 @@ from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 from ..job import Job
 from ..participants import Participants, Progress, Running, Stage
 from ..sparse_gradients import SparseReductions
-from ..tuning.warmup import TunedSynchroniser
+from ..tuning.pipeline_target import PipelineTarget
 from . import distributed_autograd
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 from .hooks import expect, register_last
@@ -353,7 +353,7 @@ class GradientReducer:
         self._hooks.close()
         self.named, self.hooked, self._frozen = list[Named](), list[Named](), list[torch.Tensor]()
         self._number_of = dict[int, int]()
-        self.tuned: TunedSynchroniser | None = None
+        self.tuned: PipelineTarget | None = None
         self._sync: Synchroniser | None = None
         self._rows: SparseReductions | None = None  # where some of them have sparse gradients
         self._dense_index = dict[int, int]()
@@ -370,7 +370,7 @@ class GradientReducer:
         self._rows = self.sparse.rows if self.sparse.names else None
         dense = [number for number, (name, _) in enumerate(self.hooked) if name not in self.sparse.names]
         if dense:
-            self.tuned = TunedSynchroniser(
+            self.tuned = PipelineTarget(
                 self._control,
                 self._settings,
                 [self.hooked[number][1] for number in dense],

@@ -1,0 +1,128 @@
+"""Progress, results and losses of tuning in words. All log lines of tuning are made here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.meta.session import SessionResult, TuningSession
+from sirtaki.comm.compress import Cost
+from sirtaki.engine.console import Progress, at_most
+from sirtaki.measures import faster, in_ms
+
+from .trial_log import StepTime
+
+
+def describe_progress(session: TuningSession, usual: StepTime | None) -> Progress:
+    """How long the warm-up may still take, what it has seen, and what runs now.
+
+    Args:
+        session: of the warm-up.
+        usual: what steps take besides, None = unknown.
+    """
+    result, now = session.result, session.assignment
+    default_s, best_s = result.default_span_s, result.best_span_s
+    known = math.isfinite(default_s) and math.isfinite(best_s)
+    left = seen = aside = ""
+    if known and usual is not None:
+        left = at_most((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
+    if known and not result.tuned:
+        seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
+    elif known:
+        seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
+        aside = _a_step(usual, default_s, best_s)
+    return Progress(
+        used=result.iterations_used,
+        at_most=session.iterations_at_most,
+        left=left,
+        seen=seen,
+        aside=aside,
+        now=f"{now.purpose.description}: {now.knobs.describe()}",
+    )
+
+
+def _a_step(usual: StepTime | None, *spans_s: float) -> str:
+    """What a step takes with the default, and with the best, in brackets; empty where that is unknown."""
+    if usual is None:
+        return ""
+    return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
+
+
+def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
+    """What the warm-up has found, in one line.
+
+    Args:
+        result: of the session.
+        usual: what steps take besides, None = unknown.
+        who: has proposed what is kept.
+    """
+    found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
+    gain = ""
+    if result.gain is not None:
+        before_s, after_s = result.default_span_s, result.best_span_s
+        gain = f"communication is {result.gain.describe()}; "
+        if usual is not None:
+            before, after = usual.step_s(before_s), usual.step_s(after_s)
+            gain += (
+                f"steps take {in_ms(after)} instead of {in_ms(before)} ({faster(before, after)}), and communication "
+                f"that the backward pass does not hide {in_ms(usual.exposed_s(after_s))} "
+                f"instead of {in_ms(usual.exposed_s(before_s))}; "
+            )
+    elif result.tuned:
+        gain = "the fastest seen, not yet proved: "
+    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
+    return f"tuned in {result.iterations_used} steps with {trials}: {gain}{found} ({result.reason})"
+
+
+def describe_change(ratio: float, iterations: int) -> str:
+    """Why a re-tune of at most so many iterations begins, in one line.
+
+    Args:
+        ratio: how many times as long communication takes as it did; not a number = unknown.
+        iterations: that it may take.
+    """
+    takes = "communication no longer takes as long as when"
+    if math.isfinite(ratio) and ratio >= 1.0:
+        takes = f"communication takes {ratio:.2g} times as long as when"
+    elif math.isfinite(ratio):
+        takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
+    return f"{takes} this setting was chosen: trying others for at most {iterations} steps"
+
+
+def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
+    """What a re-tune has found, in one line.
+
+    Args:
+        result: of the session.
+        default: what runs untuned.
+        earlier: what was kept before in this job.
+        proposer: who has proposed what is kept now.
+    """
+    if not result.tuned:
+        return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
+    whence = f"proposed by {proposer}"
+    if result.knobs == default:
+        whence = "the untuned default"
+    elif result.knobs in earlier:
+        whence = "as earlier in this job"
+    gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
+    found = f"{gain}{result.knobs.describe()}, {whence}"
+    return f"tuned again in {result.iterations_used} steps: {found} ({result.reason})"
+
+
+def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
+    """What compressors that the tuner has kept save, and what they cost, in one line.
+
+    Args:
+        knobs: what was kept.
+        cost: what was measured.
+        iterations: over which that was.
+        whose: what gradients these are of.
+    """
+    left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
+    share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
+    return (
+        f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "
+        f"next step has {100.0 * left:.3g} % of the gradients' norm ({whose}, {iterations} iterations)"
+    )

@@ -1,0 +1,74 @@
+"""What can be tuned: the interface between `TuningController` and the parts of Sirtaki that have settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.trial import S
+from sirtaki.engine.console import Progress
+
+
+class TunableTarget(Protocol[S]):
+    """A part of a job that runs with one of several settings.
+
+    Methods marked "Collective." run on all ranks in the same order. The others run on rank 0 only, and what they raise
+    ends tuning, not training.
+
+    Attributes:
+        default: setting without tuning, the same on all ranks.
+        stays: setting to run without a session, on rank 0; None = the default.
+        slowest: an iteration takes as long as on the slowest rank; else as on the rank that was last to arrive, whose
+            time holds no waiting.
+        iterations: iterations of one measurement. Only the end of the last one needs the other ranks.
+    """
+
+    default: S
+    stays: S | None
+    slowest: bool
+    iterations: int
+
+    def recall(self) -> TuningSession[S] | None:
+        """Return a session that checks what an earlier job has found; None if nothing was found."""
+        ...
+
+    def prepare(self) -> None:
+        """Measure what a search needs to know. Collective."""
+        ...
+
+    def search(self, session: TuningSession[S] | None) -> TuningSession[S] | None:
+        """Begin a search in the session that has asked for it, or in a new one."""
+        ...
+
+    def apply(self, setting: S) -> None:
+        """Run a setting from the next iteration on. Collective.
+
+        Raises:
+            PlanError: the setting cannot be run. Raised on all ranks alike.
+            TransportError: as above.
+        """
+        ...
+
+    def measured_s(self) -> float:
+        """Return the seconds of the measurement that has just ended on this rank; NaN voids it on all ranks.
+
+        Runs on all ranks and sends nothing.
+        """
+        ...
+
+    def record(self, session: TuningSession[S], spans_s: Sequence[float]) -> None:
+        """Hand the measurements of the current assignment to the session."""
+        ...
+
+    def progress(self, session: TuningSession[S]) -> Progress | None:
+        """Describe how far the search is; None if nothing is to be reported."""
+        ...
+
+    def keep(self) -> None:
+        """Take note that the search has ended, and that its result runs. Collective."""
+        ...
+
+    def report(self, session: TuningSession[S]) -> None:
+        """Store and log the result of a session that has ended."""
+        ...
