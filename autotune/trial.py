@@ -53,6 +53,27 @@ class Space(Protocol[S]):
         ...
 
 
+class OpenSpace(Generic[S]):
+    """A space whose arm proposes permitted settings only."""
+
+    lossy: tuple[str, ...] = ()
+
+    def __contains__(self, setting: S) -> bool:
+        return True
+
+    def around(self, setting: S, tried: Collection[S]) -> Iterator[S]:
+        """Yield nothing: the arm knows what is near."""
+        return iter(())
+
+    def every(self) -> Sequence[S]:
+        """Return nothing: the arm proposes all settings."""
+        return ()
+
+    def loses(self, setting: S) -> bool:
+        """Return False: no setting loses precision."""
+        return False
+
+
 class TrialStatus(Enum):
     """How a trial ended."""
 

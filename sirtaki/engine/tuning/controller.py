@@ -96,6 +96,11 @@ class TuningController:
         self._told_s = -math.inf
         self.failed = False
 
+    @property
+    def searching(self) -> bool:
+        """A search is under way."""
+        return bool(self._searches)
+
     def tries(self, target: TunableTarget[S]) -> bool:
         """Return whether a search for this target is under way."""
         return any(search.target is target for search in self._searches)

@@ -34,6 +34,7 @@ from sirtaki.engine.console import NO_LOG, Progress, tuning_ahead, tuning_off
 from sirtaki.engine.lanes import open_router
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import PlanError, TransportError
+from sirtaki.measures import LinkModel
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import IterationEnded
 
@@ -144,6 +145,7 @@ class PipelineTarget:
         synchroniser: the pipeline. Its iterations must be ended by `finish`.
         controller: runs the search for the fastest knobs.
         knobs: the running setting.
+        space: settings that may be chosen.
         router: carries units.
         tuning: the search has not ended yet.
         overlap: deferral of the end of iterations into the next forward pass; None = not wanted.
@@ -199,7 +201,7 @@ class PipelineTarget:
         self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
         self._to_measure = 0  # iterations until it is told what compression costs
         space = replace(space, lossy=self._allowed)
-        self._space, self.default = open_default(space, control, self.router, self._choose)
+        self.space, self.default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = Synchroniser(
             params,
             names,
@@ -216,8 +218,8 @@ class PipelineTarget:
         self._arms = arms
         self.tuning = settings.tunes
         wanted, tries = control.broadcast((overlaps, self.tuning))
-        self.overlap = ForwardOverlap(control, tries=tries) if wanted else None
         self.controller = TuningController(control, where=self._sync.where)
+        self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
         self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
         self._backward_s: list[float] = []  # of the measurements of one assignment
@@ -227,7 +229,7 @@ class PipelineTarget:
         self._search: KnobSearch | None = None  # on rank 0
         self._drift: DriftWatch | None = None
         if self.tuning:
-            if control.size > 1 and self._space.has_choices:
+            if control.size > 1 and self.space.has_choices:
                 self._drift = DriftWatch()
             self._search = _search_of(
                 settings,
@@ -247,15 +249,15 @@ class PipelineTarget:
         if not self.tuning:
             no_log = NO_LOG if settings.trial_log else ""
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
-        if not self._space.has_choices:
+        if not self.space.has_choices:
             return f"{self.default.describe()}, which is all that there is to choose from"
         return f"{self.default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
         if self.default.route not in self.router.routes:
-            space = still_possible(self._space, self.router)
-            self._space, self.default = open_default(space, self._control, self.router, self._choose)
+            space = still_possible(self.space, self.router)
+            self.space, self.default = open_default(space, self._control, self.router, self._choose)
         return replace(self.default, cuts=None).to_plan(layout)
 
     @property
@@ -293,19 +295,21 @@ class PipelineTarget:
             self._after_profiling(report)
         elif not report.ready_s:
             self._report = replace(report, span_s=math.nan) if joined else report
-            if self.controller.tries(self):
+            if self.controller.searching:
+                if self.overlap is not None:
+                    self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
                 self.controller.iteration_ended()
             else:
                 self._after_tuning(report, joined=joined)
 
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
         """Handle the end of an iteration in which no search was under way. Collective at some of them."""
-        if self._drift is not None and (self.overlap is None or not self.overlap.trying):
+        if self._drift is not None:
             self._watch(self._drift, self._report.span_s, self._sync.pace)
         if self._to_measure and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
-            self._note_overlap(self.overlap, report, joined=joined)
+            self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
 
     def _tell(self, report: IterationReport) -> None:
         """Tells watchers of an iteration; its step took as long as it is since the one before was told of."""
@@ -325,8 +329,8 @@ class PipelineTarget:
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
         if self.overlap is not None:
-            if self.overlap.trials is not None and self.overlap.trying:
-                self.knobs = self.overlap.trials.first.knobs
+            if self.overlap.trying:
+                self.knobs = self.overlap.default.knobs
             self.overlap.begin()
         if self._allowed:
             self._learn_classes(first=self._profiled is None)
@@ -350,14 +354,14 @@ class PipelineTarget:
         """Collective: which units there are that compressors may be chosen for; embeddings by the first profile."""
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))
-        sizes = {self.default.unit_bytes, self._space.unit_bytes[1]}
+        sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
         there = {
             layout.class_of(unit.start, unit.stop)
             for layout in self._layouts
             for size in sizes
             for unit in replace(self.default, unit_bytes=size).to_plan(layout).units
         }
-        self._space = replace(self._space, classes=tuple(kind for kind in UnitClass if kind in there))
+        self.space = replace(self.space, classes=tuple(kind for kind in UnitClass if kind in there))
 
     @property
     def _layouts(self) -> tuple[GradientLayout, ...]:
@@ -371,7 +375,7 @@ class PipelineTarget:
         given, self._given = self._given, None
         if given is not None:
             must_run = not self.tuning and self._carried is None
-            knobs = given.accepted(self._layouts, self._control, self._space, must_run=must_run)
+            knobs = given.accepted(self._layouts, self._control, self.space, must_run=must_run)
             if self._search is not None:
                 self._search.given = knobs
             elif not self.tuning:
@@ -393,23 +397,23 @@ class PipelineTarget:
         """Return a session that checks what an earlier job has found. On rank 0."""
         assert self._search is not None
         before = [] if self._carried is None else self._carried.of(self._key)
-        return self._search.recall(self._layouts, self._space, before, place=self._control.hosts)
+        return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
     def prepare(self) -> None:
         """Measure links and compute for a search. Collective."""
         assert self._profiled is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(self._layouts) == 1:
-            probed = replace(self._space, routes=tuple(self._changed) or self._space.routes)
+            probed = replace(self.space, routes=tuple(self._changed) or self.space.routes)
             now_s = self._report.span_s if self._changed and self._report.span_s > 0.0 else self._profiled.span_s
             found = measure(self._control, self.router, probed, default=self.default, span_s=now_s)
             if self._changed:
-                found = found.with_routes(self._space.routes, promising=[*self._changed, *self._promising])
+                found = found.with_routes(self.space.routes, promising=[*self._changed, *self._promising])
             else:
                 self._promising = found.promising.routes
         else:
-            found = without_planners(self._space)
-        self._space, self._measured = found.space, found
+            found = without_planners(self.space)
+        self.space, self._measured = found.space, found
 
     def search(self, session: TuningSession | None) -> TuningSession:
         """Begin a search with what `prepare` has measured. On rank 0."""
@@ -475,26 +479,19 @@ class PipelineTarget:
         if self._control.rank == 0:
             logger.info("%s", describe_lossy(self.knobs, cost, MEASURED_LOSS, "all ranks"))
 
-    def _note_overlap(self, overlap: ForwardOverlap, report: IterationReport, *, joined: bool) -> None:
-        """Collective at the ends of trials: tells the overlap with the forward pass of an iteration."""
-        knobs = overlap.note(
-            report,
-            self._sync,
-            self.knobs,
-            self._space,
-            profiled=self._profiled,
-            joined=joined,
-            link=None if self.model is None else self.model.link_between_hosts(self.knobs.route),
-        )
-        if knobs is not None:
-            self._sync.set_plans(plans_for(knobs, self._layouts))
-            self.knobs = knobs
-            overlap.order(self._sync)
-            if overlap.trying:
-                return
-            self.router.keep_only(self._sync.plans)
-            if self._drift is not None:
-                self._drift.reordered()
+    def keep_overlap(self) -> None:
+        """Take note that the search of the overlap has ended. Collective."""
+        self.router.keep_only(self._sync.plans)
+        if self._drift is not None:
+            self._drift.reordered()
+
+    @property
+    def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
+        """The link of the running route, and the time between communications; None = not known. On rank 0."""
+        usual = None if self._search is None else self._search.times.usual
+        if usual is None or self.model is None:
+            return None, 0.0
+        return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
@@ -520,7 +517,7 @@ class PipelineTarget:
             self.overlap.forget()
         self._sync.say_pace(Pace.USUAL)
         self.tuning = True
-        self._changed = [route for route in self._space.routes if route == self.knobs.route]
+        self._changed = [route for route in self.space.routes if route == self.knobs.route]
         self.controller.begin(self, recalls=False)
 
     def remember(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import SessionResult, TuningSession
 from sirtaki.comm.compress import Cost
 from sirtaki.engine.console import Progress, at_most
@@ -126,3 +127,20 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
         f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "
         f"next step has {100.0 * left:.3g} % of the gradients' norm ({whose}, {iterations} iterations)"
     )
+
+
+def describe_overlap(result: SessionResult[Any], knobs: Knobs, *, planned: bool) -> str:
+    """Describe whether updates are deferred from now on.
+
+    Args:
+        result: result of the search, in iteration times.
+        knobs: the kept knobs.
+        planned: the kept knobs are the tuned ones.
+    """
+    before = f"{in_ms(result.default_span_s)} an iteration without it"
+    if result.gain is None:
+        return f"overlap_forward: not used, because {result.reason} ({before})"
+    cuts = "planned units" if planned and knobs.cuts is not None else f"{format_bytes(knobs.unit_bytes)} units"
+    after = f"{in_ms(result.best_span_s)} instead of {in_ms(result.default_span_s)}"
+    streams = f"{knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
+    return f"overlap_forward: iterations are {result.gain.describe()}: {after}; {cuts} on {streams}"
