@@ -25,12 +25,13 @@ from sirtaki.autotune.trial import OpenSpace
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseWork
-from sirtaki.engine.console import Progress
+
+from .tuning.target import TunableTarget
 
 logger = logging.getLogger(__name__)
 
 
-class RowsTarget:
+class RowsTarget(TunableTarget[SparsePlan]):
     """The plan of one parameter's rows.
 
     Attributes:
@@ -46,8 +47,6 @@ class RowsTarget:
         told: the plan is in `summary`.
         summary: summary of the newest decision.
     """
-
-    slowest, iterations = False, 1
 
     def __init__(
         self, name: str, form: RowFormat, control: ControlPlane, *, fixed: SparsePath | None, tries: bool
@@ -73,7 +72,6 @@ class RowsTarget:
         self.mean: float | None = None
         self.told = False
         self.summary: SparseSummary | None = None
-        self.stays: SparsePlan | None = None
         self.default = GATHER
         self.kept = not (fixed is SparsePath.HOT_COLD or (fixed is None and tries))
         if not self.kept:
@@ -163,12 +161,6 @@ class RowsTarget:
 
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
-    def recall(self) -> None:
-        """Return None: `recall_plan` comes before a search."""
-
-    def prepare(self) -> None:
-        """Do nothing: the candidates are known."""
-
     def search(self, session: TuningSession[SparsePlan] | None) -> TuningSession[SparsePlan]:
         """Begin a search among the candidates. On rank 0."""
         return TuningSession(
@@ -191,9 +183,6 @@ class RowsTarget:
         """Hand measurements to the session. On rank 0."""
         self._spans_s.setdefault(session.assignment.knobs, []).extend(spans_s)
         session.record(spans_s)
-
-    def progress(self, session: TuningSession[SparsePlan]) -> Progress | None:
-        """Return None: the search is short."""
 
     def keep(self) -> None:
         """Keep what runs. If gathering has beaten the plan of an earlier job, choose by the model next. Collective."""

@@ -13,10 +13,10 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Assignment, TuningSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import GradientLayout
-from sirtaki.engine.console import Progress
 from sirtaki.engine.tuning.controller import TuningController
 from sirtaki.engine.tuning.knob_search import KnobSearch
 from sirtaki.engine.tuning.plans import Carried
+from sirtaki.engine.tuning.target import TunableTarget
 from sirtaki.errors import PlanError
 
 
@@ -35,7 +35,7 @@ class OneRank:
         return values.copy()
 
 
-class KnobJob:
+class KnobJob(TunableTarget[Knobs]):
     """A job on one rank whose knobs are tuned, on a clock of its own.
 
     Attributes:
@@ -45,8 +45,6 @@ class KnobJob:
         iterations_run: number of iterations until now.
         broken: knobs that cannot be run.
     """
-
-    slowest, iterations = False, 1
 
     def __init__(
         self,
@@ -113,9 +111,6 @@ class KnobJob:
         self.assignments.append((session.assignment, spans_s))
         backward_s, self._backward_s = self._backward_s, []
         self.search_of_knobs.record(session, spans_s, iteration=self.iterations_run, backward_s=backward_s)
-
-    def progress(self, session: TuningSession) -> Progress | None:
-        return None
 
     def keep(self) -> None:
         self.kept = True

@@ -20,11 +20,11 @@ from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.schedule import IterationPace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import GradientLayout
-from sirtaki.engine.console import Progress
 from sirtaki.measures import LinkModel
 
 from .plans import plans_for
 from .report import describe_overlap
+from .target import TunableTarget
 
 if TYPE_CHECKING:
     from .pipeline_target import PipelineTarget
@@ -172,7 +172,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
     )
 
 
-class ForwardOverlap:
+class ForwardOverlap(TunableTarget[OverlapChoice]):
     """Deferred updates of one gradient pipeline, as a target of tuning in iteration times.
 
     Attributes:
@@ -180,7 +180,8 @@ class ForwardOverlap:
         trying: a search is under way; the same on all ranks.
     """
 
-    slowest, iterations = True, SKIPPED + TIMED + 1
+    slowest = True
+    iterations = SKIPPED + TIMED + 1
 
     def __init__(self, control: ControlPlane, pipeline: PipelineTarget, *, tries: bool = False) -> None:
         """Begin without deferred updates.
@@ -192,7 +193,6 @@ class ForwardOverlap:
         """
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
-        self.stays: OverlapChoice | None = None
         self.default = OverlapChoice(pipeline.knobs, puts_off=False)
         self._kept: OverlapChoice | None = None  # by a search that has ended
         self._now = self.default
@@ -284,12 +284,6 @@ class ForwardOverlap:
 
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
-    def recall(self) -> None:
-        """Return None: nothing is remembered."""
-
-    def prepare(self) -> None:
-        """Do nothing: the ranks have agreed on a pace before."""
-
     def search(self, session: TuningSession[OverlapChoice] | None) -> TuningSession[OverlapChoice]:
         """Begin a search. On rank 0."""
         pipeline, pace = self._pipeline, self._pace
@@ -315,13 +309,6 @@ class ForwardOverlap:
     def measured_s(self) -> float:
         """Return the mean time of the timed iterations; 0 on a rank that has joined, which waits for nothing."""
         return 0.0 if self._joined else (self._ends_s[-2] - self._ends_s[-2 - TIMED]) / TIMED
-
-    def record(self, session: TuningSession[OverlapChoice], spans_s: Sequence[float]) -> None:
-        """Hand measurements to the session. On rank 0."""
-        session.record(spans_s)
-
-    def progress(self, session: TuningSession[OverlapChoice]) -> Progress | None:
-        """Return None: the search is short."""
 
     def keep(self) -> None:
         """Keep what runs. Collective."""

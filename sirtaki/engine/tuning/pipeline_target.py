@@ -57,6 +57,7 @@ from .plans import (
     without_planners,
 )
 from .report import describe_lossy, describe_progress
+from .target import TunableTarget
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _search_of(
     )
 
 
-class PipelineTarget:
+class PipelineTarget(TunableTarget[Knobs]):
     """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs`.
 
     Attributes:
@@ -150,9 +151,6 @@ class PipelineTarget:
         tuning: the search has not ended yet.
         overlap: deferral of the end of iterations into the next forward pass; None = not wanted.
     """
-
-    slowest = False
-    iterations = 1
 
     def __init__(
         self,
