@@ -310,6 +310,7 @@ PROMISING = 1.0  # standard errors behind the best at which a setting is not mea
 WORTHWHILE = 0.001  # the share of the span that must be in reach to go on searching
 
 INDIFFERENT = 0.001  # share of the span that may be lost by not comparing any further
+DOUBTFUL = 0.1  # gain that noise may hide in a search that asks for a least gain, before its result is in doubt
 HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
 MAX_ROUNDS = 8  # of the finals
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
@@ -773,6 +774,9 @@ class TuningSession(Generic[S]):
         self._doubt = pairs.doubt
         if pairs.verdict is Verdict.FASTER:
             return knobs, pairs.pooled, f"beat {against}"
+        if self._least_gain and not self._doubt and pairs.gain.high > 1.0 + DOUBTFUL:
+            possible = f"a gain of {100 * (pairs.gain.high - 1.0):.0f} % would not show"
+            self._doubt = f"measurements scatter so that {possible}: others seem to use the host or the network"
         return base, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
 
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────

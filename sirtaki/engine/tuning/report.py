@@ -14,13 +14,16 @@ from sirtaki.measures import faster, in_ms
 
 from .trial_log import StepTime
 
+WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
+"""For sessions that measure whole steps instead of communication."""
 
-def describe_progress(session: TuningSession, usual: StepTime | None) -> Progress:
-    """How long the warm-up may still take, what it has seen, and what runs now.
+
+def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Progress:
+    """Describe how long the search may still take, its best result so far, and what runs now.
 
     Args:
-        session: of the warm-up.
-        usual: what steps take besides, None = unknown.
+        session: the session.
+        usual: the rest of a step, None = not known.
     """
     result, now = session.result, session.assignment
     default_s, best_s = result.default_span_s, result.best_span_s
@@ -144,3 +147,13 @@ def describe_overlap(result: SessionResult[Any], knobs: Knobs, *, planned: bool)
     after = f"{in_ms(result.best_span_s)} instead of {in_ms(result.default_span_s)}"
     streams = f"{knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
     return f"overlap_forward: iterations are {result.gain.describe()}: {after}; {cuts} on {streams}"
+
+
+def describe_steps(result: SessionResult[Any], setting: str) -> str:
+    """Describe the result of a search in step times, in one line; `setting` describes the kept setting."""
+    found = "the default stays"
+    if result.gain is not None:
+        before, after = in_ms(result.default_span_s), in_ms(result.best_span_s)
+        found = f"steps are {result.gain.describe()}: {after} instead of {before}"
+    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
+    return f"tuned in {result.iterations_used} steps with {trials}: {found}; {setting} ({result.reason})"
