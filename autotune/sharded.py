@@ -182,14 +182,6 @@ class ShardSpace:
                 knobs = one
         return knobs
 
-    def loses(self, knobs: ShardKnobs) -> bool:
-        """Return False: settings that pack shards are searched together with the others."""
-        return False
-
-    def every(self) -> Sequence[ShardKnobs]:
-        """Return nothing: the arm proposes all settings."""
-        return ()
-
     def around(self, knobs: ShardKnobs, tried: Collection[ShardKnobs]) -> Iterator[ShardKnobs]:
         """Yield settings that differ in one thing and are not in `tried`, those that usually matter most first."""
         place = self.streams.index(knobs.streams)

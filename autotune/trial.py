@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol
@@ -30,48 +30,25 @@ S = TypeVar("S", bound=Describable, default=Knobs)
 """A kind of setting. Without another one named, `Knobs`."""
 
 
-class Space(Protocol[S]):
-    """The settings that may be chosen."""
-
-    @property
-    def lossy(self) -> tuple[str, ...]:
-        """Return the names of the compressors that settings may use."""
-        ...
-
-    def __contains__(self, setting: S) -> bool: ...
-
-    def around(self, setting: S, tried: Collection[S]) -> Iterator[S]:
-        """Yield permitted settings that differ in one thing, but none that is close to one of `tried`."""
-        ...
-
-    def every(self) -> Sequence[S]:
-        """Return all settings if there are few, else none."""
-        ...
-
-    def loses(self, setting: S) -> bool:
-        """Return whether gradients lose precision with the setting."""
-        ...
+_Accepted = TypeVar("_Accepted", contravariant=True)
 
 
-class OpenSpace(Generic[S]):
-    """A space whose arm proposes permitted settings only."""
+class Space(Protocol[_Accepted]):
+    """The settings that may be chosen.
 
-    lossy: tuple[str, ...] = ()
+    Three more methods are optional: `around(setting, tried)` yields permitted settings that differ in one thing, but
+    none that is close to one of `tried`. `every()` returns all settings, or `()` if they are many. `loses(setting)`
+    returns whether gradients lose precision with the setting.
+    """
 
-    def __contains__(self, setting: S) -> bool:
+    def __contains__(self, setting: _Accepted) -> bool: ...
+
+
+class Everything:
+    """The space of a search whose arm proposes permitted settings only."""
+
+    def __contains__(self, setting: object) -> bool:
         return True
-
-    def around(self, setting: S, tried: Collection[S]) -> Iterator[S]:
-        """Yield nothing: the arm knows what is near."""
-        return iter(())
-
-    def every(self) -> Sequence[S]:
-        """Return nothing: the arm proposes all settings."""
-        return ()
-
-    def loses(self, setting: S) -> bool:
-        """Return False: no setting loses precision."""
-        return False
 
 
 class TrialStatus(Enum):

@@ -519,7 +519,7 @@ class TuningSession(Generic[S]):
         kept, gain, verdict = yield from self._prove(self._default, self._called, lossy=False)
         if self._setting(self._default).failed:
             return self._end(kept, f"{verdict}; {why}")
-        if any(self._space.loses(setting.knobs) for setting in self._ledger.ranked()):
+        if any(self._loses(setting.knobs) for setting in self._ledger.ranked()):
             doubt = self._doubt
             rival = self._called if kept == self._default else "the fastest that loses nothing"
             found, more, told = yield from self._prove(kept, rival, lossy=True)
@@ -610,8 +610,8 @@ class TuningSession(Generic[S]):
         """Runs what lies next to the fastest setting, until nothing new does or the iterations for trials are used."""
         while self._left_for_trials > self._discarded:
             tried = [setting.knobs for setting in self._ledger.ranked()]
-            beside = self._space.around(tried[0], tried) if tried else iter(())
-            knobs = next((one for one in beside if self._accepts(one) and self._ledger.find(one) is None), None)
+            beside = opinion(self._space, "around", tried[0], tried) if tried else None
+            knobs = next((one for one in beside or () if self._accepts(one) and self._ledger.find(one) is None), None)
             if knobs is None:
                 return
             yield from self._race(Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="next to the fastest"))
@@ -655,7 +655,9 @@ class TuningSession(Generic[S]):
 
     def _overlooked(self) -> Proposal[S] | None:
         """Where there are few settings in all: one that nobody has proposed; to try it costs less than to doubt."""
-        distinct = {self._identity(knobs): knobs for knobs in self._space.every() if self._accepts(knobs)}
+        distinct = {
+            self._identity(knobs): knobs for knobs in opinion(self._space, "every") or () if self._accepts(knobs)
+        }
         left = (knobs for knobs in distinct.values() if self._ledger.find(knobs) is None)
         knobs = next(left, None) if len(distinct) <= FEW else None
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="nobody has proposed it")
@@ -677,7 +679,7 @@ class TuningSession(Generic[S]):
 
     def _finalists(self, base: S, beaten: Sequence[S], *, lossy: bool) -> list[S]:
         """The fastest settings and those with the best surrogate's estimate, in turns, but none that is hopeless."""
-        ranked = [setting for setting in self._ledger.ranked() if self._space.loses(setting.knobs) is lossy]
+        ranked = [setting for setting in self._ledger.ranked() if self._loses(setting.knobs) is lossy]
         rivals = [
             setting.knobs
             for setting in ranked
@@ -732,7 +734,7 @@ class TuningSession(Generic[S]):
         """
         default, final = base or self._default, arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
-        left = self._left - (0 if self._space.loses(knobs) or not final else self._for_lossy)
+        left = self._left - (0 if self._loses(knobs) or not final else self._for_lossy)
         at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= left), default=0)
         if final and not at_most:
             return None
@@ -779,6 +781,9 @@ class TuningSession(Generic[S]):
             self._doubt = f"measurements scatter so that {possible}: others seem to use the host or the network"
         return base, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
 
+    def _loses(self, knobs: S) -> bool:
+        return bool(opinion(self._space, "loses", knobs))
+
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -789,7 +794,7 @@ class TuningSession(Generic[S]):
     def _left_for_trials(self) -> int:
         """The others are kept for the final comparison; negative where they are used already."""
         needed = self._most_finalists * self._turn + self._for_pairs + self._for_lossy
-        more = self._space.lossy or self._ledger.noise > USUAL_NOISE
+        more = getattr(self._space, "lossy", ()) or self._ledger.noise > USUAL_NOISE
         most = LARGE_RESERVE if more else MAX_RESERVE
         reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(most * self._iterations))
         return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
@@ -815,8 +820,8 @@ class TuningSession(Generic[S]):
         None are kept where no compressed setting is the fastest, nor in a short session, where those that lose nothing
         come first.
         """
-        ranked = self._ledger.ranked() if self._space.lossy and self._iterations >= SHORT else []
-        return self._for_turns(ENOUGH_PAIRS) + self._turn if ranked and self._space.loses(ranked[0].knobs) else 0
+        ranked = self._ledger.ranked() if self._iterations >= SHORT else []
+        return self._for_turns(ENOUGH_PAIRS) + self._turn if ranked and self._loses(ranked[0].knobs) else 0
 
     def _for_turns(self, n_pairs: int) -> int:
         """Iterations of so many paired turns, in each of which the setting changes once, and once before them."""

@@ -21,7 +21,7 @@ from sirtaki.autotune.sparse import (
     VolumeArm,
     VolumeModel,
 )
-from sirtaki.autotune.trial import OpenSpace
+from sirtaki.autotune.trial import Everything
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseWork
@@ -164,7 +164,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
     def search(self, session: TuningSession[SparsePlan] | None) -> TuningSession[SparsePlan]:
         """Begin a search among the candidates. On rank 0."""
         return TuningSession(
-            space=OpenSpace(),
+            space=Everything(),
             default=self.default,
             arm=VolumeArm(self.decision.candidates[1:]),
             rng=np.random.default_rng(0),

@@ -14,7 +14,7 @@ import numpy as np
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.simulator import put_off_iteration_s
-from sirtaki.autotune.trial import OpenSpace, Proposal, Trial
+from sirtaki.autotune.trial import Everything, Proposal, Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.schedule import IterationPace
@@ -149,7 +149,7 @@ class OverlapArm:
 def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
     """Begin a search for the fastest setting with deferred updates, against the tuned knobs without."""
     return TuningSession(
-        space=OpenSpace(),
+        space=Everything(),
         default=default,
         arm=arm,
         rng=np.random.default_rng(0),
