@@ -315,7 +315,7 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
     import torch
 
     from sirtaki.engine import job as jobs
-    from sirtaki.engine.lanes import open_router
+    from sirtaki.engine.tuning.pipeline_target import open_router
 
     current = jobs.current()
     control = current.control

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +15,6 @@ from sirtaki.comm.shards import ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.comm.units import UnitPipeline
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import ConfigError
 
 from .tuning.plans import default_knobs, knob_space
 
@@ -96,31 +94,3 @@ def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
     # Nodes that are pretended, to try hierarchies, may not fit these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None
     return ControlPlane(ranks, local_size=pretended, interface=settings.gloo_interface)
-
-
-def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
-    """Open the router for the gradients of `params`. Collective.
-
-    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
-
-    Raises:
-        ConfigError: the parameters are on several devices, or on one that is neither the CPU nor a CUDA GPU.
-    """
-    places = sorted({str(param.device) for param in params})
-    if len(places) > 1 or {param.device.type for param in params} - {"cpu", "cuda"}:
-        raise ConfigError(
-            f"the parameters are on {' and '.join(places)}; they must all be on the CPU or all on one CUDA GPU: move "
-            "the model to one device, and start one process for each GPU"
-        )
-    if not params or params[0].device.type == "cpu":
-        return Router(control, timeout_s=settings.transport_timeout_s)
-    from sirtaki.comm.device import cuda_device
-    from sirtaki.comm.nccl_streams.transport import find_nccl
-
-    index = params[0].device.index
-    device = cuda_device(torch.cuda.current_device() if index is None else index)
-    wanted = settings.transport
-    if wanted is TransportKind.STAGED:
-        return Router(control, timeout_s=settings.transport_timeout_s, device=device)
-    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=settings.transport_timeout_s)
-    return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -22,12 +22,10 @@ from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.plan import GradientLayout
 from sirtaki.measures import LinkModel
 
+from .controller import TuningController
 from .plans import plans_for
 from .report import describe_overlap
 from .target import TunableTarget
-
-if TYPE_CHECKING:
-    from .pipeline_target import PipelineTarget
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +170,28 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
     )
 
 
+class Deferrable(Protocol):
+    """What deferred updates need of a gradient pipeline; see `PipelineTarget`."""
+
+    controller: TuningController
+    synchroniser: Synchroniser
+    knobs: Knobs
+    space: KnobSpace
+
+    @property
+    def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
+        """Return the link and the time between communications, None = not known."""
+        ...
+
+    def apply(self, knobs: Knobs) -> None:
+        """Run these knobs from the next iteration on. Collective."""
+        ...
+
+    def keep_overlap(self) -> None:
+        """Take note that the search of the overlap has ended. Collective."""
+        ...
+
+
 class ForwardOverlap(TunableTarget[OverlapChoice]):
     """Deferred updates of one gradient pipeline, as a target of tuning in iteration times.
 
@@ -183,7 +203,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     slowest = True
     iterations = SKIPPED + TIMED + 1
 
-    def __init__(self, control: ControlPlane, pipeline: PipelineTarget, *, tries: bool = False) -> None:
+    def __init__(self, control: ControlPlane, pipeline: Deferrable, *, tries: bool = False) -> None:
         """Begin without deferred updates.
 
         Args:

@@ -26,14 +26,15 @@ from sirtaki.comm.plan import (
     CommPlan,
     GradientLayout,
     Route,
+    TransportKind,
     UnitClass,
     goes_through_sockets,
 )
+from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.engine.console import NO_LOG, Progress, tuning_ahead, tuning_off
-from sirtaki.engine.lanes import open_router
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import PlanError, TransportError
+from sirtaki.errors import ConfigError, PlanError, TransportError
 from sirtaki.measures import LinkModel
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import IterationEnded
@@ -105,6 +106,34 @@ def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ..
         for name, gradient in gradients
         if gradient is not None and gradient.dim() == 2 and gradient.numel() and EMPTY_ROWS < empty_rows(gradient) < 1.0
     )
+
+
+def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
+    """Open the router for the gradients of `params`. Collective.
+
+    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+
+    Raises:
+        ConfigError: the parameters are on several devices, or on one that is neither the CPU nor a CUDA GPU.
+    """
+    places = sorted({str(param.device) for param in params})
+    if len(places) > 1 or {param.device.type for param in params} - {"cpu", "cuda"}:
+        raise ConfigError(
+            f"the parameters are on {' and '.join(places)}; they must all be on the CPU or all on one CUDA GPU: move "
+            "the model to one device, and start one process for each GPU"
+        )
+    if not params or params[0].device.type == "cpu":
+        return Router(control, timeout_s=settings.transport_timeout_s)
+    from sirtaki.comm.device import cuda_device
+    from sirtaki.comm.nccl_streams.transport import find_nccl
+
+    index = params[0].device.index
+    device = cuda_device(torch.cuda.current_device() if index is None else index)
+    wanted = settings.transport
+    if wanted is TransportKind.STAGED:
+        return Router(control, timeout_s=settings.transport_timeout_s, device=device)
+    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=settings.transport_timeout_s)
+    return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)
 
 
 def without_others(settings: Settings) -> str:
