@@ -122,7 +122,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
             self._step = None if traced is None else measure_step(model, traced, self._choices()[0])
-            model.connections.searching = control.rank == 0
+            model.connections.searching, self.default = control.rank == 0, model.knobs
             controller.begin(self)
         else:
             self._ended_s = time.perf_counter()
