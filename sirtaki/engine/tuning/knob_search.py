@@ -48,14 +48,14 @@ SEED = 0
 """Seed of all that the tuner draws: equal times give equal trials."""
 
 RETUNE_ITERATIONS = 31
-"""That a re-tune takes at most."""
+"""Most iterations of a search after a change of communication time."""
 
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
-"""Iterations of a trial. There are few in a re-tune, and what is worth changing to shows in one."""
+"""Measured iterations of a trial. After a change one suffices, because a setting worth changing to shows in one."""
 
 EARLIER_SETTINGS = 2
-"""Of those that were kept before in this job, so many are tried in a re-tune."""
+"""Number of settings kept before in this job that are tried after a change of communication time."""
 
 
 class KnobSearch:
@@ -285,7 +285,7 @@ class KnobSearch:
         spans_s: Sequence[float],
         backward_s: Sequence[float],
     ) -> None:
-        """Notes what the assignment took, and tells the planners what that says of contention once enough has run."""
+        """Learn contention from an assignment, and give it to the planners once enough has been learned."""
         knobs, model = session.assignment.knobs, self.model
         assert model is not None  # as there is a learner
         both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
@@ -301,7 +301,7 @@ class KnobSearch:
             self._log.knows(learnt)
 
     def _tell_pace(self) -> None:
-        """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""
+        """Give the planners the pace of later iterations, because the profile is of the slower first ones."""
         if self.model is None:
             return
         if self.times.usual is not None:
@@ -316,7 +316,7 @@ class KnobSearch:
         return {} if self.model is None else self.model.links
 
     def _name(self, arm: str) -> str:
-        """An arm, for people."""
+        """Return the name of an arm for log lines."""
         if arm in (REGISTRY_ARM, DEFAULT_ARM, DRAW_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
@@ -354,7 +354,7 @@ class KnobSearch:
         self.stays = result.knobs
 
     def _keep_condition(self, session: TuningSession) -> bool:
-        """What holds while communication is as it is now goes beside what was found before, not into its place."""
+        """Store the result beside that of the search before, because it holds only as long as the change lasts."""
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
         result = replace(session.result, default_span_s=default_s, gain=None)  # which is over what ran

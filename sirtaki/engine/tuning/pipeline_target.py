@@ -63,13 +63,13 @@ from .target import TunableTarget
 logger = logging.getLogger(__name__)
 
 MEASURED_LOSS = 20
-"""Iterations after the warm-up over which it is measured what compression costs in accuracy."""
+"""Iterations after the search in which the precision lost by compression is measured."""
 
 
 def allowed_compressors(
     control: ControlPlane, settings: Settings, reduction: Reduction, space: KnobSpace, params: Sequence[torch.Tensor]
 ) -> tuple[str, ...]:
-    """Collective: by which compressors the tuner may have these gradients travel, as rank 0 allows; rank 0 tells."""
+    """Return the compressors that the tuner may use for these gradients, as rank 0 allows. Collective."""
     allowed: tuple[str, ...] = control.broadcast(settings.lossy)
     why = ""
     if not allowed:
@@ -91,11 +91,11 @@ def allowed_compressors(
 
 
 EMPTY_ROWS = 0.5
-"""Of a matrix's rows, from which on it counts as an embedding's."""
+"""Share of zero rows in a gradient above which its parameter counts as an embedding."""
 
 
 def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
-    """Those whose averaged gradient has mostly rows without any number but zero."""
+    """Return the names of the matrices whose averaged gradient consists mostly of zero rows."""
 
     def empty_rows(gradient: torch.Tensor) -> float:
         return 1.0 - float(gradient.any(dim=1).float().mean())
@@ -194,21 +194,21 @@ class PipelineTarget(TunableTarget[Knobs]):
         overlaps: bool = False,
         rank: int | None = None,
     ) -> None:
-        """Collective.
+        """Open the router and the pipeline. Collective.
 
         Args:
-            control: the ranks that take part.
-            settings: of the job.
+            control: the ranks.
+            settings: settings of the job.
             params: parameters whose gradients are reduced, the same on all ranks.
-            names: of the parameters.
-            reduction: what is done to every gradient.
+            names: names of the parameters.
+            reduction: operation, scaling and compression of every gradient.
             arms: search techniques, None = the usual ones.
-            carried: of the generations of this job; None where ranks stay.
-            overlaps: iterations are to end in the next forward pass; rank 0's holds for all.
-            rank: by which messages name this one; None = its rank among those of `control`.
+            carried: results of the earlier generations of an elastic job; None if the job is not elastic.
+            overlaps: updates are to be deferred into the next forward pass. The value of rank 0 holds.
+            rank: rank of this process in messages; None = its rank in `control`.
 
         Raises:
-            ConfigError: on all ranks; the user's plan cannot be read, and ranks stay.
+            ConfigError: the user's plan cannot be read, and the job is not elastic. Raised on all ranks.
         """
         self._control = control = control.scope()
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
@@ -272,7 +272,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
 
     def _intention(self, settings: Settings) -> str:
-        """What will happen, and how to switch that off, in one line."""
+        """Describe what will happen, and how to switch it off, in one line."""
         if not self.tuning:
             no_log = NO_LOG if settings.trial_log else ""
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
@@ -281,7 +281,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         return f"{self.default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
-        """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
+        """Return the untuned plan of a new layout, for which shared memory may be exhausted. Collective."""
         if self.default.route not in self.router.routes:
             space = still_possible(self.space, self.router)
             self.space, self.default = open_default(space, self._control, self.router, self._choose)
@@ -289,22 +289,22 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def model(self) -> PlanningModel | None:
-        """What planners know; on rank 0, None elsewhere and where nothing was probed."""
+        """Return the model for planners, on rank 0; None on other ranks, and if nothing was probed."""
         return None if self._search is None else self._search.model
 
     @property
     def on_streams(self) -> bool:
-        """Gradients are on a device on which things happen later than they are called."""
+        """Return whether gradients are on a device with streams."""
         return self.router.device.streams
 
     @property
     def can_put_off(self) -> bool:
-        """The end of this iteration needs no other rank, once all gradients have left."""
+        """Return whether the end of this iteration may be deferred: once all units are launched, it sends nothing."""
         ready = self.overlap is not None and self.overlap.ready
         return ready and not self.tuning and not self._to_measure and self._sync.can_put_off
 
     def check(self) -> None:
-        """Raises what a transport has found out by itself; any thread may ask."""
+        """Raise an error that a transport has noticed by itself. Thread-safe."""
         self.router.check()
 
     def finish(self, *, joined: bool = False) -> None:
@@ -339,7 +339,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
 
     def _tell(self, report: IterationReport) -> None:
-        """Tells watchers of an iteration; its step took as long as it is since the one before was told of."""
+        """Report an iteration to watchers. Its step time is the time since the report before."""
         before_s, self._told_s = self._told_s, time.perf_counter()
         event = IterationEnded(
             number=self._sync.iteration,
@@ -351,10 +351,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         )
         watchers.tell_all(lambda watcher: watcher.iteration(event), iteration=event.number)
 
-    # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
-        """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
+        """Begin the search when the order of gradients is known for the first time, later go on. Collective."""
         if self.overlap is not None:
             if self.overlap.trying:
                 self.knobs = self.overlap.default.knobs
@@ -378,7 +378,7 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Collective: which units there are that compressors may be chosen for; embeddings by the first profile."""
+        """Find the classes of units that there are; embeddings show in the first profile. Collective."""
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))
         sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
@@ -398,7 +398,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         return tuple(replace(layout, embeddings=self._embeddings) for layout in layouts)
 
     def _take_given(self) -> None:
-        """What the user has given is tried first; where nothing is tuned, it runs. Once."""
+        """Try the user's plan first, or run it if nothing is tuned. Has an effect once."""
         given, self._given = self._given, None
         if given is not None:
             must_run = not self.tuning and self._carried is None
@@ -496,7 +496,7 @@ class PipelineTarget(TunableTarget[Knobs]):
     # ── after the search ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _measure_loss(self) -> None:
-        """Collective: another iteration has been measured; after the last of them rank 0 tells what was lost."""
+        """Count an iteration with compression; after the last one, log on rank 0 what was lost. Collective."""
         self._to_measure -= 1
         compressed = self._sync.compressed
         if self._to_measure or compressed is None:
@@ -521,7 +521,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
-        """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
+        """Watch communication time. Collective if all ranks have agreed that it has changed, else sends nothing."""
         if agreed is not Pace.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends

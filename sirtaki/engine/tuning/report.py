@@ -47,19 +47,19 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Pr
 
 
 def _a_step(usual: StepTime | None, *spans_s: float) -> str:
-    """What a step takes with the default, and with the best, in brackets; empty where that is unknown."""
+    """Return the step times with the default and with the best setting, in brackets; empty if not known."""
     if usual is None:
         return ""
     return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
 
 
 def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
-    """What the warm-up has found, in one line.
+    """Describe the result of a search in communication times, in one line.
 
     Args:
-        result: of the session.
-        usual: what steps take besides, None = unknown.
-        who: has proposed what is kept.
+        result: result of the session.
+        usual: the rest of a step, None = not known.
+        who: name of the arm that has proposed the kept setting.
     """
     found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
     gain = ""
@@ -80,11 +80,11 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
 
 
 def describe_change(ratio: float, iterations: int) -> str:
-    """Why a re-tune of at most so many iterations begins, in one line.
+    """Describe why a search begins after a change of communication time, in one line.
 
     Args:
-        ratio: how many times as long communication takes as it did; not a number = unknown.
-        iterations: that it may take.
+        ratio: communication time now over the time before; NaN = not known.
+        iterations: iterations that the search may take.
     """
     takes = "communication no longer takes as long as when"
     if math.isfinite(ratio) and ratio >= 1.0:
@@ -95,13 +95,13 @@ def describe_change(ratio: float, iterations: int) -> str:
 
 
 def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
-    """What a re-tune has found, in one line.
+    """Describe the result of a search after a change of communication time, in one line.
 
     Args:
-        result: of the session.
-        default: what runs untuned.
-        earlier: what was kept before in this job.
-        proposer: who has proposed what is kept now.
+        result: result of the session.
+        default: setting without tuning.
+        earlier: settings that this job has kept before.
+        proposer: name of the arm that has proposed the kept setting.
     """
     if not result.tuned:
         return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
@@ -116,13 +116,13 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
 
 
 def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
-    """What compressors that the tuner has kept save, and what they cost, in one line.
+    """Describe what the kept compressors save, and what precision they cost, in one line.
 
     Args:
-        knobs: what was kept.
-        cost: what was measured.
-        iterations: over which that was.
-        whose: what gradients these are of.
+        knobs: the kept setting.
+        cost: measured bytes and losses.
+        iterations: number of iterations measured.
+        whose: ranks whose gradients were measured.
     """
     left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
     share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
