@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -141,33 +141,6 @@ def without_others(settings: Settings) -> str:
     return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
 
 
-def _search_of(
-    settings: Settings,
-    control: ControlPlane,
-    params: Sequence[torch.Tensor],
-    *,
-    default: Knobs,
-    arms: Sequence[Arm] | None,
-    on_streams: bool,
-    where: Callable[[], str],
-) -> KnobSearch | None:
-    """Make the rank-0 part of tuning; None on other ranks. Collective."""
-    kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
-    if control.rank != 0:
-        return None
-    return KnobSearch(
-        settings,
-        TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
-        default=default,
-        arms=arms,
-        # On a device with streams the first report after a change is of the iteration before it.
-        discarded_iterations=2 if on_streams else 1,
-        # The ranks of one host communicate on the processors that compute, which no probe has shown.
-        presumed=on_streams or not control.one_node,
-        where=where,
-    )
-
-
 class PipelineTarget(TunableTarget[Knobs]):
     """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs`.
 
@@ -258,15 +231,19 @@ class PipelineTarget(TunableTarget[Knobs]):
         if self.tuning:
             if control.size > 1 and self.space.has_choices:
                 self._drift = DriftWatch()
-            self._search = _search_of(
-                settings,
-                control,
-                params,
-                default=self.default,
-                arms=arms,
-                on_streams=self.on_streams,
-                where=self._sync.where,
-            )
+            kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
+            if control.rank == 0:
+                self._search = KnobSearch(
+                    settings,
+                    TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
+                    default=self.default,
+                    arms=arms,
+                    # On a device with streams the first report after a change is of the iteration before it.
+                    discarded_iterations=2 if self.on_streams else 1,
+                    # The ranks of one host communicate on the processors that compute, which no probe has shown.
+                    presumed=self.on_streams or not control.one_node,
+                    where=self._sync.where,
+                )
         if control.rank == 0 and not (carried is not None and carried.of(self._key)):
             count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
             logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
