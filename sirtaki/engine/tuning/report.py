@@ -132,21 +132,26 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
     )
 
 
-def describe_overlap(result: SessionResult[Any], knobs: Knobs, *, planned: bool) -> str:
+def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
     """Describe whether updates are deferred from now on.
 
     Args:
-        result: result of the search, in iteration times.
-        knobs: the kept knobs.
-        planned: the kept knobs are the tuned ones.
+        session: session in iteration times, which has ended.
+        tuned: knobs that run without deferred updates.
     """
-    before = f"{in_ms(result.default_span_s)} an iteration without it"
+    result, knobs = session.result, session.result.knobs.knobs
+    without = in_ms(result.default_span_s)
     if result.gain is None:
-        return f"overlap_forward: not used, because {result.reason} ({before})"
-    cuts = "planned units" if planned and knobs.cuts is not None else f"{format_bytes(knobs.unit_bytes)} units"
-    after = f"{in_ms(result.best_span_s)} instead of {in_ms(result.default_span_s)}"
+        best_s = min((trial.span_s for trial in session.trials if trial.knobs.puts_off), default=math.inf)
+        times = f"{without} an iteration without it" + (
+            f", {in_ms(best_s)} with it at best" if best_s < math.inf else ""
+        )
+        return f"overlap_forward: not used, because {result.reason} ({times})"
+    planned = knobs == tuned and knobs.cuts is not None
+    cuts = "planned units" if planned else f"{format_bytes(knobs.unit_bytes)} units"
     streams = f"{knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
-    return f"overlap_forward: iterations are {result.gain.describe()}: {after}; {cuts} on {streams}"
+    times = f"{in_ms(result.best_span_s)} instead of {without}"
+    return f"overlap_forward: iterations are {result.gain.describe()}: {times}; {cuts} on {streams}"
 
 
 def describe_steps(result: SessionResult[Any], setting: str) -> str:
