@@ -176,7 +176,7 @@ def test_it_is_tried_after_the_tuners_choice_and_kept_where_iterations_are_faste
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     played = Played(monkeypatch)
-    before = 2 + 1 + 2 * MEASUREMENT  # preparing, a change, and two measurements
+    before = 2 + 1 + MEASUREMENT  # preparing, a change, and a measurement
     played.iterate(before)
     assert played.put_off == [False] * before
     assert played.pipeline.synchroniser.order  # of the next trial
