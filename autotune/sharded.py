@@ -16,15 +16,17 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
+from msgspec import Meta
 
-from sirtaki.comm.compress import Codec, codec_of, packed_bytes
 from sirtaki.errors import TuningError
+from sirtaki.fields import Text
 
-from .meta.session import Remembered, TuningSession
 from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
-from .trial import Proposal, Trial
+
+if TYPE_CHECKING:
+    from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
 
 SHARDED_FILE = "sharded.json"
 """In the folder of a recording: a `RecordedStep`."""
@@ -33,6 +35,11 @@ STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 MOST_SCATTERING = 2
 """The second one leaves while the network is still busy with the first; there is nothing for a third one to fill."""
+
+
+# Limits hold where a setting is read from a file or a database.
+_Modules = Annotated[int, Meta(ge=0, le=2**20)]
+_Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +61,15 @@ class ShardKnobs:
         scatters: the same of gradients that are scattered.
     """
 
-    streams: int
-    ahead: int = 1
-    behind: int = 1
-    kept: tuple[int, ...] = ()
-    near: tuple[int, ...] = ()
-    scattering: int = 1
-    joined: tuple[int, ...] = ()
-    gathers: str = ""
-    scatters: str = ""
+    streams: Annotated[int, Meta(ge=1, le=1024)]
+    ahead: _Modules = 1
+    behind: _Modules = 1
+    kept: _Places = ()
+    near: _Places = ()
+    scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
+    joined: _Places = ()
+    gathers: Text = ""
+    scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
         """Places of the modules that are gathered as one, for all of so many modules, in the order of use."""
@@ -73,6 +80,8 @@ class ShardKnobs:
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
         """What packs gathers, and what packs scatters; None = they travel as they are."""
+        from sirtaki.comm.compress import codec_of
+
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
@@ -567,90 +576,7 @@ class _Played:
 
 def packed_share(codec: Codec | None) -> float:
     """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
+    from sirtaki.comm.compress import packed_bytes
+
     numel = 1 << 20
     return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
-
-
-WORTHWHILE = 0.01
-"""Share of a step that a setting must gain."""
-
-
-class ShardArm:
-    """Proposes the setting that is expected to be fastest, then settings that differ from the best in one thing."""
-
-    name = "shards"
-
-    def __init__(self, space: ShardSpace, default: ShardKnobs, step: ShardedStep | None = None) -> None:
-        """Begin with the default.
-
-        Args:
-            space: settings that may be chosen.
-            default: setting without tuning.
-            step: model of a step of this job; None = nothing can be predicted.
-        """
-        self._space, self._best, self._step = space, default, step
-        self._tried = {default}
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
-        self._hoped: set[ShardKnobs] = set()  # expected to win
-
-    def ask(self, n: int = 1) -> Sequence[Proposal[ShardKnobs]]:
-        """Propose the next setting."""
-        knobs = self._next()
-        if knobs is None:
-            return []
-        if self._step is not None:
-            new_s, best_s = (self._step.expected_s(self._space, one) for one in (knobs, self._best))
-            if new_s < (1.0 - WORTHWHILE) * best_s:
-                self._hoped.add(knobs)
-        return [Proposal(arm=self.name, knobs=knobs)]
-
-    def _next(self) -> ShardKnobs | None:
-        beside = list(self._space.around(self._best, self._tried))
-        if (step := self._step) is None:
-            return next(iter(beside), None)
-        if self._best not in self._fastest:
-            self._fastest[self._best] = step.fastest(self._space, self._best)
-        fastest = self._fastest[self._best]
-        if fastest not in self._tried:
-            return fastest
-        return min(beside, key=lambda one: step.expected_s(self._space, one), default=None)
-
-    def tell(self, trials: Sequence[Trial[ShardKnobs]]) -> None:
-        """Learn which setting is best. A model whose prediction was wrong is not used any more."""
-        for trial in trials:
-            is_new = trial.knobs not in self._tried
-            self._tried.add(trial.knobs)
-            if trial.was_best:
-                self._best = trial.knobs
-            elif is_new and trial.knobs in self._hoped:
-                self._step = None
-
-
-def shard_session(
-    space: ShardSpace,
-    default: ShardKnobs,
-    *,
-    budget: int,
-    first: ShardKnobs | None = None,
-    step: ShardedStep | None = None,
-) -> TuningSession[ShardKnobs]:
-    """Begin a search in step times.
-
-    Args:
-        space: settings that may be chosen.
-        default: setting without tuning.
-        budget: number of steps.
-        first: setting that an earlier job has kept; a search follows only if it is not proved faster. None = none.
-        step: model of a step of this job; None = nothing can be predicted.
-    """
-    exact = None if first is None else Remembered(knobs=first, best_s=math.inf, default_s=math.inf)
-    return TuningSession(
-        space=space,
-        default=default,
-        arm=None if exact is not None else ShardArm(space, default, step),
-        rng=np.random.default_rng(0),
-        budget_iterations=budget,
-        exact=exact,
-        refine=False,
-        least_gain=WORTHWHILE,
-    )

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol
+from typing import Annotated, Any, Generic, Protocol
 
 import msgspec
 from typing_extensions import TypeVar
 
 from sirtaki.errors import PlanError, TuningError
+from sirtaki.fields import Count, Number, Text
 
 from .knobs import Knobs
 
@@ -90,11 +91,11 @@ class Trial(Generic[S]):
         was_best: it beat the best span so far by more than the noise.
     """
 
-    arm: str
+    arm: Text
     knobs: S
-    iterations: int
-    span_s: float
-    noise_s: float = 0.0
+    iterations: Count
+    span_s: Annotated[float, msgspec.Meta(gt=0)]
+    noise_s: Number = 0.0
     status: TrialStatus = TrialStatus.COMPLETE
     was_best: bool = False
 
@@ -112,15 +113,9 @@ class Trial(Generic[S]):
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
-            trial = msgspec.convert(finite, Trial[Knobs])
+            return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
-        if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
-            raise TuningError(
-                f"a trial's span must be positive, its noise finite and its iterations not negative, "
-                f"not {trial.span_s}, {trial.noise_s} and {trial.iterations}"
-            )
-        return trial
 
 
 class Arm(Protocol[S]):

@@ -256,7 +256,7 @@ def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
     """Return all settings of the lattice, each with NCCL's choice and with every combination."""
     for knobs in KnobLattice(landscape.space, steps_per_octave=1).points:
         yield knobs
-        yield from (replace(knobs, nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
+        yield from (knobs.but(nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
 
 
 def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
@@ -89,7 +88,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     chosen, *rivals = comm.bcast(named)
 
     grid = [
-        replace(default, unit_bytes=unit_bytes, streams=streams, cuts=None)
+        default.but(unit_bytes=unit_bytes, streams=streams, cuts=None)
         for unit_bytes in GRID_UNITS
         for streams in GRID_STREAMS["one host" if job.cluster is None else "between hosts"]
     ]

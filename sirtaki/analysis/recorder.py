@@ -340,7 +340,7 @@ class JobRecorder:
         if self.stage is Stage.WAITING:
             job = current()
             tuning = any(tuned.tuning for tuned in _of_all_ranks(job))
-            if not (tuning or leader.synchroniser.profiling or job.joining.somebody):  # as on all ranks
+            if not (tuning or leader.synchroniser.profiling or job.joining.any_joined):  # as on all ranks
                 self._begin(job)
         elif self.stage is Stage.STARTING:
             self.stage = Stage.RECORDING

@@ -1,1 +1,1 @@
-"""`sirtaki …`: the command line."""
+"""The `sirtaki` command line."""

@@ -1,7 +1,7 @@
-"""`sirtaki` and `python -m sirtaki.cli`: finds the command's module and hands over.
+"""`sirtaki` and `python -m sirtaki.cli`: import the command's module and run it.
 
-A command is a module with `configure(parser)` and `main(options) -> exit code`; it is imported only when it is called
-for, so that no command waits for another's libraries.
+A command is a module with `configure(parser)` and `main(options) -> exit code`. It is imported only when it is called,
+so that commands do not load the dependencies of other commands.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import sirtaki
 from sirtaki.errors import SirtakiError
 
-# Command → its module and a line of help.
+# By command: its module, and a line of help.
 COMMANDS = {
     "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
     "completion": ("sirtaki.cli.completion", "a script with which bash or zsh complete these commands and sirtakirun"),
@@ -38,7 +38,9 @@ COMMANDS = {
 
 
 def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> argparse.ArgumentParser:
-    """The parser of all commands; those named so get their options, for which their modules are imported."""
+    """Build the parser of all commands. Commands for which `with_options` is True are imported, to add their
+    options.
+    """
     parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
     parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,20 +52,20 @@ def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> arg
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Returns:
-        Its exit code; 1 where it ends with one of Sirtaki's errors, 2 where the command line is invalid.
+        Its exit code; 1 if it raised one of Sirtaki's errors; 2 if the command line is invalid.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     parser = build_parser(lambda name: name == wanted)
     if wanted is not None and wanted not in COMMANDS and (meant := difflib.get_close_matches(wanted, COMMANDS, 1)):
-        parser.error(f"{wanted!r} is no command; did you mean {meant[0]!r}?")
+        parser.error(f"{wanted!r} is not a command; did you mean {meant[0]!r}?")
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
-    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SirtakiError as err:

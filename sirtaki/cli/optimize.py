@@ -1,4 +1,4 @@
-"""`sirtaki optimize`: how a recorded job's gradients should travel, by what a replay says; a plan for the next job."""
+"""`sirtaki optimize`: search for a faster communication plan of a recorded job, by replay."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .output import add_formats, add_recording, memory_bytes, positive, print_ta
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 DOUBTFUL = 0.05
-"""Share of a step by which a replay may be off without a word; the intervals hold it, too."""
+"""Error of a replay, as a share of the step, up to which no warning is printed. Intervals include the error."""
 
 MOST_PARTS = 3
-"""Of a critical path, so many are shown."""
+"""Number of parts of a critical path to print."""
 
 UNPROVED = dict.fromkeys(
     (
@@ -46,11 +46,11 @@ UNPROVED = dict.fromkeys(
         "sure",
     )
 )
-"""What `--json` has only of a job as it was recorded; of one with a memory remedy no time is proved."""
+"""Fields of `--json` that are null for a job with a memory remedy, because its time was not measured."""
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     add_recording(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
     parser.add_argument(
@@ -69,11 +69,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Searches, says what was found and how far it can be told from what ran, and writes what is worth a trial.
+    """Search for a plan, print the results and their uncertainty, and write plans that are worth a trial.
 
     Raises:
-        RecordingError: there is nothing to improve, or memory was not recorded and there is a budget.
-        ReplayError: what is there cannot be replayed, or the budget cannot be met.
+        RecordingError: nothing can be improved, or there is a budget but memory was not recorded.
+        ReplayError: the recording cannot be replayed, or the budget cannot be met.
         ConfigError: a pass does not exist, or the plan cannot be written.
     """
     if (options.folder / SHARDED_FILE).exists():
@@ -94,7 +94,7 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # that a model stays whole, at least
+    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # at least that a model stays whole
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
         path = options.output or options.folder / PLAN_FILE
@@ -122,7 +122,7 @@ def main(options: Namespace) -> int:
 
 
 def _sharded(options: Namespace) -> int:
-    """What a traced step of sharded training says of memory: how long steps would take with more or less of it.
+    """Print predicted step times of sharded training with more or less memory, from a traced step.
 
     Raises:
         RecordingError: the file cannot be read.
@@ -162,7 +162,7 @@ def _sharded(options: Namespace) -> int:
 
 
 def _describe(outcome: Outcome, *, timed: bool) -> Iterator[str]:
-    """What was found, and why; without times and shares of a step whose time is not proved."""
+    """Describe the best plan and the reasons. Omits times if they were not measured."""
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
         f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
@@ -203,7 +203,7 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
 
 
 def _worth(outcome: Outcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
-    """How far the plan can be told from others, and what to do next."""
+    """Describe how certain the plan's advantage is, and what to do next."""
     if not outcome.is_faster:
         yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
         return
@@ -250,7 +250,7 @@ def _json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _unproved(told: dict[str, Any]) -> dict[str, Any]:
-    """The same with null for each time that is not proved."""
+    """Replace times that were not measured by null."""
     return {name: UNPROVED.get(name, one) for name, one in told.items()}
 
 
@@ -269,7 +269,7 @@ def _unmet(fitting: Fitting) -> str:
 
 
 def _print_memory(fitting: Fitting) -> None:
-    """Whether the job fits, what makes it fit, and the lines of code; an empty line at the end."""
+    """Print whether the job fits the budget, what makes it fit, and the lines of code; then an empty line."""
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
     if chosen is None:

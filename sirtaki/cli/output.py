@@ -1,4 +1,4 @@
-"""What commands share: tables for people and for programs, files that they write, and the values of their options."""
+"""Shared functions of commands: tables, machine-readable output, files, and types of options."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def add_formats(parser: ArgumentParser) -> None:
 
 
 def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | None = None) -> bool:
-    """Print what a program is to read, if `--json` or `--csv` asks for it.
+    """Print machine-readable output if `--json` or `--csv` is set.
 
     Args:
-        options: of a parser with `add_formats`.
-        data: what JSON shows.
-        rows: what CSV shows, a line each; None = `data`. Nested values become JSON.
+        options: result of a parser with `add_formats`.
+        data: data for JSON.
+        rows: rows for CSV. None for `data`. Nested values are converted to JSON.
 
     Returns:
-        Whether it was asked for.
+        Whether output was printed.
     """
     if options.json:
         print(json.dumps(data, indent=1))
@@ -56,7 +56,7 @@ def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | N
 
 
 def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption: str | None = None) -> Table:
-    """A plain table for a terminal; cells are text, since names from elsewhere may look like markup."""
+    """Return a plain table for a terminal. Cells are not parsed as markup, because names may contain brackets."""
     from rich.table import Table
     from rich.text import Text
 
@@ -69,7 +69,9 @@ def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table; what is not a terminal has no width, and a table cut at 80 columns would lose its ends."""
+    """Print a table. Without a terminal, a width of 200 is used, because the default of 80 columns would cut the
+    table.
+    """
     from rich.console import Console
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
@@ -85,10 +87,10 @@ def add_recording(parser: ArgumentParser) -> None:
 
 
 def read_recording(options: Namespace) -> Recording:
-    """Return what the folder holds; what is wrong with it goes to the standard error.
+    """Return the recording in the folder. Prints its problems to standard error.
 
     Raises:
-        RecordingError: there is nothing to show.
+        RecordingError: the recording is empty.
     """
     from sirtaki.analysis.recording import read_folder
 
@@ -102,7 +104,7 @@ def write_file(path: Path, text: str, what: str) -> None:
     """Write a file.
 
     Raises:
-        ConfigError: it cannot be written; `what` names it.
+        ConfigError: writing failed. `what` names the file in the message.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -110,35 +112,35 @@ def write_file(path: Path, text: str, what: str) -> None:
         raise ConfigError(f"{what} cannot be written: {err}") from err
 
 
-# ── values of options; each raises ArgumentTypeError for what it does not accept ─────────────────────────────────────
+# ── types of options; each raises ArgumentTypeError for invalid values ────────────────────────────────────────────────
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number greater than 0."""
     try:
         value = float(text)
     except ValueError as err:
-        raise ArgumentTypeError(f"{text!r} is no number") from err
+        raise ArgumentTypeError(f"{text!r} is not a number") from err
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"it must be positive, not {text}")
     return value
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A whole number from `least` on."""
+    """Return a parser of integers of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+            raise ArgumentTypeError(f"{text!r} must be an integer of at least {least}")
         return int(text)
 
     return number
 
 
 def memory_bytes(text: str) -> int:
-    """An amount such as `6G`, `512M`, `1.5GiB`, or a number of bytes; K, M, G and T are powers of 1024."""
+    """Parse an amount such as `6G`, `512M`, `1.5GiB`, or a number of bytes. K, M, G and T are powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if not n_bytes:
-        raise ArgumentTypeError(f"{text!r} is no amount of memory: give one such as 6G or 512M")
+        raise ArgumentTypeError(f"{text!r} is not an amount of memory, such as 6G or 512M")
     return n_bytes

@@ -1,7 +1,8 @@
-"""`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile.
+"""`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log.
 
-The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and what
-all-reduces cost on each route. Links that its trials speak against are fitted to them: probes see an idle network.
+The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and the
+cost of all-reduces on each route. Links are fitted to the trials if these contradict the probes, because probes see an
+idle network.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -29,7 +30,7 @@ MAX_STREAMS = 24
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("log", type=Path, metavar="LOG", help="what a tuned job wrote to SIRTAKI_TRIAL_LOG")
     parser.add_argument("--ranks", type=_counts, default=(2, 8, 64, 256), metavar="N,N", help="default: 2,8,64,256")
     parser.add_argument("--link-gbit", type=float, metavar="G", help="rate of each rank's link")
@@ -51,10 +52,11 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main(options: Namespace) -> int:
-    """Prints, and plots if asked to, the expected iteration time of every plan on each number of ranks.
+    """Print, and optionally plot, the expected iteration time of every plan on each number of ranks.
 
     Raises:
-        ConfigError: the log holds no profile, the cluster is not described well enough, or the page cannot be written.
+        ConfigError: the log contains no profile, the cluster is not described well enough, or the page cannot be
+            written.
     """
     log = read_log(options.log)
     if log.model is None:
@@ -68,8 +70,8 @@ def main(options: Namespace) -> int:
         link_at=_link(options, model),
         ranks=options.ranks,
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
-        default=replace(untuned, transport=route[0], algorithm=route[1]),
-        # Its rates are those of the link that was measured.
+        default=untuned.but(transport=route[0], algorithm=route[1]),
+        # Contention was measured with the rates of the measured link.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,
     )
@@ -91,7 +93,7 @@ def main(options: Namespace) -> int:
 
 
 def _trials(log: TrialLog) -> Iterator[Trial]:
-    """One of each setting that ran, however often it was measured."""
+    """Yield one trial for each setting, with the median of its measurements."""
     spans_s: dict[Knobs, list[float]] = {}
     for measured in log.measurements:
         if measured.succeeded:
@@ -101,7 +103,9 @@ def _trials(log: TrialLog) -> Iterator[Trial]:
 
 
 def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel]:
-    """The link of a ring of that many ranks: described by the options, or the measured one carried over."""
+    """Return a function from number of ranks to the link of a ring: described by options, or scaled from the measured
+    one.
+    """
     if options.link_gbit is not None:
         rate = options.link_gbit * BYTES_PER_GBIT
         flow = rate if options.flow_gbit is None else options.flow_gbit * BYTES_PER_GBIT
@@ -110,13 +114,15 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         )
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
-        raise ConfigError("describe the cluster by --link-gbit, or say by --measured-ranks how many LOG's job had")
+        raise ConfigError(
+            "describe the cluster with --link-gbit, or set --measured-ranks to the number of ranks of LOG's job"
+        )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)
 
 
 def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
-    """A page with iteration time and efficiency over the number of ranks, a line for each planner and the default."""
+    """Return a page with iteration time and efficiency over the number of ranks, with a line for each planner."""
     planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
     alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)

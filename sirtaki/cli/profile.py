@@ -1,4 +1,4 @@
-"""`sirtaki profile`: runs a job that is recorded, and shows what was; or shows a recording that is there."""
+"""`sirtaki profile`: run and record a job, and print a summary; or print the summary of an existing recording."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sirtaki.errors import ConfigError, RecordingError
 from .output import add_formats, print_table, printed, whole
 
 MOST_RANKS = 16
-"""As many are shown one by one."""
+"""Maximum number of ranks to print separately."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.usage = "sirtaki profile [options] COMMAND ...\n       sirtaki profile --show DIR"
     parser.add_argument(
         "-o", "--output", metavar="DIR", default="sirtaki-profile", help="folder to record into (%(default)s)"
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; its exit code is that of the job, or 1 if nothing was recorded."""
+    """Run the command. Returns its exit code, or 1 if nothing was recorded."""
     if options.show is not None:
         if options.job:
             raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
@@ -82,10 +82,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, options: argparse.Namespace) -> None:
-    """Prints what a recording shows, and writes the trace of all ranks into it.
+    """Print a summary of a recording, and write the trace of all ranks into its folder.
 
     Raises:
-        RecordingError: there is nothing to show.
+        RecordingError: the recording is empty.
     """
     recording = folders.read_folder(folder)
     alignment, rows = align(recording), rank_rows(recording)

@@ -1,4 +1,4 @@
-"""`sirtaki replay`: what a recorded job's step is made of, and how long it would take if something were different."""
+"""`sirtaki replay`: print the parts of a recorded job's step, and predict its time under other conditions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BYTES_PER_GBIT = 1e9 / 8
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     add_recording(parser)
     parser.add_argument("--ranks", type=whole(1), metavar="N", help="as many ranks, like those that were recorded")
     parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")
@@ -71,11 +71,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Prints recorded times beside replayed ones, what the step is made of, and what would change it.
+    """Print recorded and replayed times, the parts of a step, and predictions.
 
     Raises:
-        RecordingError: there is nothing to show.
-        ReplayError: what is there cannot be replayed, or not as it was asked.
+        RecordingError: the recording is empty.
+        ReplayError: the recording cannot be replayed, or not under these conditions.
         ConfigError: the plan cannot be read.
     """
     found = histories(read_recording(options))
@@ -116,7 +116,7 @@ def main(options: Namespace) -> int:
 
 
 def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
-    """All that the options say, at once: in words, the job that has it, and whether its units are others."""
+    """Return the conditions in words, the changed job, and whether its units have changed."""
     job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
     if options.plan is not None:
@@ -136,7 +136,7 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
         words, replanned = [f"the plan were {', '.join(filter(None, said))}"], True
         job = with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
     if (why := plan_refusal(base.job, job.plans)) is not None:
-        raise ReplayError(f"a replay cannot tell what it would be if {words[0]}: {why}; try it in a job")
+        raise ReplayError(f"a replay cannot predict the step if {words[0]}: {why}; try it in a job")
     if options.no_straggler:
         words.append("no rank were slower than most")
         job = without_stragglers(job)
@@ -157,7 +157,7 @@ def _for_nothing(one: Operation) -> Operation:
 
 
 def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: str, *, replanned: bool) -> int:
-    """Prints what throughput larger and smaller batches would have, against the recorded one, and what limits it."""
+    """Print the throughput with larger and smaller batches relative to the recorded one, and what limits it."""
     rows = list[dict[str, Any]]()
     for factor in sorted({1.0, *options.batches}):
         job = with_batches(changed, factor)

@@ -1,4 +1,4 @@
-"""`sirtaki report`: a page about a job's trials, its sparse gradients, or its recording."""
+"""`sirtaki report`: write a page about a job's trials, its sparse gradients, or its recording."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
+# the last three are in logs of older releases
+FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
 def summary(log: TrialLog) -> Iterator[str]:
-    """What was kept, what it gains, the bound, and why it ended so."""
+    """Describe the kept setting, its gain, the lower bound, and why tuning ended."""
     kept = log.outcome
     yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
     if kept.arm == DEFAULT_ARM:
@@ -44,7 +45,7 @@ def summary(log: TrialLog) -> Iterator[str]:
 
 
 def _retune(retune: Retune) -> str:
-    """Why there was a re-tune and what came of it, in one sentence."""
+    """Describe the cause and the result of a re-tune, in one sentence."""
     took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
     begin = f"After iteration {retune.iteration} communication {took}:"
     found = retune.result
@@ -61,7 +62,7 @@ def _retune(retune: Retune) -> str:
 
 
 def _gain(kept: Outcome) -> Iterator[str]:
-    """What tuning has brought."""
+    """Describe the gain from tuning."""
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     if before_s is None or kept.arm == DEFAULT_ARM:
         yield f"Communication takes {in_ms(after_s)}."
@@ -82,7 +83,7 @@ def _gain(kept: Outcome) -> Iterator[str]:
 
 
 def _bound(log: TrialLog) -> Iterator[str]:
-    """What can be reached at all; nothing where that is unknown."""
+    """Describe the lower bound of the communication time, if it is known."""
     if log.model is None or log.bound_s is None:
         return
     if log.bound_s < log.model.bound_s:
@@ -99,7 +100,7 @@ def _bound(log: TrialLog) -> Iterator[str]:
 
 
 def in_words(knobs: Knobs) -> str:
-    """What the knobs mean, for people who have not read about units and streams."""
+    """Describe the knobs without the terms units and streams."""
     if knobs.cuts is not None:
         sizes = (
             f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
@@ -118,7 +119,7 @@ def in_words(knobs: Knobs) -> str:
 
 
 def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
-    """Says so where the first of the fastest settings is not what was kept."""
+    """Explain why the setting with the shortest measurement was not kept, if this is the case."""
     if log.result is None or fastest(log)[0].knobs == log.result.knobs:
         return
     compared: dict[Knobs, list[float]] = {}
@@ -134,14 +135,14 @@ def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
 
 
 def fastest(log: TrialLog) -> list[Measurement]:
-    """The shortest measurement of each setting, the fastest first."""
+    """Return the shortest measurement of each setting, fastest first."""
     shortest = sorted((trial for trial in log.measurements if trial.succeeded), key=lambda trial: trial.span_s)
     unique = {trial.knobs: trial for trial in reversed(shortest)}
     return sorted(unique.values(), key=lambda trial: trial.span_s)
 
 
 def in_order(log: TrialLog) -> Iterator[str]:
-    """How well the planners' model predicted what was measured; nothing where it did not."""
+    """Describe how well the planners' model predicted the measurements, if it made predictions."""
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
         return
@@ -161,12 +162,12 @@ def in_order(log: TrialLog) -> Iterator[str]:
 
 
 def _right(agreement: float) -> float:
-    """Pairs in the predicted order, in percent."""
+    """Return the percentage of pairs in the predicted order."""
     return 50.0 * (1.0 + agreement)
 
 
 def who_was_trusted(log: TrialLog) -> Iterator[str]:
-    """How often each arm was asked, and what it found."""
+    """Describe how many settings each arm proposed, and how many were the best so far."""
     asked = Counter(trial.arm for trial in searching(log))
     found = Counter(trial.arm for trial in searching(log) if trial.was_best)
     each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)
@@ -175,7 +176,7 @@ def who_was_trusted(log: TrialLog) -> Iterator[str]:
 
 
 def searching(log: TrialLog) -> list[Measurement]:
-    """Trials that arms proposed, each once; without any such, all measurements."""
+    """Return the trials that arms proposed, each once. Without any, return all measurements."""
     trials = [trial for trial in log.measurements if trial.purpose == Purpose.TRIAL.value] or log.measurements
     first: dict[tuple[str, Knobs], Measurement] = {}
     for trial in trials:
@@ -189,7 +190,7 @@ PLANNERS = {planner.name for planner in OUR_PLANNERS}
 
 
 def trust(log: TrialLog) -> Iterator[str]:
-    """Yield a plot with a row for each arm: its credit over time as the bandit wrote it down, and its trials."""
+    """Yield a plot with a row for each arm: its credit over time, and its trials."""
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
         return
@@ -243,7 +244,7 @@ def _size(trial: Measurement) -> int:
 
 
 def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
-    """Yield a plot of what the planners' model had predicted against what was measured."""
+    """Yield a plot of predictions of the planners' model against measurements."""
     predicted = [
         (trial, trial.predicted_s) for trial in log.measurements if trial.succeeded and trial.predicted_s is not None
     ]
@@ -292,7 +293,7 @@ HOW_TO_READ = Markup(
 
 
 def rows_in_words(log: TrialLog) -> Iterator[str]:
-    """What sparse gradients save, and a line for each; nothing where there are none."""
+    """Describe the bytes saved by sparse gradients, with a line for each parameter."""
     told = list(log.sparse.values())
     if not told:
         return
@@ -307,7 +308,7 @@ def rows_in_words(log: TrialLog) -> Iterator[str]:
 
 
 def sparse(log: TrialLog) -> Iterator[str]:
-    """A table of the parameters, and how much of what is touched the most touched rows are."""
+    """Return a table of parameters, with the access shares of their most frequent rows."""
     told = list(log.sparse.values())
     if not told:
         return
@@ -371,7 +372,7 @@ BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "#999999", "#c8ccd0"
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument(
         "log",
         type=Path,
@@ -385,7 +386,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Writes the page, says the most important, and where the page is."""
+    """Write the page, and print a summary and the path."""
     if options.log.is_dir():
         from sirtaki.analysis.page import findings, heading, problems, sentences
         from sirtaki.analysis.page import render as render_recording
@@ -417,13 +418,13 @@ def main(options: Namespace) -> int:
 
 
 def write_report(log_path: Path, html_path: Path) -> TrialLog:
-    """Reads a log and writes the page.
+    """Read a log, and write the page.
 
     Returns:
         The log.
 
     Raises:
-        ConfigError: the log cannot be read or is no log of trials, or the page cannot be written.
+        ConfigError: the log cannot be read or is not a log of trials, or the page cannot be written.
     """
     log = read_log(log_path)
     write_file(html_path, render(log), "the report")
@@ -510,7 +511,7 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
 
 
 def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
-    """The fastest settings, in the columns of `TITLES`."""
+    """Return the fastest settings, in the columns of `TITLES`."""
     shown = fastest(log)[:most]
     told = ["" if trial.predicted_s is None else in_ms(trial.predicted_s) for trial in shown]
     return [
@@ -520,7 +521,7 @@ def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
 
 
 def _settings(log: TrialLog) -> list[dict[str, Any]]:
-    """All settings that ran, the fastest first, for programs."""
+    """Return all settings that ran, fastest first, for machine-readable output."""
     return [
         {
             "setting": trial.knobs.describe(),
@@ -535,7 +536,7 @@ def _settings(log: TrialLog) -> list[dict[str, Any]]:
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Default and winner as the simulator sees them, where the log has the job's model of their routes."""
+    """Draw default and kept setting as simulated, if the log contains the job's model of their routes."""
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
         default = log.default.knobs

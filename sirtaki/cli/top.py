@@ -1,4 +1,4 @@
-"""`sirtaki top`: the jobs that run on this machine now, live."""
+"""`sirtaki top`: show the jobs that are running on this machine, live."""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -17,14 +17,14 @@ COLUMNS = ("job", "rank", "running\nfor", "iteration", "step", "commu-\nnication
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("--once", action="store_true", help="show them once, and end")
     parser.add_argument("--every", type=positive, default=2.0, metavar="S", help="seconds between two looks (2)")
     add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Shows them until it is interrupted, or once."""
+    """Show the jobs until interrupted, or once."""
     if options.json or options.csv:
         printed(options, list(look()))
     elif options.once:
@@ -41,16 +41,16 @@ def main(options: Namespace) -> int:
 
 
 def table(jobs: Sequence[Answer]) -> Table:
-    """A row a job; times are those of the last iterations, which are known from the second look on."""
+    """Return a table with one row per job. Times are means since the last poll, so the first table has none."""
     return rich_table(COLUMNS, map(row, jobs), caption=None if jobs else "no job of yours runs on this machine")
 
 
 def row(job: Answer) -> list[str]:
-    """One row; what is not known is empty."""
+    """Return one row. Unknown cells are empty."""
     generation = f", generation {job['generation']}" if job["generation"] else ""
     step_s, exposed_s = job.get("step_s"), job.get("exposed_s")
-    told = faster(job.get("gain") or 1.0, 1.0)
-    gain = f", {told}" if told != "as fast" else ""
+    gain_text = faster(job.get("gain") or 1.0, 1.0)
+    gain = f", {gain_text}" if gain_text != "as fast" else ""
     minutes, seconds = divmod(int(time.time() - job["began_s"]), 60)
     return [
         f"{job['script']} ({job['pid']})",

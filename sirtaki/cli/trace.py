@@ -1,4 +1,6 @@
-"""`sirtaki trace`: a recording for other tools: all ranks for Perfetto, and Chakra execution traces for simulators."""
+"""`sirtaki trace`: convert a recording for other tools: a trace of all ranks for Perfetto, or Chakra execution
+traces.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .output import add_recording, read_recording
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     add_recording(parser)
     parser.add_argument(
         "--chakra",
@@ -37,11 +39,11 @@ def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes what is asked for, and says where it is.
+    """Write the files, and print their paths.
 
     Raises:
         ConfigError: protobuf is missing.
-        RecordingError, ReplayError: there is nothing to write of, or a file cannot be written.
+        RecordingError, ReplayError: the recording is empty, or a file cannot be written.
     """
     recording = read_recording(options)
     try:
@@ -50,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
-            from sirtaki.analysis.chakra import write_traces  # needs protobuf, which other commands do without
+            from sirtaki.analysis.chakra import write_traces  # requires protobuf, which other commands do not need
         except ImportError as err:
             raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
         written = write_traces(options.chakra, histories(recording))

@@ -1,4 +1,4 @@
-"""`sirtaki translate`: a script of one process becomes one of several; so do scripts for DDP and for Horovod."""
+"""`sirtaki translate`: convert a script for one process, for DDP or for Horovod into a script for Sirtaki."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -10,7 +10,7 @@ REFUSED = 2
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for PyTorch")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--write", action="store_true", help="change the script; otherwise changes are only shown")
@@ -18,16 +18,16 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Shows the changes, and writes them if asked to.
+    """Print the changes, and write them if requested.
 
     Returns:
-        0, or 2 if the script is not understood; then nothing is written.
+        0, or 2 if the script cannot be translated. Nothing is written in this case.
 
     Raises:
         ConfigError: a file cannot be read or written, or libcst is missing.
     """
     try:
-        from sirtaki.integrations.translate import translate  # needs libcst, which other commands do without
+        from sirtaki.integrations.translate import translate  # requires libcst, which other commands do not need
     except ModuleNotFoundError as err:
         raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
     try:

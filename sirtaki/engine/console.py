@@ -1,8 +1,8 @@
-"""What a person at a terminal is told: lines of the log, each with its rank, and one bar while settings are tried.
+"""Terminal output: log lines with the rank, and one progress bar during tuning.
 
-The bar stands below the line in which the cursor is, so that what a script prints, or its own bar, stays whole; what
-this process prints removes it until it is drawn again, as the launcher does for all its ranks. Where standard error is
-no terminal there are lines every few seconds instead.
+The bar is drawn below the cursor's line, so that output of the script, including its own bar, stays intact. Output
+of this process, or of any rank of a launcher, removes the bar until it is drawn again. If standard error is not a
+terminal, progress is logged every few seconds instead.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from sirtaki.engine.settings import Settings
 from sirtaki.machine import at_exit
 
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
-"""Between two lines of progress, and between two states of the bar."""
+"""Seconds between two log lines of progress, and between two updates of the bar."""
 
 CELLS = 5
 
 NO_LOG = "; no trial log is written"
-"""Ends a line of a job that has been asked for one."""
+"""End of a log line of a job that was asked to write a trial log."""
 
-_BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, remembers where it was, goes there
+_BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, saves the cursor position, moves there
 _BACK, _CLEAR = "\x1b8", "\x1b[J"
 
 to_launcher: Callable[[str], None] | None = None
-"""Has a launcher whose standard error is a terminal draw the bar; "" removes it. None = nobody does."""
+"""Sends the text of the bar to a launcher whose standard error is a terminal. "" removes the bar. None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far trying settings has come.
+class TuningProgress:
+    """Progress of tuning.
 
     Attributes:
-        used, at_most: steps of training.
-        left: `at most 7 s`; "" = unknown.
-        seen: what is known until now; "" = nothing.
-        aside: what belongs to `seen`, where there is room.
-        now: what runs.
+        used, at_most: training steps used so far, and their limit.
+        left: remaining time, such as `at most 7 s`. "" if unknown.
+        seen: best result so far. "" if there is none.
+        aside: details of `seen`, shown where there is room.
+        now: setting that is being measured.
     """
 
     used: int
@@ -53,37 +53,37 @@ class Progress:
     now: str
 
     def line(self) -> str:
-        """For the log."""
+        """Return the progress as a log line."""
         more = f", {self.left} more" if self.left else ""
         seen = f"{self.seen}{self.aside}; " if self.seen else ""
         return f"tuning, step {self.used} of at most {self.at_most}{more}: {seen}now {self.now}"
 
     def bar(self) -> str:
-        """For a line of a terminal, the most important things first."""
+        """Return the progress as one terminal line, most important facts first."""
         done = min(CELLS, CELLS * self.used // max(1, self.at_most))
         told = self.seen or f"now {self.now}"
         return f"tuning [{'#' * done}{'.' * (CELLS - done)}] {self.used}/{self.at_most}; {told}"
 
 
 def drawn(text: str) -> str:
-    """What has a terminal show that text below the cursor's line, in the place of what is there."""
+    """Return escape sequences that replace the bar by `text`, below the cursor's line."""
     return f"{_CLEAR}{_BELOW}{text[: shutil.get_terminal_size().columns - 1]}{_BACK}" if text else _CLEAR
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a bar can be drawn there."""
+    """Return whether `stream` is a terminal that can show a bar."""
     return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class _RankFormatter(logging.Formatter):
-    """`[12:30:01 sirtaki 0] message`: the rank stands in every line, once."""
+    """Formats records as `[12:30:01 sirtaki 0] message`, with the rank."""
 
     def __init__(self, rank: int, *, with_time: bool) -> None:
         super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    """Writes lines to standard error; of progress, where that is a terminal, the bar."""
+class _RankLogHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes log lines to standard error, and draws progress as a bar if standard error is a terminal."""
 
     def __init__(self, rank: int, *, with_time: bool) -> None:
         super().__init__()
@@ -95,19 +95,19 @@ class _Handler(logging.StreamHandler[TextIO]):
 
     @property
     def has_bar(self) -> bool:
-        """Progress is drawn, here or by the launcher."""
+        """Return whether this process or the launcher draws a bar."""
         return self.draws or to_launcher is not None
 
     def emit(self, record: logging.LogRecord) -> None:
         progress = getattr(record, "progress", None)
-        if isinstance(progress, Progress) and self.has_bar:
+        if isinstance(progress, TuningProgress) and self.has_bar:
             self._draw(progress.bar())
         else:
             self.clear()
             super().emit(record)
 
     def clear(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         if self._shown:
             self._draw("")
 
@@ -123,11 +123,11 @@ class _Handler(logging.StreamHandler[TextIO]):
             if text:
                 for stream in (sys.stdout, sys.stderr):
                     self._watch(stream)
-        except (OSError, ValueError):  # the terminal has gone
+        except (OSError, ValueError):  # the terminal is closed
             self._shown = False
 
     def _watch(self, stream: TextIO) -> None:
-        """Has the next text of this process remove the bar, of which lines that are shorter would leave a part."""
+        """Remove the bar before the next write to `stream`, because a shorter line would leave a part of the bar."""
         attributes = getattr(stream, "__dict__", None)
         if attributes is None or "write" in attributes or not is_terminal(stream):
             return
@@ -148,13 +148,15 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(settings: Settings, rank: int) -> None:
-    """Rank 0 tells what is decided, the others only what is wrong; a handler of the user's own stays alone."""
+    """Set up logging: rank 0 logs decisions, other ranks only warnings. A handler that the user added is not
+    replaced.
+    """
     root = logging.getLogger("sirtaki")
-    for handler in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, _RankLogHandler)]:
         handler.clear()
         root.removeHandler(handler)
     if not root.handlers:
-        root.addHandler(_Handler(rank, with_time=settings.log_time))
+        root.addHandler(_RankLogHandler(rank, with_time=settings.log_time))
         root.propagate = False
     root.setLevel(settings.log_level if rank == 0 else max(settings.log_level, logging.WARNING))
     if rank == 0:
@@ -165,7 +167,7 @@ def start_logging(settings: Settings, rank: int) -> None:
 
 
 def tuning_ahead(settings: Settings) -> str:
-    """What a job that tunes will do, and how to switch that off, as a part of a line."""
+    """Return a clause for a log line: what tuning will do, and how to disable it."""
     return (
         f"other settings are tried in the first {settings.warmup_iterations} steps, and one is kept if it is proved to "
         "be faster (SIRTAKI_TUNE=0: none)"
@@ -173,23 +175,23 @@ def tuning_ahead(settings: Settings) -> str:
 
 
 def tuning_off(settings: Settings) -> str:
-    """Why a job does not tune, as a part of a line."""
+    """Return a clause for a log line: why the job does not tune."""
     return f"tuning is off ({'SIRTAKI_WARMUP_ITERATIONS' if settings.tune else 'SIRTAKI_TUNE'}=0)"
 
 
 def at_most(left_s: float) -> str:
-    """How much longer something may take: `less than 1 s`, `at most 7 s`, `at most 3 minutes`."""
+    """Return a remaining time in words: `less than 1 s`, `at most 7 s`, `at most 3 minutes`."""
     if left_s < 1.0:
         return "less than 1 s"
     return f"at most {left_s:.0f} s" if left_s < 100.0 else f"at most {left_s / 60.0:.0f} minutes"
 
 
 def progress_every_s() -> float:
-    """How often progress is to be told."""
+    """Return the interval of progress reports in seconds."""
     handlers = logging.getLogger("sirtaki").handlers
-    return BAR_EVERY_S if any(isinstance(each, _Handler) and each.has_bar for each in handlers) else LINE_EVERY_S
+    return BAR_EVERY_S if any(isinstance(each, _RankLogHandler) and each.has_bar for each in handlers) else LINE_EVERY_S
 
 
-def tell_progress(logger: logging.Logger, progress: Progress) -> None:
-    """A state of the bar, or a line; what is told next, be it what was found, takes the bar's place."""
+def log_progress(logger: logging.Logger, progress: TuningProgress) -> None:
+    """Log progress. A terminal shows it as a bar, which the next log line replaces."""
     logger.info("%s", progress.line(), extra={"progress": progress})

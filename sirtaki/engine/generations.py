@@ -1,4 +1,4 @@
-"""Generations of a job: how a rank learns the members of the next one, from agents or from surviving ranks."""
+"""Generations of an elastic job: how a rank learns the members of the next one, from an agent or from MPI."""
 
 from __future__ import annotations
 
@@ -54,22 +54,27 @@ logger = logging.getLogger(__name__)
 
 
 def load_what_training_needs() -> None:
-    """Loads what PyTorch loads with the first optimizer only, and takes as long as PyTorch itself; again is harmless.
+    """Import what PyTorch imports with the first optimizer only, which takes as long as importing PyTorch. Idempotent.
 
-    Does nothing where PyTorch is not loaded.
+    Does nothing if PyTorch is not imported.
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
 
 
 def name_of(formed: Formed) -> str:
-    """Under which the members of a generation meet: nobody else may who was told of another one of its number."""
+    """Return the rendezvous name of a generation. It depends on the addresses of all members.
+
+    So ranks that were sent different generations with the same number cannot connect to each other.
+    """
     places = msgspec.json.encode([each.places for each in formed.attendees])
     return f"{formed.proof.job}/{formed.number}/{hashlib.sha256(places).hexdigest()[:16]}"
 
 
 def generation_of(formed: Formed, listeners: tuple[socket.socket, ...], in_vain: Callable[[], str]) -> Generation:
-    """The generation that has been formed, of which this process is a member; see `Appointment`."""
+    """Return the generation described by `formed`, of which this process is a member. See `Appointment` for
+    `in_vain`.
+    """
     appointment = Appointment(
         attendees=formed.attendees, secret=formed.proof.secret, listeners=listeners, in_vain=in_vain
     )
@@ -81,22 +86,22 @@ def generation_of(formed: Formed, listeners: tuple[socket.socket, ...], in_vain:
 # ── the membership that an agent keeps ───────────────────────────────────────────────────────────────────────────────
 
 LONG_S = 10.0
-"""Who computes for longer without looking for changes says so, lest it be taken for one that stands still."""
+"""Seconds of computation without polling, after which a rank reports it, so that it is not taken for a hanging rank."""
 
 
-class Heard:
-    """What the agent has said of the present generation.
+class AgentNews:
+    """Messages of the agent about the current generation.
 
     Attributes:
-        change: since it began.
-        lost: which member has died first; "" = none.
+        change: changes since the generation began.
+        lost: how the first dead member died. "" if none died.
     """
 
     def __init__(self) -> None:
         self.change, self.lost = Change(0), ""
 
-    def hear(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """Take messages in, and return the answer to a question for the next generation, if it is among them."""
+    def update(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
+        """Record messages. Return the answer to a request for the next generation, if `messages` contain it."""
         found = None
         for message in messages:
             if isinstance(message, Changed):
@@ -108,33 +113,33 @@ class Heard:
 
 
 class AgentClient:
-    """The membership of a rank, as the agent of its host knows it.
+    """Membership of a rank whose agent runs on the same host.
 
-    A thread hears the agent, also while this rank waits for others in a collective operation: that a host has vanished
-    the driver knows long before the rank's own heartbeat does.
+    A thread receives the agent's messages, also while this rank waits in a collective operation. The driver detects a
+    lost host long before the heartbeat of this rank does.
     """
 
     def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
-        """The socket becomes its own.
+        """Take ownership of the socket.
 
         Args:
-            sock: connected to the agent.
-            interface: name of the network interface that joins the hosts; None = any.
+            sock: socket connected to the agent.
+            interface: name of the network interface that connects the hosts. None for any.
             one_host: the job will never have another host.
         """
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
-        self._news = free_in_forked_children(threading.Condition())  # for all below
-        self._heard = Heard()
+        self._news = free_in_forked_children(threading.Condition())  # guards the attributes below
+        self._agent_news = AgentNews()
         self._answer: Formed | Dismissal | None = None
-        self._report: Callable[[str], object] = _nobody
-        self._gone = ""
-        threading.Thread(target=self._listen, name="sirtaki-agent", daemon=True).start()
+        self._report: Callable[[str], object] = _ignore
+        self._closed = ""
+        threading.Thread(target=self._receive, name="sirtaki-agent", daemon=True).start()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Ask the agent for the next generation, and block until it answers."""
-        self._look()
+        """Ask the agent for the next generation, and wait for the answer."""
+        self._record_poll()
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
@@ -143,31 +148,31 @@ class AgentClient:
             self._channel.send(Join(has_state=has_state, attendee=attendee(listeners)))
             answer = self._wait_for_answer(deadline_s)
             if isinstance(answer, Dismissal):
-                raise Dismissed("this rank is not wanted any more")
+                raise Dismissed("the job does not need this rank any more")
         except BaseException:
             for listener in listeners:
                 listener.close()
             raise
-        return generation_of(answer, listeners, lambda: self._heard.lost)
+        return generation_of(answer, listeners, lambda: self._agent_news.lost)
 
     def change(self) -> Change:
-        """What the agent has told since the present generation began."""
-        self._look()
-        return self._heard.change
+        """Return the changes that the agent has reported since the current generation began."""
+        self._record_poll()
+        return self._agent_news.change
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Until the next `join`, call `report` with how the first member has died, once, from any thread."""
+        """Call `report` once with the cause of the first death of a member, until the next `join`, from any thread."""
         with self._news:
-            self._report, lost = report, self._heard.lost
+            self._report, lost = report, self._agent_news.lost
         if lost:
             report(lost)
 
     def finished(self) -> None:
-        """Tell the agent that this rank has done its work."""
+        """Report to the agent that this rank has completed its work."""
         self._channel.send(Finished())
 
-    def _look(self) -> None:
-        """Says how long this rank has not looked, if it never took so long before."""
+    def _record_poll(self) -> None:
+        """Record a poll. Report the time since the last poll to the agent if it is the longest yet."""
         now_s = time.monotonic()
         looked_s, self._looked_s = self._looked_s, now_s
         if now_s - looked_s > self._longest_s:
@@ -176,33 +181,33 @@ class AgentClient:
 
     def _wait_for_answer(self, deadline_s: float) -> Formed | Dismissal:
         with self._news:
-            while self._answer is None and not self._gone and time.monotonic() < deadline_s:
+            while self._answer is None and not self._closed and time.monotonic() < deadline_s:
                 self._news.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
-                self._channel.flush()  # an agent that stands still takes nothing for a while
+                self._channel.flush()  # because a stopped agent accepts no data for a while
             answer, self._answer = self._answer, None
-        if answer is None and self._gone:
-            raise CommError(f"the agent of this host is gone ({self._gone})")
+        if answer is None and self._closed:
+            raise CommError(f"the agent of this host has exited ({self._closed})")
         if answer is None:
-            raise CommError("the other ranks of the next generation did not come in time")
+            raise CommError("the next generation was not formed in time")
         self._looked_s = time.monotonic()
         return answer
 
-    def _listen(self) -> None:
-        """The thread: hears the agent as long as it is there."""
+    def _receive(self) -> None:
+        """Thread that receives the agent's messages until the connection is closed."""
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
-        while not self._gone:
+        while not self._closed:
             readable.poll()
-            report: Callable[[str], object] = _nobody
+            report: Callable[[str], object] = _ignore
             try:
                 messages = self._channel.receive()
             except ConnectionError as err:
-                messages, self._gone = [], str(err)
+                messages, self._closed = [], str(err)
             with self._news:
-                was_lost = self._heard.lost
-                if (answer := self._heard.hear(messages)) is not None:
-                    self._answer, self._report, was_lost = answer, _nobody, ""
-                if (lost := self._heard.lost) and not was_lost:
+                was_lost = self._agent_news.lost
+                if (answer := self._agent_news.update(messages)) is not None:
+                    self._answer, self._report, was_lost = answer, _ignore, ""
+                if (lost := self._agent_news.lost) and not was_lost:
                     report = self._report
                 self._news.notify_all()
             if lost:
@@ -213,15 +218,15 @@ class AgentClient:
 _FLUSH_S = 1.0
 
 
-def _nobody(lost: str) -> None:
-    """Who hears of a loss as long as nobody has asked to."""
+def _ignore(lost: str) -> None:
+    """Ignore a death while no `on_loss` callback is set."""
 
 
 def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
-    """The membership of this process; None where no agent has started it.
+    """Return the membership of this process. None if no agent started it.
 
     Raises:
-        ConfigError: this process has inherited the variable, but not the socket: a script has started it.
+        ConfigError: this process has inherited the variable but not the socket, because a script started it.
     """
     text = environ.get(AGENT, "")
     if not text:
@@ -232,7 +237,7 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
         sock.getpeername()
     except (OSError, ValueError) as err:
         raise ConfigError(
-            f"{AGENT}={text}, but this process has no socket of that number: is it one that a rank has started? Only "
+            f"{AGENT}={text}, but this process has no such socket. Was it started by a rank? Only "
             "the rank itself may call init() in an elastic job"
         ) from err
     sock.set_inheritable(False)
@@ -255,25 +260,25 @@ class _Survivor:
 
 
 class SurvivingMembership:
-    """The membership of a rank that MPI has started to survive: MPI says who is left, and all of these are wanted."""
+    """Membership of a rank that MPI started with fault tolerance: all ranks that MPI has not lost are members."""
 
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
-        """`interface`: name of the network interface that joins the hosts; None = any."""
+        """`interface`: name of the network interface that connects the hosts. None for any."""
         self._survivors, self._interface = survivors, interface
         self.leave = survivors.leave
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Shrink MPI's world to those that are left, and exchange with them where each listens."""
+        """Shrink MPI's world to the surviving ranks, and exchange their addresses."""
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
         lost, own = after > 0, self._survivors.origin
-        told: list[_Survivor] = []
+        survivors: list[_Survivor] = []
 
         def exchange(mine: Introduction) -> list[Introduction]:
             survivor = _Survivor(origin=own, after=after, has_state=has_state, introduction=mine)
-            told[:] = self._survivors.exchange(survivor)
-            return [each.introduction for each in told]
+            survivors[:] = self._survivors.exchange(survivor)
+            return [each.introduction for each in survivors]
 
         while True:
             if lost:
@@ -283,9 +288,9 @@ class SurvivingMembership:
             except PeerLostError:
                 lost = True
                 continue
-            members = in_order(told)
+            members = rank_order(survivors)
             formed = Formed(
-                number=1 + max(each.after for each in told),
+                number=1 + max(each.after for each in survivors),
                 rank=[each.origin for each in members].index(own),
                 members=tuple(
                     Member(host="/".join(each.attendee.host), slot=each.origin, is_new=not each.has_state)
@@ -297,29 +302,30 @@ class SurvivingMembership:
             return generation_of(formed, appointment.listeners, self._in_vain)
 
     def change(self) -> Change:
-        """REMOVED once MPI has lost a rank; nobody is added."""
+        """Return REMOVED if MPI has lost a rank. Ranks are never added."""
         return Change.REMOVED if self._survivors.lost() else Change(0)
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Nothing to do: MPI tells the control plane itself."""
+        """Do nothing, because MPI reports losses to the control plane itself."""
 
     def finished(self) -> None:
-        """Nothing to do: nobody restarts this job."""
+        """Do nothing, because this job is never restarted."""
 
     def _in_vain(self) -> str:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
 
 
-def in_order(told: list[_Survivor]) -> list[_Survivor]:
-    """By rank: as before, but those that hold the job's state come first, as far as a host's ranks are neighbours."""
-    hosts = dict.fromkeys(each.attendee.host for each in told)
-    there = {host: [each for each in told if each.attendee.host == host] for host in hosts}
+def rank_order(survivors: list[_Survivor]) -> list[_Survivor]:
+    """Sort by rank. Ranks of a host are adjacent; under this constraint, those that hold the state come first."""
+    hosts = dict.fromkeys(each.attendee.host for each in survivors)
+    there = {host: [each for each in survivors if each.attendee.host == host] for host in hosts}
     with_state_first = sorted(there.values(), key=lambda members: not any(each.has_state for each in members))
     return [each for members in with_state_first for each in sorted(members, key=lambda each: not each.has_state)]
 
 
 def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) -> SurvivingMembership | None:
-    """Collective over MPI's world: the membership of this process; None where mpiexec ends all when one is lost.
+    """Open the membership of this process over MPI's world. Collective. None if mpiexec ends all ranks when one is
+    lost.
 
     Raises:
         CommError: there is no usable MPI library.
@@ -334,50 +340,50 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 class Generations:
-    """Which generation this process is in, and how it comes into the next one.
+    """The generation of this process, and its transition to the next one.
 
     Attributes:
-        current: the one that it is in, or was in last; None = it has been in none.
+        current: current generation, or the last one. None before the first.
         has_state: this process holds the job's state.
-        tuning: what the generations before have found out.
-        leave: ends this process with an exit code, where it leaves others behind or fails.
+        tuning: tuning results of earlier generations.
+        leave: ends this process with an exit code, if other ranks outlive it or it fails.
     """
 
     def __init__(self, membership: Membership, leave: Callable[[int], object] = os._exit) -> None:
-        """Keeps the membership, which is asked by the main thread only."""
+        """Keep the membership, which only the main thread may call."""
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
-        from .tuning.plans import CarriedTuning  # with PyTorch, which processes that do not train do without
+        from .tuning.plans import CarriedTuning  # imports PyTorch, which processes that do not train do without
 
         self.tuning = CarriedTuning()
 
     @property
     def number(self) -> int:
-        """Of the current generation; 0 = none."""
+        """Number of the current generation; 0 before the first."""
         return 0 if self.current is None else self.current.number
 
     @property
     def in_step(self) -> bool:
-        """All members of the current generation are at one place of the script: all at its start, or none of them."""
+        """Whether all members are at the same point of the script: all are new, or none is."""
         return self.current is not None and len({member.is_new for member in self.current.members}) == 1
 
     def change(self) -> Change:
-        """What has changed since the current generation began; never blocks."""
+        """Return the changes since the current generation began. Non-blocking."""
         return self._membership.change()
 
     def finished(self) -> None:
-        """The script has come to its end in this process, which has not been dismissed."""
+        """Report that the script has completed, unless the rank was dismissed."""
         if not self._dismissed:
             self._membership.finished()
 
-    def meet_next(self, settings: Settings) -> Communicator:
-        """Collective over the members of the next generation: blocks until they have met.
+    def join_next(self, settings: Settings) -> Communicator:
+        """Join the next generation and connect to its members. Collective over the members.
 
-        A generation that loses a member before all have met is left for the one after it.
+        If a generation loses a member before all have connected, the rank joins the one after it.
 
         Raises:
-            Dismissed: this process is not wanted any more.
+            Dismissed: the job does not need this process any more.
             LaunchError: there is no next generation.
         """
         while True:
@@ -390,7 +396,7 @@ class Generations:
                 self._dismissed = True
                 raise
             except CommError as err:
-                raise LaunchError(f"there is no generation after {self.number} for this rank: {err}") from err
+                raise LaunchError(f"no generation after {self.number} for this rank: {err}") from err
             joined_s = time.monotonic()
             try:
                 ranks = meet(
@@ -401,11 +407,11 @@ class Generations:
                     heartbeat_s=settings.heartbeat_s,
                 )
             except CommError as err:
-                logger.info("generation %d has ended before all had met: %s", self.number, err)
+                logger.info("generation %d ended before all ranks had connected: %s", self.number, err)
                 continue
             self._membership.on_loss(_failing(ranks))
             logger.info(
-                "generation %d: %d ranks; joined in %.0f ms, met in %.0f ms",
+                "generation %d: %d ranks; joined in %.0f ms, connected in %.0f ms",
                 self.number,
                 ranks.size,
                 1000 * (joined_s - begin_s),
@@ -422,23 +428,25 @@ _opener: Callable[[], Membership | None] | None = None
 
 
 def register(opener: Callable[[], Membership | None] | None) -> None:
-    """Before `init()`: who is asked there for the membership of this process, and answers None where ranks stay."""
+    """Set the function that `init()` calls for the membership of this process. It returns None for jobs that are not
+    elastic.
+    """
     global _opener
     _opener = opener
 
 
 of_process: Generations | None = None
-"""Where ranks come and go, and `of_this_process` has been asked: that of this process."""
+"""Generations of this process, after `of_this_process` has opened them. None in jobs that are not elastic."""
 
 
 def of_this_process(settings: Settings) -> Generations | None:
-    """Where ranks come and go; None where they stay.
+    """Return the generations of this process, opened at the first call. None in jobs that are not elastic.
 
-    Collective where mpiexec has started ranks that are to outlive others.
+    Collective if mpiexec started the ranks with fault tolerance.
 
     Raises:
-        ConfigError: an agent has started this process's parent, not this process.
-        CommError: there is no usable MPI library, though mpiexec has started this process.
+        ConfigError: an agent started the parent of this process, not this process.
+        CommError: mpiexec started this process, but there is no usable MPI library.
     """
     global of_process
     if of_process is None:

@@ -1,4 +1,4 @@
-"""A job on one rank: its control plane, its reducers, its watchers, and how all of it ends."""
+"""A job on one rank: its control plane, reducers and watchers, and how the job ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.machine import at_exit, in_forked_children
-from sirtaki.registry.safe_store import load_ahead
+from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
@@ -44,7 +44,7 @@ from . import generations
 from .generations import Generations, of_this_process
 from .lanes import open_lanes
 from .membership import Dismissed
-from .participants import BlockedRanks, Joining, Participants
+from .participants import ActiveReducers, BlockedRanks, JoinProtocol
 from .ranks import open_beside, open_ranks, settings_beside
 from .tuning.plans import part_bytes_of
 
@@ -58,29 +58,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 10.0
-"""How long others wait for what is being closed; threads that do not end in that time never will."""
+"""Seconds to wait for something that is being closed, such as a thread."""
 
 
 class Disposal:
-    """Closes things one after the other."""
+    """Queue of close functions, called one after the other in a thread."""
 
     def __init__(self) -> None:
-        """Starts nothing."""
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `put` may interrupt itself
+        """Create the queue. `start` starts the thread."""
+        # SimpleQueue, because `put` may interrupt itself
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread, if it does not run yet; before anything is left here."""
+        """Start the thread if it is not running. Call before the first `put`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-disposal", daemon=True)
             self._thread.start()
 
     def put(self, close: Callable[[], None]) -> None:
-        """Has `close` called soon. For destructors: never waits."""
+        """Call `close` soon, in the thread. Non-blocking; callable from destructors."""
         self._queue.put(close)
 
     def drain(self) -> None:
-        """Waits until all that was left here before is closed."""
+        """Wait until all functions queued before this call have returned."""
         if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
             self._queue.put(done.set)
@@ -90,19 +91,19 @@ class Disposal:
         while (close := self._queue.get()) is not None:
             try:
                 close()
-            except Exception:  # whatever it is, the rest is closed
+            except Exception:  # close the rest after any error
                 logger.warning("an optimizer that was dropped could not be closed", exc_info=True)
-            del close  # it holds what it closes
+            del close  # because it references what it closed
 
     def stop(self) -> None:
-        """Closes what is left, and ends the thread."""
+        """Run the queued functions, and end the thread."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(CLOSING_S)
 
 
-class Observed:
-    """Begins to be seen when it is made. Nothing that goes wrong here reaches training."""
+class JobObservers:
+    """Monitoring of a job: watchers, the metrics server, `sirtaki top`. Errors here never reach training."""
 
     def __init__(self, job: Job, *, local_rank: int, generation: int) -> None:
         self._job, self._generation, self._began_s = job, generation, time.time()
@@ -118,7 +119,7 @@ class Observed:
             try:
                 self._presence = Presence(self._describe)
             except OSError as err:
-                logger.debug("`sirtaki top` will not see this job: %s", err)
+                logger.debug("`sirtaki top` will not list this job: %s", err)
 
     def _serve(self, host: str, port: int) -> MetricsServer | None:
         from sirtaki.watch.prometheus import MetricsServer  # needs prometheus_client, which few jobs want
@@ -126,19 +127,19 @@ class Observed:
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
         except (OSError, OverflowError) as err:
-            words = "metrics cannot be had at %s:%d, and training goes on without (SIRTAKI_METRICS_PORT): %s"
+            words = "cannot serve metrics at %s:%d (SIRTAKI_METRICS_PORT), training continues without: %s"
             logger.warning(words, host, port, err)
             return None
 
     def _count(self) -> Totals:
-        """From now on iterations are added up."""
+        """Return the totals of iterations. The first call starts adding them up."""
         if self._totals is None:
             self._totals = Totals()
             watchers.add(self._totals)
         return self._totals
 
     def _describe(self) -> dict[str, Any]:
-        """What `sirtaki top` shows. Who asks for the first time has iterations added up from then on."""
+        """Return what `sirtaki top` shows. The first call starts adding up iterations."""
         totals, job = self._count(), self._job
         running = [there.running for there in job.participants]
         known = [there for there in running if there is not None]
@@ -160,7 +161,7 @@ class Observed:
         }
 
     def close(self, *, for_good: bool) -> None:
-        """Nobody sees it any more; `for_good`: the job has ended, and not only a generation of it."""
+        """End monitoring. `for_good`: the job has ended, not only a generation of it."""
         if self._presence is not None:
             self._presence.close()
         if self._server is not None:
@@ -171,39 +172,38 @@ class Observed:
 
 
 SHUTDOWN_S = 30.0
-"""How long `shutdown()` waits for the other ranks to call it, too."""
+"""Seconds that `shutdown()` waits for the other ranks to call it."""
 
 LEAVE_S = 5.0
-"""How long ranks that agree to leave a generation wait for each other."""
+"""Seconds that ranks wait for each other after they agreed to leave a generation."""
 
 DEVICE_S = 5.0
-"""How long a job that has failed may go on before a device that waits ends it."""
+"""Seconds for which a failed job may continue before a waiting device ends it."""
 
 
 class Job:
-    """The state of one initialised process; where ranks come and go, of one generation.
+    """State of one initialised process. In an elastic job: state of one generation.
 
     Attributes:
-        elastic: see above; None where ranks stay, and the loss of one is the end.
-        settled: scripts may communicate; else some ranks are new and some are not, and they have not met in
-            `elastic.run`.
+        elastic: generations of this process. None if the job is not elastic, so that the loss of a rank ends it.
+        settled: scripts may communicate. False while new and old ranks have not synchronised in `elastic.run`.
         training: the function that `elastic.run` repeats is running.
-        observed: what others see of it; None before and after.
-        part_bytes: of compiled graphs, by the user's plan (`GivenPlan.part_bytes`); None where it says nothing of them.
+        observed: monitoring of the job. None before and after.
+        part_bytes: sizes of parts of compiled graphs in the user's plan (`GivenPlan.part_bytes`). None if not given.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, elastic: Generations | None = None) -> None:
-        """Collective over `comm`, which ends with the job.
+        """Open the job over `comm`, and take ownership of it. Collective.
 
         Args:
-            settings: of this process.
-            comm: all ranks of the job.
-            elastic: where ranks come and go: a job is one generation of it.
+            settings: settings of this process.
+            comm: communicator of all ranks of the job.
+            elastic: generations of this process, if the job is elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
         self.settled, self.training = elastic is None or elastic.in_step, False
-        self.observed: Observed | None = None
-        # What other ranks may fail comes before what would have to be ended then.
+        self.observed: JobObservers | None = None
+        # Steps that fail if another rank fails come first, because later ones would have to be undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -212,7 +212,7 @@ class Job:
         self.job, profile, self.part_bytes = self.control.broadcast(
             (f"{time.time_ns()}.{os.getpid()}", asked, part_bytes)
         )
-        # A rank that does not record while others do would not come to where they meet for it.
+        # All ranks use the profile options of rank 0, because recording contains collective operations.
         self.settings = settings = replace(settings, profile=profile)
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         start_logging(settings, self.control.rank)
@@ -228,26 +228,26 @@ class Job:
             self.watchdog,
             partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
         )
-        # Numbers for optimizers, by process set: the same on all ranks of the set.
+        # Serial numbers of optimizers by process set, equal on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()
-        self.participants = Participants()
-        self.joining = Joining(self.participants, self.rank_sets, self.courier, self.watchdog)
+        self.participants = ActiveReducers()
+        self.joining = JoinProtocol(self.participants, self.rank_sets, self.courier, self.watchdog)
         self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier, self.joining)
         self.control.failures.listen(self._on_failure)
         self.control.failures.while_waiting(self._attend)
 
     @property
     def engine(self) -> EagerEngine:
-        """Performs eager operations over all ranks."""
+        """Eager operations over all ranks."""
         engine = self.rank_sets[0].engine
         assert engine is not None
         return engine
 
     def _attend(self) -> None:
-        """What this rank does for others while it waits."""
-        self.joining.attend()
-        self.blocked.attend()
+        """Serve other ranks while this rank waits."""
+        self.joining.poll()
+        self.blocked.poll()
 
     def _on_failure(self) -> None:
         if any(in_flight.device.streams for in_flight in self._in_flight()):
@@ -258,10 +258,13 @@ class Job:
         return [in_flight for in_flight in found if in_flight is not None]
 
     def _end_if_a_device_waits(self) -> None:
-        """The job has failed. A GPU that waits for others can't be told, nor what is to run on it after that.
+        """End the process if a GPU waits for other ranks of the failed job.
 
-        Ends the process: the main thread may hang in CUDA for ever, and if it went on, parameters would be updated
-        with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
+        A waiting kernel cannot be cancelled, nor can work queued after it. The main thread may hang in CUDA forever. If
+        it
+        continued, parameters would be updated with gradients that were never reduced. If no GPU is known to wait, the
+        main
+        thread may end the process itself.
         """
 
         def ends() -> bool:
@@ -273,26 +276,26 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """Of this process among all."""
+        """Rank of this process in the job."""
         return self.control.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.control.size
 
     @property
     def backend(self) -> Backend:
-        """What carries the control plane."""
+        """Backend of the control plane."""
         return self.control.backend
 
     @property
     def failure(self) -> CommError | None:
-        """Why the job is lost, None while all is well."""
+        """Cause of the job's failure. None while the job has not failed."""
         return self.control.failures.error
 
     def interrupt(self) -> list[str]:
-        """Keeps what the warm-up has found so far, and says where this rank is, in words."""
+        """Store the results of the warm-up, and return descriptions of where this rank is."""
         where = self.watchdog.progress()
         timeline.stop()
         recorder.end()
@@ -301,32 +304,32 @@ class Job:
         return where
 
     def close_participants(self, number: int) -> None:
-        """Not collective: what uses this process set is closed, since that ends."""
+        """Close the reducers of a process set that is being removed. Not collective."""
         for participant in reversed(list(self.participants)):
             if participant.key[0] == number:
                 participant.close("when its process set was removed")
 
     def close(self, timeout_s: float) -> bool:
-        """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
+        """Wait until all ranks have called this, then end all threads and free all communicators. Collective.
 
         Returns:
-            False if other ranks did not come within `timeout_s`; no communicator is freed then, and it may be
-            called again.
+            False if other ranks did not call this within `timeout_s`. No communicator is freed in this case, and this
+            method may be called again.
         """
         self._hide(for_good=True)
         self.control.failures.while_waiting(None)
-        everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
+        all_ranks = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for participant in reversed(list(self.participants)):
             participant.close("by shutdown()")
         self.disposal.stop()
         timeline.stop()
         recorder.end()
-        if everybody:
+        if all_ranks:
             self.rank_sets.close()
             self.watchdog.close()
             self.control.close()
             self._ranks.free()
-        return everybody
+        return all_ranks
 
     def _hide(self, *, for_good: bool) -> None:
         observed, self.observed = self.observed, None
@@ -336,21 +339,21 @@ class Job:
     # ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Not collective: this rank leaves the generation, which all others are told; waits for nobody."""
+        """Leave the generation, and report the reason to all other ranks. Not collective, non-blocking."""
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
 
     def wait_for_leave(self) -> None:
-        """Collective, when all have agreed to leave: nobody leaves while another one still has to hear of it."""
+        """Wait until all ranks know that all leave the generation. Collective, after all have agreed to leave."""
         together = False
         with contextlib.suppress(CommError):
             together = leave_together(self.control.comm, LEAVE_S)
         if not together:
-            self.give_up(f"rank {self.rank} leaves, and others do not")
+            self.give_up(f"rank {self.rank} leaves, but other ranks do not")
         self.control.failures.report(PeerLostError("this rank has left the generation"))
 
     def abandon(self) -> None:
-        """Not collective, after `give_up` or `wait_for_leave`: ends all that belongs to the job on this rank."""
+        """End the job on this rank, after `give_up` or `wait_for_leave`. Not collective."""
         self._hide(for_good=self.elastic is None)
         self.control.failures.while_waiting(None)
         if self.elastic is not None:
@@ -371,11 +374,11 @@ class Job:
 
 _job: Job | None = None
 _ending: Job | None = None
-"""What the end of this process ends; None once the job has been closed on all ranks, or is being ended."""
+"""Job to close at the exit of this process. None once it has been closed on all ranks, or is being closed."""
 
 
 def current() -> Job:
-    """The job of this process.
+    """Return the job of this process.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -386,24 +389,24 @@ def current() -> Job:
 
 
 def is_initialized() -> bool:
-    """Whether `init()` has been called, and `shutdown()` not since."""
+    """Return whether `init()` has been called, and `shutdown()` has not been called since."""
     return _job is not None
 
 
-@outside_modes  # memory that is made in inference mode could not be written outside of it
+@outside_modes  # because memory allocated in inference mode cannot be written outside of it
 def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None) -> None:
-    """Collective: starts Sirtaki on all ranks; harmless if it has been started.
+    """Start Sirtaki on all ranks. Collective. Idempotent.
 
     Args:
-        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            those ranks call with.
-        beside: a process group of PyTorch's, whose ranks are the job's; `comm` is left out then.
+        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            the listed ranks pass.
+        beside: a PyTorch process group whose ranks become the job's. `comm` must be None.
 
     Raises:
-        ConfigError: an environment variable is invalid or needs a package that is missing, this rank is not in
-            `comm`, or the launcher has meant more ranks than there are.
-        LaunchError: where ranks come and go: there is no generation for this rank.
-        CommError: there is no usable MPI library, or ranks do not come.
+        ConfigError: an environment variable is invalid or needs a missing package, this rank is not in `comm`, or the
+            launcher started more ranks than MPI has.
+        LaunchError: the job is elastic, and has no generation for this rank.
+        CommError: there is no usable MPI library, or a rank cannot be reached.
     """
     global _job, _ending, _has_hooks
     if _job is not None:
@@ -419,12 +422,12 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         _job = Job(settings, open_ranks(settings, comm) if beside is None else open_beside(settings, beside))
     else:
         if comm is not None or beside is not None:
-            raise ConfigError("ranks are named, but in an elastic job the launcher says who takes part")
+            raise ConfigError("init() must not name ranks in an elastic job: the launcher chooses them")
         _job = _next_generation(settings, elastic)
     control = _job.control
     if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
-        load_ahead(settings.registry)  # while the script builds its model, else all ranks would wait for it
-    # Scripts read these, as under horovodrun.
+        load_ahead(settings.registry)  # because all ranks would wait for it after the script has built its model
+    # Scripts read these variables, as under horovodrun.
     for name, value in (
         ("RANK", control.rank),
         ("SIZE", control.size),
@@ -435,27 +438,30 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
-    os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])  # a launcher has its own name for it
+    # setdefault, because an elastic launcher has set its own host name
+    os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])
     _ending = _job
     if not _has_hooks:
         _has_hooks = True
         _install_hooks()
     exclude_from_compilation()
-    _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
+    _job.observed = JobObservers(
+        _job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number
+    )
 
 
 def _next_generation(settings: Settings, elastic: Generations) -> Job:
-    """Collective over its members: the first of the next generations that lives to be opened.
+    """Open the next generation in which no member fails during opening. Collective over its members.
 
     Raises:
-        SystemExit: this rank is not wanted any more: it leaves with exit code 0.
+        SystemExit: the job does not need this rank any more. The exit code is 0.
         LaunchError: there is no next generation.
     """
     while True:
         try:
-            ranks = elastic.meet_next(settings)
+            ranks = elastic.join_next(settings)
         except Dismissed as err:
-            logger.warning("this rank is not wanted any more, and ends: %s", err)
+            logger.warning("this rank exits: %s", err)
             raise SystemExit(0) from None
         try:
             return Job(settings, ranks, elastic)
@@ -464,15 +470,15 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
             ranks.free()
             if not isinstance(err, CommError):
                 raise
-            logger.info("generation %d has ended before it was open: %s", elastic.number, err)
+            logger.info("generation %d ended while it was being opened: %s", elastic.number, err)
 
 
 def leave(*, together: bool, reason: str = "") -> None:
-    """Ends this rank's part in the job, or its generation: `init()` may join the next. Harmless if it has ended.
+    """End this rank's part in the job or its generation. `init()` may join the next one. Idempotent.
 
     Args:
-        together: collective; all ranks have agreed to.
-        reason: what the others are told otherwise.
+        together: all ranks have agreed to leave. Collective in this case.
+        reason: reason to report to the other ranks if `together` is False.
     """
     global _job, _ending
     if _job is None:
@@ -488,15 +494,15 @@ def leave(*, together: bool, reason: str = "") -> None:
 
 
 def shutdown() -> None:
-    """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
+    """End Sirtaki on all ranks. Collective. `init()` may be called again. Does nothing without a job."""
     global _job, _ending
     if _job is None:
         return
     if _is_child:
         _job = None
         return
-    with contextlib.suppress(SirtakiError):  # whoever needs what did not come hears of it
-        _job.participants.settle()
+    with contextlib.suppress(SirtakiError):  # the error was raised, or will be, where the missing gradients are used
+        _job.participants.drain()
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
         _ending = None
@@ -505,43 +511,43 @@ def shutdown() -> None:
         job.give_up(f"rank {job.rank} has shut down")
         job.abandon()
     else:
-        logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
+        logger.warning("shutdown(): other ranks did not call it within %.0f s", SHUTDOWN_S)
 
 
-# ── the end of the process: a rank that fails ends the job, one that has done its work waits for the others ──────────
+# ── end of the process: a failed rank ends the job, a rank that has completed its work waits for the others ───────────
 
 VICTIM_S = 2.0
-"""How long a rank whose communication failed waits before it ends the job: the cause should be heard first."""
+"""Seconds that a rank whose communication failed waits before it ends the job, so that the cause is printed first."""
 
 LOST_S = 15.0
-"""The same over MPI where another rank is about to end, or has: it ends the job, and its exit code is to be kept."""
+"""Same over MPI if another rank has exited or is about to: that rank ends the job, and its exit code must be kept."""
 
 EXIT_S = 5.0
-"""How long a rank that ends with an exit code waits for the others; they must hear of it soon."""
+"""Seconds that a rank with a nonzero exit code waits for the others, which must learn of the failure soon."""
 
-_AGAIN_S = 60.0  # how long to wait for the others at a time, where there is no hurry
+_AGAIN_S = 60.0  # seconds per attempt to close the job
 
 _exit_code: int | None = None
 _raised = False
 _has_hooks = False
 _is_child = False
-"""This process was forked from a rank. It may ask for the rank's number and the like, and nothing else."""
+"""This process was forked from a rank. It may only query properties such as the rank."""
 
 
 def describe() -> str:
-    """What this rank does, in words; "" without a job."""
+    """Describe what this rank is doing. "" without a job."""
     return "" if _ending is None else _ending.watchdog.describe()
 
 
 def end_now(reason: str) -> NoReturn:
-    """Says why this rank ends the job, and ends the process without waiting for anything."""
+    """Print why this rank ends the job, and end the process without waiting."""
     if _ending is not None:
         _report(_ending, reason, _interrupted(_ending))
     _leave(1)
 
 
 def finish() -> None:
-    """The script has come to its end without an error, in a process that goes on."""
+    """Report that the script has completed without an error, in a process that continues."""
     global _ending
     job, _ending = _ending, None
     if (elastic := generations.of_process) is not None:
@@ -557,27 +563,28 @@ def _install_hooks() -> None:
         global _ending, _raised
         job, _raised = _ending, True
         where = _interrupted(job) if job is not None and job.size > 1 else []
-        if where and _started_by_sirtakirun():  # which says itself who raised what
+        if where and _started_by_sirtakirun():  # the wrapper of sirtakirun prints the rank and the error itself
             error.add_note(f"This rank {'; '.join(where)}.")
         over_mesh = job is not None and job.backend is Backend.MESH
-        told_elsewhere = job is not None and (
+        printed_elsewhere = job is not None and (
             (job.rank > 0 and isinstance(error, MismatchError))
             or (over_mesh and job.size > 1 and isinstance(error, PeerLostError))
         )
-        if not told_elsewhere or _started_by_sirtakirun():
-            # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+        if not printed_elsewhere or _started_by_sirtakirun():
+            # because torch.distributed captures what its inner hooks print, and prints it only after the job has ended
             with contextlib.redirect_stderr(sys.__stderr__):
                 previous_hook(kind, error, trace)
         if job is None or job.size == 1:
             if _outlives_others():
                 _leave(1)
             return
-        _ending = None  # nothing is left to wait for at the exit
-        what = f"raised {kind.__name__}" + (f": {error}" if told_elsewhere else "")  # elsewhere it stands above
+        _ending = None  # because the exit must not wait for other ranks
+        # otherwise the hook above has printed it
+        what = f"raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
             what = f"ends, since {error}"
-        # The launcher, or another rank to which the same has happened, may end this process while it waits.
-        at_once = over_mesh or (told_elsewhere and not _started_by_sirtakirun())
+        # The launcher, or another rank with the same error, may end this process while it waits.
+        at_once = over_mesh or (printed_elsewhere and not _started_by_sirtakirun())
         if at_once:
             _report(job, what, where)
         if isinstance(error, CommError) and job.elastic is None:
@@ -589,7 +596,7 @@ def _install_hooks() -> None:
             job._ranks.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
             _leave(1)
 
-    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
+    def on_exit(status: Any = None) -> NoReturn:  # Any: as in sys.exit
         global _exit_code
         _exit_code = status if isinstance(status, int) else int(status is not None)
         previous_exit(status)
@@ -601,25 +608,25 @@ def _install_hooks() -> None:
 
 
 def _become_child(_: object) -> None:
-    """In a forked child: a process of the script's, which ends without a word to the job."""
+    """Detach a forked child from the job: it exits without notifying the other ranks."""
     global _ending, _is_child
     _is_child = _is_child or _job is not None or generations.of_process is not None
     _ending = None
-    if not _is_child:  # it may become a rank
+    if not _is_child:  # because the child may become a rank
         at_exit(_at_exit)
     if not skip_finalize():
         atexit.register(_leave_before_mpi)
 
 
 def _finish_updates() -> None:
-    """Before a fork: complete the updates that are put off, because the child has nothing that could."""
+    """Complete deferred updates before a fork, because the child has no thread that could."""
     if _job is not None and not _is_child and threading.current_thread() is threading.main_thread():
         with contextlib.suppress(SirtakiError):  # the script's next step raises it
-            _job.participants.settle()
+            _job.participants.drain()
 
 
 def _leave_before_mpi() -> None:
-    """End a forked child before MPI, which the script has loaded, is finalized there."""
+    """End a forked child before MPI_Finalize runs in it, if the script has loaded MPI."""
     atexit.unregister(_leave_before_mpi)
     atexit._run_exitfuncs()
     _flush()
@@ -627,7 +634,9 @@ def _leave_before_mpi() -> None:
 
 
 def _at_exit() -> None:
-    """A rank whose script has ended: waits for the others, and does not hide a failure from mpiexec."""
+    """Close the job when the script has ended. Wait for other ranks, and keep the exit code of a failure for
+    mpiexec.
+    """
     global _ending
     job, _ending = _ending, None
     code = _exit_code or 0
@@ -639,7 +648,7 @@ def _at_exit() -> None:
         return
     if code == 0 and job.elastic is not None:
         job.give_up(f"rank {job.rank} has ended its script")
-        if _outlives_others():  # `raise SystemExit(9)` passes by `sys.exit`
+        if _outlives_others():  # because `raise SystemExit(9)` bypasses `sys.exit`
             _leave(0)
         return
     while job.failure is None and code == 0:
@@ -647,14 +656,14 @@ def _at_exit() -> None:
             return
     where = _interrupted(job)
     if code != 0:
-        reason = f"has ended with exit code {code} while others are at work"
+        reason = f"has ended with exit code {code} while other ranks are running"
         _report(job, reason, where)
-        if job.backend is Backend.MESH:  # MPI would take its own exit code
+        if job.backend is Backend.MESH:  # MPI would replace the exit code
             job._ranks.abort(f"rank {job.rank} {reason}")
         _leave(code)
     _report(job, f"ends after {job.failure}", where)
-    # `raise SystemExit(9)` passes by `sys.exit`: Python knows the exit code, and nobody else. Unless it is 0 mpiexec
-    # takes it for the job's; without MPI_Finalize, which would wait for the others, it comes at once.
+    # `raise SystemExit(9)` bypasses `sys.exit`, so only the interpreter knows the exit code. If it is not 0, mpiexec
+    # uses it for the job. MPI_Finalize is skipped, because it would wait for the other ranks.
     if not skip_finalize():
         _leave(1)
 
@@ -662,12 +671,12 @@ def _at_exit() -> None:
 def _interrupted(job: Job) -> list[str]:
     try:
         return job.interrupt()
-    except Exception as err:  # whatever goes wrong here must not keep the job from ending
+    except Exception as err:  # because an error here must not prevent the end of the job
         return [f"could not keep its state: {err}"]
 
 
 def _report(job: Job, reason: str, where: list[str]) -> None:
-    """Says who ends the job and where that rank was; sirtakirun says the former itself."""
+    """Print which rank ends the job, and where it was. sirtakirun prints the former itself."""
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
         then = "the job ends" if job.elastic is None else "it leaves the job"
@@ -676,18 +685,18 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
 
 
 def _started_by_sirtakirun() -> bool:
-    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
+    """Return whether the wrapper of sirtakirun runs the script. It ends the other ranks when this one fails."""
     return "sirtaki.run.rank_channel" in sys.modules
 
 
 def _outlives_others() -> bool:
-    """Whether others may go on without this process, which then must end in a way that they hear of."""
+    """Return whether other ranks may outlive this process, so that it must exit in a way that they detect."""
     elastic = generations.of_process
     return not _is_child and elastic is not None and elastic.leave is not os._exit
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks."""
+    """Exit without MPI_Finalize, so that mpiexec detects a failure and ends the other ranks."""
     _flush()
     (os._exit if generations.of_process is None else generations.of_process.leave)(exit_code)
     raise AssertionError("this process has ended")

@@ -1,6 +1,6 @@
-"""Messages in JSON over a socket that does not block: between a rank, its agent, and the driver of the job.
+"""JSON messages over a non-blocking socket, between a rank, its agent, and the driver of an elastic job.
 
-Each message is a `msgspec.Struct` with a tag; what is unknown, damaged or too long ends the connection, by name.
+Each message is a tagged `msgspec.Struct`. An unknown, invalid or oversized message closes the connection.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import msgspec
 from sirtaki.machine import in_forked_children
 
 LONGEST_BYTES = 8 * 2**20
-"""A generation of some ten thousand ranks has room."""
+"""Maximum size of a message. A generation of ten thousand ranks fits."""
 
 _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
@@ -23,20 +23,20 @@ Received = TypeVar("Received")
 
 
 def encoded(message: msgspec.Struct) -> bytes:
-    """The message as it is sent; one that goes to many is written once."""
+    """Encode a message for `JsonChannel.send`. Encode once for several receivers."""
     text = msgspec.json.encode(message)
     return _LENGTH.pack(len(text)) + text
 
 
 class JsonChannel(Generic[Received]):
-    """One end. Nothing here blocks; a selector says when to `receive`, to which `watch` gives it."""
+    """One end of a JSON message channel. All methods are non-blocking."""
 
     def __init__(self, sock: socket.socket, understood: Any) -> None:
-        """The socket becomes its own.
+        """Take ownership of the socket.
 
         Args:
-            sock: connected to the other end.
-            understood: class, or union of classes, of the messages that may come (Any: as msgspec's decoder takes it).
+            sock: socket connected to the other end.
+            understood: class, or union of classes, of the messages to receive (Any: as in msgspec's decoder).
         """
         self._sock = sock
         sock.setblocking(False)
@@ -46,31 +46,33 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
-        in_forked_children(self, lambda channel: channel._sock.close())  # else the other end would not see it end
+        # otherwise the other end would not detect the close
+        in_forked_children(self, lambda channel: channel._sock.close())
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
-        """Has a selector report this channel with `data`: when something comes, and when there is room for the rest.
+        """Register this channel with a selector, with `data`.
 
-        `receive` sends that rest, too; `close` ends it.
+        The selector reports the channel when it is readable, and when unsent data can be sent. Call `receive` in both
+        cases. `close` unregisters the channel.
         """
         self._events, self._data = events, data
         events.register(self, self._waits_for, data)
         self.flush()
 
     def fileno(self) -> int:
-        """For a selector; -1 = closed."""
+        """Return the file descriptor for a selector; -1 after `close`."""
         return self._sock.fileno()
 
     def send(self, message: msgspec.Struct | bytes) -> None:
-        """Sends what can be sent now of a message, or of what `encoded` has made of it, and keeps the rest.
+        """Send a message, or the output of `encoded`. Data that the socket does not accept now is queued.
 
-        What is sent to somebody who is gone is dropped.
+        Messages to a peer that has exited are dropped.
         """
         self._out += message if isinstance(message, bytes) else encoded(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what can be sent now. That the other end is gone is found by `receive`."""
+        """Send as much queued data as the socket accepts. `receive` reports if the peer has exited."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]
@@ -84,10 +86,10 @@ class JsonChannel(Generic[Received]):
             self._events.modify(self, waits_for, self._data)
 
     def receive(self) -> list[Received]:
-        """All whole messages that have come; none once this end is closed.
+        """Return all complete messages received since the last call; none after `close`.
 
         Raises:
-            ConnectionError: the other end is gone, or what it sends is no message.
+            ConnectionError: the peer has exited, or sent invalid data.
         """
         if self.fileno() < 0:
             return []
@@ -106,7 +108,7 @@ class JsonChannel(Generic[Received]):
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
             if length > LONGEST_BYTES:
-                raise ConnectionError(f"a message of {length} bytes")
+                raise ConnectionError(f"a message of {length} bytes exceeds the limit of {LONGEST_BYTES}")
             end = _LENGTH.size + length
             if len(self._in) < end:
                 break
@@ -114,14 +116,14 @@ class JsonChannel(Generic[Received]):
             del self._in[:end]
             try:
                 messages.append(self._decoder.decode(text))
-            except ValueError as err:  # msgspec's, and that of bytes that are no text
-                raise ConnectionError(f"what came is no message: {err}") from err
-        if self._ended and not messages:  # what came before is heard first
-            raise ConnectionError("the other end is gone")
+            except ValueError as err:  # raised by msgspec, also for bytes that are not UTF-8
+                raise ConnectionError(f"invalid message: {err}") from err
+        if self._ended and not messages:  # return the messages before the error
+            raise ConnectionError("the other end has closed the connection")
         return messages
 
     def close(self) -> None:
-        """Ends it; again is harmless."""
+        """Close the channel. Idempotent."""
         if self._events is not None:
             with contextlib.suppress(KeyError, ValueError):  # the selector may be closed
                 self._events.unregister(self)

@@ -1,4 +1,4 @@
-"""Who has started this process: Open MPI, MPICH, Slurm, torchrun, an agent."""
+"""Detect which launcher started this process: Open MPI, MPICH, Slurm, torchrun or an elastic agent."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass, replace
 
 from sirtaki.errors import ConfigError
 
-_FIRST_PORT, _PORTS = 20011, 10007  # below the kernel's own choices; a prime, so that neighbouring jobs differ
+# below the kernel's ephemeral ports; the count is prime, so that consecutive jobs get different ports
+_FIRST_PORT, _PORTS = 20011, 10007
 
 _NEARER = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID")
-"""Of launchers whose daemons srun has started: its place is the daemon's then."""
+"""Variables of launchers whose daemons srun may have started. SLURM_PROCID is the daemon's rank in this case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The place of a process among the ranks, as torchrun's variables, or Slurm's, give it.
+class LauncherRank:
+    """Rank of this process and the rendezvous address, as set by torchrun or Slurm.
 
     Attributes:
-        host, port: where the ranks meet; "" and 0 for a rank alone.
-        attempt: names the job and its start among restarts.
-        agent_store: torchrun keeps the store; else rank 0 opens it.
-        local_rank, local_size: on its node; of a task of srun only.
+        host, port: rendezvous address of the ranks. "" and 0 for a job of one rank.
+        attempt: id of the job and of its restart.
+        agent_store: torchrun hosts the store. Otherwise rank 0 does.
+        local_rank, local_size: rank and number of ranks on this node. Set for tasks of srun only.
     """
 
     rank: int
@@ -36,15 +37,18 @@ class Place:
     local_size: int | None = None
 
 
-def step_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of one of several tasks of an srun, which meet at its first node, at a port that no other step has.
+def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
+    """Return the rank and rendezvous address of an srun task, if the job step has several tasks.
 
-    None if srun has started one task only, or a launcher that started this process in turn.
+    The address is the step's first node and a port derived from the job and step ids.
+
+    Returns:
+        None if the step has one task, or if a launcher inside the step started this process.
 
     Raises:
         ConfigError: Slurm's variables contradict each other.
     """
-    # SLURM_NTASKS stands in every process of an allocation; this in a step's only.
+    # SLURM_NTASKS is set in every process of an allocation, SLURM_STEP_NUM_TASKS only in a job step.
     size = _slurm_number(environ, "SLURM_STEP_NUM_TASKS")
     if size < 2 or any(name in environ for name in _NEARER):
         return None
@@ -52,12 +56,12 @@ def step_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     node, nodes = _slurm_number(environ, "SLURM_NODEID"), node_names(environ.get("SLURM_STEP_NODELIST", ""))
     if node >= len(tasks) or not nodes:
         raise ConfigError(
-            f"SLURM_NODEID={node} does not go with SLURM_STEP_TASKS_PER_NODE="
+            f"SLURM_NODEID={node} contradicts SLURM_STEP_TASKS_PER_NODE="
             f"{environ.get('SLURM_STEP_TASKS_PER_NODE', '')!r} and SLURM_STEP_NODELIST="
-            f"{environ.get('SLURM_STEP_NODELIST', '')!r}; srun sets them, nothing else should"
+            f"{environ.get('SLURM_STEP_NODELIST', '')!r}; only srun may set these variables"
         )
     job, step = _slurm_number(environ, "SLURM_JOB_ID"), _slurm_number(environ, "SLURM_STEP_ID")
-    return Place(
+    return LauncherRank(
         rank=_slurm_number(environ, "SLURM_PROCID"),
         size=size,
         host=nodes[0],
@@ -69,23 +73,23 @@ def step_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def task_counts(environ: Mapping[str, str], name: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1: tasks on each node, as that variable has them.
+    """Parse the number of tasks on each node from variable `name`: `2(x3),1` becomes 2, 2, 2, 1.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the value does not have this format.
     """
     text = environ.get(name, "1")
     counts: list[int] = []
     for part in text.split(","):
         matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if matched is None:
-            raise ConfigError(f"{name}={text!r} is not of the form 2(x3),1")
+            raise ConfigError(f"{name}={text!r} does not have the format 2(x3),1")
         counts += [int(matched[1])] * int(matched[2] or 1)
     return counts
 
 
 def node_names(text: str) -> list[str]:
-    """Slurm's `gpu[01-03,7],login` → `gpu01 gpu02 gpu03 gpu7 login`."""
+    """Expand Slurm's `gpu[01-03,7],login` to `gpu01 gpu02 gpu03 gpu7 login`."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         bracket = re.search(r"\[([^\]]*)\]", part)
@@ -105,7 +109,7 @@ def _slurm_number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-# Open MPI, Hydra (MPICH, Intel MPI), PMIx.
+# Variables of Open MPI, Hydra (MPICH, Intel MPI) and PMIx, in this order.
 _PLACES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
     "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -113,7 +117,7 @@ _PLACES = {
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 
-# Of any mpiexec, or a batch system that starts ranks of MPI as one: these, MVAPICH, Cray's and IBM's.
+# Set by any mpiexec, or by a batch system that starts MPI ranks: the launchers above, MVAPICH, Cray and IBM.
 _OF_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK",
@@ -127,25 +131,25 @@ _OF_MPI = (
 )
 
 HOROVOD_NAMES = {name: f"HOROVOD_{name}" for name in _PLACES}
-"""What scripts for Horovod read, by quantity."""
+"""Variables that Horovod scripts read, by quantity."""
 
 TORCH_NAMES = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
-"""What `torch.distributed.init_process_group()` and scripts for torchrun read, by quantity."""
+"""Variables that `torch.distributed.init_process_group()` and torchrun scripts read, by quantity."""
 
 AGENT = "SIRTAKI_AGENT"
-"""In ranks that come and go: the descriptor through which they talk to the agent that has started them."""
+"""Set in ranks of an elastic job: the file descriptor of the socket to the agent that started the rank."""
 
 BAR = "SIRTAKI_BAR"
-"""Set by a launcher that draws a bar of progress for its ranks."""
+"""Set by a launcher that draws the progress bar for its ranks."""
 
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
 _SRUN_REMEDY = (
-    "set SIRTAKI_CONTROL=mesh, which needs no MPI, or use `srun --mpi=pmix` (`srun --mpi=list` says what is there)"
+    "set SIRTAKI_CONTROL=mesh, which needs no MPI, or use `srun --mpi=pmix` (`srun --mpi=list` lists the types)"
 )
 
 
 def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
-    """RANK, SIZE, LOCAL_RANK or LOCAL_SIZE as the launcher has it, None where it does not tell."""
+    """Return RANK, SIZE, LOCAL_RANK or LOCAL_SIZE as set by the launcher. None if the launcher does not set it."""
     found = next((int(environ[key]) for key in _PLACES[name] if environ.get(key, "").isdecimal()), None)
     if found is None and (step := step_place(environ)) is not None:
         return int(getattr(step, name.lower()))
@@ -153,25 +157,25 @@ def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """The nearest launcher is torchrun: sirtakirun takes its variables out."""
+    """Return whether the innermost launcher is torchrun. sirtakirun removes torchrun's variables from its ranks."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 
 def started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """An mpiexec has started this process, or a batch system has that serves MPI."""
+    """Return whether an mpiexec, or a batch system with MPI support, started this process."""
     return any(name in environ for name in _OF_MPI)
 
 
 def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
-    """One of several tasks of srun."""
+    """Return whether this process is one of several tasks of an srun job step."""
     return step_place(environ) is not None
 
 
-def torch_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """What torchrun, or whoever sets the same variables, says, else srun; None if nobody does.
+def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
+    """Return rank and rendezvous address from torchrun's variables, otherwise from Slurm's. None if neither is set.
 
     Raises:
-        ConfigError: a variable is missing or disagrees with another one; with the remedy.
+        ConfigError: a variable is missing or contradicts another one. The message contains a remedy.
     """
     if not (environ.get("RANK", "") and environ.get("WORLD_SIZE", "")):
         step = step_place(environ)
@@ -182,25 +186,25 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> Place | None:
         return step
     rank, size = _number("RANK", environ, least=0), _number("WORLD_SIZE", environ, least=1)
     if rank >= size:
-        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
+        raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={size}: ranks are numbered from 0")
     local, local_size = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if local and local_size:
         if _number("LOCAL_RANK", environ, least=0) >= _number("LOCAL_WORLD_SIZE", environ, least=1):
-            raise ConfigError(f"LOCAL_RANK={local} is not below LOCAL_WORLD_SIZE={local_size}")
+            raise ConfigError(f"LOCAL_RANK={local} must be less than LOCAL_WORLD_SIZE={local_size}")
         if int(local_size) > size:
-            raise ConfigError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}")
+            raise ConfigError(f"LOCAL_WORLD_SIZE={local_size} must not exceed WORLD_SIZE={size}")
     host, port = environ.get("MASTER_ADDR", ""), 0
     if size > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={size} says {size} ranks, but not {' nor '.join(missing)}, so they cannot find "
-                "each other; start them with torchrun or sirtakirun, or set it (if this process is meant to be alone: "
-                "unset RANK and WORLD_SIZE)"
+                f"WORLD_SIZE={size}, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing, so the "
+                "ranks cannot connect; start them with torchrun or sirtakirun, or set the missing variables (for a job "
+                "of one rank: unset RANK and WORLD_SIZE)"
             )
         port = _number("MASTER_PORT", environ, least=1)
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Place(
+    return LauncherRank(
         rank=rank,
         size=size,
         host=host,
@@ -213,38 +217,38 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 def _number(name: str, environ: Mapping[str, str], *, least: int) -> int:
     text = environ[name].strip()
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name}={text!r} is no whole number from {least}; torchrun sets it, or you do")
+        raise ConfigError(f"{name}={text!r} must be an integer of at least {least}; it is set by torchrun or by you")
     return int(text)
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses to train as many jobs of one rank, where a launcher has meant one job of many.
+    """Reject a job that a launcher started as one job of many ranks, but that MPI sees as many jobs of one rank.
 
     Args:
-        size: of MPI's world.
-        environ: of the process.
+        size: size of MPI's world.
+        environ: environment of this process.
 
     Raises:
-        ConfigError: the launcher says more than `size`; with the remedy.
+        ConfigError: the launcher set more ranks than `size`. The message contains a remedy.
     """
     told = {name: environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
     step = step_place(environ)
     for name, expected in told.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
-                f"{name} says {expected} ranks, but MPI's world has {size}: this {'srun' if step else 'mpiexec'} does "
-                f"not {'speak to' if step else 'belong to'} the MPI library that mpi4py loads; "
-                f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right one'}, "
+                f"{name}={expected}, but MPI's world has {size} ranks: this {'srun' if step else 'mpiexec'} does not "
+                f"{'support' if step else 'belong to'} the MPI library that mpi4py loads; "
+                f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right mpiexec'}, "
                 "or see `sirtaki doctor`"
             )
     if any(told.values()) or size > 1:
         return
-    # No MPI launcher has started this process; a batch script's or an interactive shell's step has one task.
+    # No MPI launcher started this process. The job step of a batch script or an interactive shell has one task.
     if step is not None:
-        raise ConfigError(f"srun has started {step.size} tasks, but each is alone in its MPI world; {_SRUN_REMEDY}")
+        raise ConfigError(f"srun started {step.size} tasks, but each has an MPI world of one rank; {_SRUN_REMEDY}")
     world = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and world.isdecimal() and int(world) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world} says {world} ranks, but this process is alone in its MPI world, as under torchrun; "
-            f"leave out SIRTAKI_CONTROL=mpi, or {_REMEDY.format(size=world)}"
+            f"WORLD_SIZE={world}, but this process has an MPI world of one rank, as under torchrun; "
+            f"unset SIRTAKI_CONTROL=mpi, or {_REMEDY.format(size=world)}"
         )

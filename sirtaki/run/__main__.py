@@ -13,11 +13,12 @@ from .output import open_standard_streams, say
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the launcher.
+    """Run the launcher.
 
     Returns:
-                0; the failing rank's exit code; 2 for invalid options; 1 where ranks could not be started;
-                128 + the signal that ended the launcher.
+        0; the exit code of the failed rank; 2 for invalid options; 1 if ranks could not be started; 128 + the signal
+        that
+        ended the launcher.
     """
     open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -1,6 +1,6 @@
-"""Gives Sirtaki's modules under Horovod's names: `horovod.torch` is `sirtaki.torch`, the same module object.
+"""Import Sirtaki's modules under Horovod's names: `horovod.torch` is the same module object as `sirtaki.torch`.
 
-The shim package holds nothing but the name. Where no `sirtakirun` starts the script,
+The shim package contains only the name. To use it without `sirtakirun`:
 
     PYTHONPATH=$(python -m sirtaki.run.as_horovod) python train.py
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 
 SHIM = Path(__file__).parent / "shim"
-"""The folder that gives `import horovod` when it comes first on PYTHONPATH."""
+"""Folder that provides `import horovod` if it is first on PYTHONPATH."""
 
 # Packages of the shim itself.
 _OWN = ("horovod.common", "horovod.runner")
 
-# Horovod's modules outside `horovod.torch` lie elsewhere here.
+# Modules outside `horovod.torch`, and their counterparts.
 _ELSEWHERE = {
     "horovod.common.process_sets": "sirtaki.torch.process_sets",
     "horovod.common.exceptions": "sirtaki.torch.exceptions",
@@ -32,29 +32,29 @@ _ELSEWHERE = {
 
 
 class _Alias(Loader):
-    """Puts an existing module under a second name."""
+    """Loader that puts an existing module under a second name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The import system makes an empty module, which `exec_module` replaces."""
+        """Return None. The import system creates an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replaces it before anyone has seen it; the target's own spec stays as it is."""
+        """Replace the empty module before it is used. The target's own spec is unchanged."""
         sys.modules[module.__name__] = importlib.import_module(self.target)
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finds `horovod.…` in Sirtaki, and says so where there is no counterpart."""
+    """Finds `horovod.…` modules in Sirtaki, and raises if there is no counterpart."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The alias of `fullname`; None for what is not Horovod's.
+        """Return a spec for the alias `fullname`. None for other modules.
 
         Raises:
-            ModuleNotFoundError: this part of Horovod is not there.
+            ModuleNotFoundError: Sirtaki has no counterpart.
         """
         if not fullname.startswith("horovod.") or fullname in _OWN:
             return None
@@ -70,14 +70,14 @@ class HorovodFinder(MetaPathFinder):
 
 
 def is_installed() -> bool:
-    """`import horovod.…` gives Sirtaki in this process."""
+    """Return whether `import horovod.…` imports Sirtaki in this process."""
     return any(isinstance(finder, HorovodFinder) for finder in sys.meta_path)
 
 
 def install() -> None:
-    """From now on `import horovod.…` gives Sirtaki in this process; again is harmless."""
+    """Make `import horovod.…` import Sirtaki in this process. Idempotent."""
     if not is_installed():
-        # First, since `horovod.torch` has `sirtaki.torch`'s path, where others would load its modules a second time.
+        # First, because other finders would load modules of `horovod.torch` a second time from `sirtaki.torch`'s path.
         sys.meta_path.insert(0, HorovodFinder())
 
 

@@ -1,6 +1,6 @@
-"""`run`: calls a function on every rank of a job of its own, as `horovod.run` does.
+"""`run`: call a function on every rank of a new job, like `horovod.run`.
 
-The call goes to ranks through a folder of pickles: `python -m sirtaki.run.function FOLDER` makes it.
+Ranks receive the call as a pickle in a folder: `python -m sirtaki.run.function FOLDER` runs it.
 """
 
 import importlib
@@ -47,21 +47,22 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Calls `func(*args, **kwargs)` on every rank; blocks until all have returned.
+    """Call `func(*args, **kwargs)` on every rank of a new job. Blocks until all ranks have returned.
 
-    Function, arguments and results travel as pickles (cloudpickle's where it is installed, which takes lambdas and
-    functions of `__main__`) through a temporary folder: with ranks on other hosts, TMPDIR must lie on a file system
-    that they share. Names, order and defaults of the arguments are `horovod.run`'s; `disable_cache`, `use_gloo` and
-    `use_mpi` have no effect, the elastic ones are refused.
+    Function, arguments and results are pickled into a temporary folder, with cloudpickle if it is installed (which
+    supports lambdas and functions of `__main__`). With ranks on other hosts, TMPDIR must be on a shared file system.
+    Names, order and defaults of the arguments are those of `horovod.run`. `disable_cache`, `use_gloo` and `use_mpi`
+    have
+    no effect. Elastic arguments are rejected.
 
     Returns:
-        The results, by rank.
+        The results, in rank order.
 
     Raises:
         ConfigError: an argument is invalid.
-        LaunchError: the ranks could not be started, or one failed; its traceback is in the output.
+        LaunchError: the ranks could not be started, or one failed. Its traceback is in the output.
     """
-    from .launch import launch  # which ranks, that make the call, need not load
+    from .launch import launch  # imported here, because ranks do not need it
     from .options import parse
 
     del disable_cache, use_gloo, use_mpi
@@ -101,14 +102,14 @@ def run(
 
 
 def answer_call(folder: Path, rank: int) -> None:
-    """On a rank: makes the call and leaves its result."""
+    """Run the call on a rank, and write its result."""
     func, args, kwargs = pickle.loads((folder / _CALL).read_bytes())
     result = func(*args, **kwargs)
     (folder / f"result.{rank}").write_bytes(_pickler().dumps(result))
 
 
 def _pickler() -> ModuleType:
-    """Takes lambdas and functions of `__main__` too where cloudpickle is there; pickle reads what either wrote."""
+    """Return cloudpickle if it is installed, otherwise pickle. pickle can read the output of both."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:

@@ -1,6 +1,6 @@
-"""Whether a host has what a rank needs: `python -m sirtaki.run.host_check`, with a `Need` as JSON on standard input.
+"""Check whether a host can run ranks: `python -m sirtaki.run.host_check`, with a `Need` as JSON on standard input.
 
-Nothing is loaded that takes long. The answer, a line of JSON on standard output, is a `Finding`.
+Prints a `HostReport` as a line of JSON. Imports nothing that is slow to load.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import sirtaki
 from sirtaki.machine import host_identity, interface_addresses, interface_networks
 
 PROBLEM = "\x1ehost: "
-"""Begins a line of standard error that is for the launcher."""
+"""Prefix of a line of standard error that is addressed to the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What ranks need that run on other hosts.
+    """Requirements of ranks on other hosts.
 
     Attributes:
-        folder: where they run.
-        script: what they run, seen from there; "" = a module, or no Python.
-        interfaces: network interfaces of which there must be one; empty = any.
-        versions: of what must be the same everywhere, by name.
+        folder: working directory.
+        script: script relative to the working directory. "" for a module or a program that is not Python.
+        interfaces: network interfaces, of which one must exist. Empty for any.
+        versions: versions that must be equal on all hosts, by name.
     """
 
     folder: str
@@ -39,48 +39,46 @@ class Need:
 
 
 def versions_here() -> dict[str, str]:
-    """Of what must be the same on all hosts."""
+    """Return the versions that must be equal on all hosts."""
     found = {"Sirtaki": sirtaki.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
-        found["PyTorch"] = version("torch").partition("+")[0]  # for a CPU or for CUDA, it speaks the same protocol
+        found["PyTorch"] = version("torch").partition("+")[0]  # builds for CPU and for CUDA are compatible
     except PackageNotFoundError:
         found["PyTorch"] = "none"
     return found
 
 
 def interface_problem(interfaces: Sequence[str]) -> str:
-    """Why this host cannot connect through these interfaces; "" if it can through one of them, or none is named."""
+    """Return why this host cannot connect through any of these interfaces. "" if it can, or if none are given."""
     known = interface_addresses()
     if not interfaces or any(name in known for name in interfaces):
         return ""
     there = ", ".join(f"{name} ({address})" for name, address in known.items())
-    return (
-        f"there is no network interface {' or '.join(interfaces)} with an IPv4 address, but {there}: name one of these"
-    )
+    return f"there is no network interface {' or '.join(interfaces)} with an IPv4 address; choose one of {there}"
 
 
 def problem_here(need: Need) -> str:
-    """What this host lacks, and what to do, as one sentence; "" if nothing."""
+    """Return what this host lacks and how to fix it, as one sentence. "" if nothing."""
     here = versions_here()
     for name, wanted in need.versions.items():
         if here.get(name) != wanted:
             return (
-                f"{name} {here.get(name)} is there, and {wanted} where the job is started: install the same for "
+                f"it has {name} {here.get(name)}, but the launcher has {wanted}: install the same version for "
                 f"{sys.executable}"
             )
     if need.script and not Path(need.folder, need.script).exists():
-        return f"there is no script {Path(need.folder, need.script)}: copy it there, or put it where all hosts see it"
+        return f"there is no script {Path(need.folder, need.script)}: copy it there, or use a shared file system"
     return interface_problem(need.interfaces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What a host says of itself.
+class HostReport:
+    """Answer of a host to a check.
 
     Attributes:
         problem: see `problem_here`.
-        networks: its IPv4 addresses, each with the length of its network's prefix.
-        identity: equal for names of one host.
+        networks: IPv4 addresses of the host, with the prefix lengths of their networks.
+        identity: equal for different names of one host.
     """
 
     problem: str
@@ -88,10 +86,10 @@ class Finding:
     identity: str = ""
 
 
-def finding_here(need: Need) -> Finding:
-    """What this host says of itself; of its addresses not those of loopback."""
+def finding_here(need: Need) -> HostReport:
+    """Check this host, and list its addresses without loopback."""
     networks = tuple(str(each) for each in interface_networks().values() if not each.ip.is_loopback)
-    return Finding(problem=problem_here(need), networks=networks, identity=" ".join(host_identity()))
+    return HostReport(problem=problem_here(need), networks=networks, identity=" ".join(host_identity()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hosts as users name them, how ssh reaches them, and whether ranks can start there."""
+"""Hosts as named by users, ssh arguments for them, and checks whether ranks can start there."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ import msgspec
 from sirtaki.engine.launchers import node_names, step_place, task_counts
 from sirtaki.errors import ConfigError
 
-from .host_check import Finding, Need
+from .host_check import HostReport, Need
 
 MOST_SLOTS = 4096
-"""No host has more; what says so is a mistake that would cost memory."""
+"""Maximum number of slots. A larger number is a mistake that would cost memory."""
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A machine and its number of rank slots."""
 
     name: str
     slots: int
 
     @property
     def is_local(self) -> bool:
-        """Whether this is the machine that launches."""
+        """Return whether this is the launching machine."""
         own = socket.gethostname()
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
 
 def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts that the user names, else those of a Slurm allocation; empty = this one.
+    """Return the hosts named by the user, otherwise those of a Slurm allocation. Empty for this host.
 
     Raises:
-        ConfigError: what is given names no hosts.
+        ConfigError: the input names no hosts.
     """
     if listed:
         return parse_hosts(listed)
@@ -56,19 +56,19 @@ def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, 
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """`node1:4,node2:4` → hosts; without a number a host has one slot.
+    """Parse `node1:4,node2:4`. A host without a number has one slot.
 
     Raises:
-        ConfigError: a part is not a host, or a number is not a positive one.
+        ConfigError: a part is not a host, or a number is not positive.
     """
     return _merged(_host(part.strip(), place=f"-H {text}") for part in text.split(","))
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """One host a line, `node1 slots=4` or `node1:4`; `#` begins a comment.
+    """Read a file with one host per line, `node1 slots=4` or `node1:4`, and `#` comments.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line (named by its number) is not a host.
+        ConfigError: the file cannot be read or is empty, or a line is not a host. The message contains the line number.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -80,20 +80,20 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if entry:
             found.append(_host(re.sub(r"\s+slots\s*=\s*", ":", entry), place=f"{path}, line {number}"))
     if not found:
-        raise ConfigError(f"hostfile {path} names no host; write one a line, such as: node1 slots=4")
+        raise ConfigError(f"hostfile {path} names no host; write one host per line, such as: node1 slots=4")
     return _merged(found)
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of the Slurm allocation that this process runs in; empty outside of one.
+    """Return the hosts of the Slurm allocation of this process. Empty outside of an allocation.
 
     Raises:
-        ConfigError: srun has started this process as one of several, or on fewer nodes than the job has.
+        ConfigError: srun started this process as one of several, or on fewer nodes than the job has.
     """
     if (step := step_place(environ)) is not None:
         raise ConfigError(
-            f"srun has started sirtakirun {step.size} times; start it once, without srun, in the batch script or the "
-            "shell of salloc, or leave it out: `srun python …`"
+            f"srun started sirtakirun {step.size} times; start it once, without srun, in the batch script or the "
+            "shell of salloc, or use srun without sirtakirun: `srun python …`"
         )
     names = node_names(environ.get("SLURM_JOB_NODELIST", ""))
     if not names:
@@ -102,8 +102,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     if len(slots) != len(names):
         raise ConfigError(
             f"the Slurm job has {len(names)} nodes, but SLURM_TASKS_PER_NODE="
-            f"{environ.get('SLURM_TASKS_PER_NODE', '')!r} is for {len(slots)}; start sirtakirun without srun, in the "
-            "batch script or the shell of salloc"
+            f"{environ.get('SLURM_TASKS_PER_NODE', '')!r} is for {len(slots)} nodes; start sirtakirun without "
+            "srun, in the batch script or the shell of salloc"
         )
     return tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True))
 
@@ -120,7 +120,7 @@ def _host(text: str, *, place: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """A host that is named again gets more slots, as with mpiexec."""
+    """Add up the slots of hosts that are named several times, as mpiexec does."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -128,7 +128,7 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 CONNECT_S = 10
-"""How long a host may be silent before it is given up."""
+"""Seconds of silence after which ssh gives up a host."""
 
 _ALIVE_S, _ALIVE_COUNT = 10, 3
 
@@ -138,28 +138,28 @@ OPTIONS = (
     *("-o", f"ServerAliveInterval={_ALIVE_S}"),
     *("-o", f"ServerAliveCountMax={_ALIVE_COUNT}"),
 )
-"""Nobody is there to answer a question, and a host that is gone is to be noticed."""
+"""ssh must not ask questions, because no user can answer. It must detect a lost host."""
 
-# What ssh or a shell says → what to do, for {host} and {python}. The first that fits counts.
+# Error patterns of ssh or a shell, and remedies with {host} and {python}. The first match is used.
 _REMEDIES = tuple(
     (re.compile(pattern), remedy)
     for pattern, remedy in (
-        (r"Could not resolve hostname", "is the name right? The resolver, /etc/hosts or ~/.ssh/config must know it"),
-        (r"Connection refused", "start sshd there, or name its port with --ssh-port"),
+        (r"Could not resolve hostname", "check the name; the resolver, /etc/hosts or ~/.ssh/config must contain it"),
+        (r"Connection refused", "start sshd there, or set its port with --ssh-port"),
         (
             r"(Connection|Operation) timed out|No route to host|Network is unreachable",
-            "is it switched on, and does no firewall stand between?",
+            "check that it is running and that no firewall blocks the connection",
         ),
         (
             r"Host key verification failed|No .* host key is known",
-            "log in once by hand, `ssh {host}`, and compare and accept the key of the host",
+            "log in once manually, `ssh {host}`, then compare and accept the key of the host",
         ),
         (
             r"Permission denied \(|Too many authentication failures|No supported authentication methods",
-            "let your key in there, `ssh-copy-id {host}`, or name another one with --ssh-identity-file; another user "
-            "stands in ~/.ssh/config",
+            "install your key there, `ssh-copy-id {host}`, or choose another key with --ssh-identity-file; set another "
+            "user in ~/.ssh/config",
         ),
-        (r"No module named '?sirtaki", "install Sirtaki there for {python}, the same version as here"),
+        (r"No module named '?sirtaki", "install the same version of Sirtaki there for {python}"),
     )
 )
 
@@ -168,10 +168,10 @@ _NO_PROGRAM = re.compile(r"not found|No such file or directory|cannot execute", 
 
 
 def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...]:
-    """What the user has said of it, for ssh, behind `OPTIONS`.
+    """Return ssh arguments for the user's options, to follow `OPTIONS`.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     words = ["-p", str(port)] if port else []
     if identity_file:
@@ -182,17 +182,17 @@ def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...
 
 
 def remedy(line: str, *, host: str, python: str) -> str:
-    """What to do about this line of a login's standard error; "" if it says nothing of a failure that is known."""
+    """Return a remedy for a line of a login's standard error. "" if the line reports no known failure."""
     for pattern, text in _REMEDIES:
         if pattern.search(line.strip()):
             return text.format(host=host, python=python)
     if python in line and _NO_PROGRAM.search(line):
-        return f"the same Python environment must be there as here, with {python}"
+        return f"install the same Python environment there, with {python}"
     return ""
 
 
 def why_not(text: str, *, host: str, python: str) -> str:
-    """Why a login has failed, and what to do, of what it has written to standard error; "" if nothing known."""
+    """Return why a login failed and a remedy, from its standard error. "" if nothing is known."""
     for line in reversed(text.splitlines()):
         if found := remedy(line, host=host, python=python):
             return f"{line.strip().rstrip('.')}: {found}"
@@ -200,7 +200,7 @@ def why_not(text: str, *, host: str, python: str) -> str:
 
 
 LIMIT_S = 30.0
-"""How long a host may take to answer; then mpiexec may try."""
+"""Seconds that a host may take to answer. Afterwards, mpiexec may try."""
 
 _AT_ONCE = 32
 
@@ -209,7 +209,7 @@ _OTHER_AGENTS = ("plm_ssh_agent", "plm_rsh_agent", "HYDRA_LAUNCHER")
 
 
 def is_by_ssh(environ: Mapping[str, str], mpi_args: str) -> bool:
-    """Whether mpiexec will start its daemons by plain ssh, as far as can be known."""
+    """Return whether mpiexec will probably start its daemons by plain ssh."""
     if any(name in environ for name in _BATCH_SYSTEMS) or shutil.which("ssh") is None:
         return False
     given = [mpi_args, *(name for name in environ if not name.startswith("HYDRA_LAUNCHER_EXTRA_ARGS"))]
@@ -218,15 +218,15 @@ def is_by_ssh(environ: Mapping[str, str], mpi_args: str) -> bool:
 
 def look_at(
     hosts: Sequence[Host], need: Need, *, python: str, ssh: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, Finding]:
-    """What all these hosts say of themselves, by ssh and at once; of those that cannot be asked, why.
+) -> dict[str, HostReport]:
+    """Run `host_check` on all hosts in parallel, by ssh. An unreachable host gets a report with the problem.
 
     Args:
-        hosts: others than this one.
-        need: what they must have.
+        hosts: hosts other than this one.
+        need: requirements for the hosts.
         python: interpreter of the ranks.
         ssh: arguments for ssh.
-        environ: of the ranks.
+        environ: environment of the ranks.
     """
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
         names = [host.name for host in hosts]
@@ -234,8 +234,11 @@ def look_at(
         return dict(zip(names, pool.map(ask, names), strict=True))
 
 
-def shared_networks(found: Iterable[Finding]) -> tuple[str, ...]:
-    """Networks in which hosts have the same addresses only, as those of container engines: they join nobody."""
+def shared_networks(found: Iterable[HostReport]) -> tuple[str, ...]:
+    """Return networks in which all hosts have the same address, such as those of container engines.
+
+    They do not connect hosts.
+    """
     hosts = {each.identity: {IPv4Interface(text) for text in each.networks} for each in found}
     counts = Counter(address for addresses in hosts.values() for address in addresses)
     own = {address.network for address, count in counts.items() if count == 1}
@@ -243,7 +246,7 @@ def shared_networks(found: Iterable[Finding]) -> tuple[str, ...]:
     return tuple(sorted(map(str, shared - own)))
 
 
-def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Mapping[str, str]) -> Finding:
+def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Mapping[str, str]) -> HostReport:
     path = [f"PYTHONPATH={environ['PYTHONPATH']}"] if environ.get("PYTHONPATH") else []
     there = shlex.join(["env", *path, python, "-P", "-m", "sirtaki.run.host_check"])
     try:
@@ -257,12 +260,14 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(problem="")
+        return HostReport(problem="")
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"ssh ended with exit code {asked.returncode}"])[-1]
         problem = why_not(asked.stderr, host=host, python=python) or f"{last}; see `ssh {host}`"
-        return Finding(problem=problem)
+        return HostReport(problem=problem)
     try:
-        return msgspec.json.decode(asked.stdout.strip().splitlines()[-1], type=Finding)  # a login may write before
+        return msgspec.json.decode(
+            asked.stdout.strip().splitlines()[-1], type=HostReport
+        )  # a login may print text before
     except (ValueError, IndexError):
-        return Finding(problem="")
+        return HostReport(problem="")

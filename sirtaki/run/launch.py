@@ -1,4 +1,4 @@
-"""Starts a job from parsed options: hosts, ranks, environment, command line, supervision."""
+"""Launch a job from parsed options: hosts, ranks, environment, command line, supervision."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from sirtaki.run.hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, sh
 from sirtaki.run.output import OutputOptions, output_folder, say
 from sirtaki.run.supervisor import Supervisor
 
-# ── the command line and environment with which ranks are started ─────────────────────────────────────────────────────
+# ── command line and environment of ranks ─────────────────────────────────────────────────────────────────────────────
 
-# What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
+# Variables that an outer MPI job leaves in the environment. With them, mpiexec would act as one of its ranks.
 _OUTER_JOB = (
     "PMIX_",
     "PMI_",
@@ -39,37 +39,37 @@ _OUTER_JOB = (
     "TORCHELASTIC_",
 )
 OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-"""Variables of a rank, below `HOROVOD_`, which an outer job may have left."""
+"""Variables of a rank with prefix `HOROVOD_`, which an outer job may have left."""
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-"""Where an unchanged DDP script's `init_process_group()` meets."""
+"""Rendezvous address of an unchanged DDP script's `init_process_group()`."""
 
 CROWD = 4
-"""Ranks a core from which on the user is told what that means."""
+"""Number of ranks per core above which the launcher prints expected start time and memory."""
 
-_RANK_START_S, _RANK_GB = 2.5, 0.25  # of a core, and of memory: what importing PyTorch takes a rank
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # core seconds and GB of memory per rank to import PyTorch
 
-# glibc gives freed memory back to the system and takes it again, page by page, for the next step's gradients: on CPUs
-# that can cost more than reducing them. So a rank keeps what it has freed, as torch does with a GPU's memory.
+# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns it to the
+# system and requests it again for the gradients of the next step, which on CPUs may cost more than reducing them.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without what an outer job has left in it, and with what is added."""
+    """Return the launcher's environment without variables of an outer job, and with `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
-    if "RANK" in environ:  # so this is a rank itself, of torchrun's or ours, and they meet elsewhere
+    if "RANK" in environ:  # this process is a rank of torchrun or sirtakirun, so its rendezvous address is taken
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
     return {**kept, **added}
 
 
 def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
-    """The environment of the ranks as far as the user has set it, and those of its variables that `-x` exports.
+    """Return the environment of the ranks as set by the user, and the variables that `-x` exports.
 
-    `-x NAME=value` sets a variable, `-x NAME` takes the launcher's. Tells which options and variables have no effect;
-    variables of earlier releases go no further than here.
+    `-x NAME=value` sets a variable, `-x NAME` takes the launcher's value. Prints which options and variables have no
+    effect. Removes variables of earlier releases.
 
     Raises:
-        ConfigError: a variable that is to be exported is not set, or one has no valid value.
+        ConfigError: a variable to export is not set, or a variable has an invalid value.
     """
     exported = {}
     for word in options.exported:
@@ -89,18 +89,18 @@ def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str
 def complete_environ(
     environ: dict[str, str], options: argparse.Namespace, *, local_ranks: int, beside: str = ""
 ) -> None:
-    """Adds to the environment of the ranks what the user has not set, and tells what so many ranks mean.
+    """Add defaults to the environment of the ranks, and print a note if there are many ranks per core.
 
     Args:
-        environ: changed in place.
-        options: of the command line.
-        local_ranks: how many the fullest host may get; hosts are taken to have as many cores as this one.
-        beside: version of a Horovod that is installed, "" = none.
+        environ: environment, changed in place.
+        options: options of the command line.
+        local_ranks: ranks on the host with most slots. Hosts are assumed to have as many cores as this one.
+        beside: version of an installed Horovod. "" if none.
     """
     cores = usable_cores()
     if options.as_horovod:
         environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
-        say(f"`import horovod` gives Sirtaki{f'; the installed Horovod {beside} is set aside' if beside else ''}")
+        say(f"`import horovod` imports Sirtaki{f' instead of the installed Horovod {beside}' if beside else ''}")
     if local_ranks > CROWD * cores:
         start_s, memory_gb = local_ranks * _RANK_START_S / cores, local_ranks * _RANK_GB
         start = f"{start_s:.0f} s" if start_s < 100 else f"{start_s / 60:.0f} minutes"
@@ -118,24 +118,24 @@ def complete_environ(
 
 
 RUN_RANK = "import sys; sys.flags.safe_path or sys.path.pop(0); from sirtaki.run.rank import main; main()"
-"""Runs a rank by the installed package, whatever the current folder holds: `-m` would search that folder first.
+"""Code that runs a rank from the installed package. `-m` would search the current folder first.
 
-`-P` would do the same, but the script, and what it starts, would inherit the flag.
+`-P` would avoid this, too, but the script and its child processes would inherit the flag.
 """
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_COLON = re.compile(r"\\*:")  # a word `:` begins the next program for any mpiexec
+_COLON = re.compile(r"\\*:")  # a word `:` separates programs for any mpiexec
 _OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommand:
-    """What each rank runs.
+    """Command line of a rank.
 
     Attributes:
-        python: the interpreter whose MPI library counts: the script's, or the launcher's for other programs.
-        words: the whole command line.
-        script: the file among them that is run; "" = a module, code or no Python.
+        python: interpreter whose MPI library is used: the script's, or the launcher's for other programs.
+        words: complete command line.
+        script: file in the command line that is run. "" for a module, code, or a program that is not Python.
     """
 
     python: str
@@ -144,12 +144,12 @@ class RankCommand:
 
 
 def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool) -> RankCommand:
-    """`python -u train.py --lr 1` → `python -u -c RUN_RANK -- train.py --lr 1`.
+    """Wrap the user's command: `python -u train.py --lr 1` becomes `python -u -c RUN_RANK -- train.py --lr 1`.
 
     Args:
-        command: the user's words.
-        as_horovod: `import horovod` is to give Sirtaki.
-        check_files: all ranks run on this machine, so that programs and scripts must exist here.
+        command: command of the user.
+        as_horovod: `import horovod` imports Sirtaki.
+        check_files: all ranks run on this machine, so programs and scripts must exist here.
 
     Raises:
         ConfigError: there is no command, program or script.
@@ -168,7 +168,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
         words = (sys.executable, "-c", RUN_RANK, *flags, "--exec", "--", *map(_escape, command))
         return RankCommand(python=sys.executable, words=words)
     script = command[split:]
-    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` is `-m train`
+    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` means `-m train`
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
@@ -177,7 +177,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
 
 
 def unescape(word: str) -> str:
-    """The user's word, on the rank's side."""
+    """Undo `_escape` in the rank's process."""
     return word[1:] if _COLON.fullmatch(word) and word != ":" else word
 
 
@@ -186,7 +186,9 @@ def _escape(word: str) -> str:
 
 
 def _with_interpreter(command: list[str]) -> list[str]:
-    """An executable Python script (`./train.py`, a console script) is run by the interpreter in its first line."""
+    """Prepend the interpreter of an executable Python script (`./train.py`, a console script), read from its first
+    line.
+    """
     program = shutil.which(command[0])
     if program is None:
         return command
@@ -201,7 +203,7 @@ def _with_interpreter(command: list[str]) -> list[str]:
 
 
 def _script_position(command: Sequence[str]) -> int | None:
-    """Where the script, `-m` or `-c` stands in a Python command line; None if this is not one."""
+    """Return the position of the script, `-m` or `-c` in a Python command line. None if it is not one."""
     if not _PYTHON.fullmatch(Path(command[0]).name):
         return None
     index = 1
@@ -212,7 +214,7 @@ def _script_position(command: Sequence[str]) -> int | None:
     return index if index < len(command) and command[index] != "-" else None
 
 
-# What other hosts need of this environment; ranks of this host inherit all of it.
+# Variables that ranks on other hosts need. Ranks on this host inherit the whole environment.
 _CARRIED_PREFIXES = (
     "SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH", "UCX_", "FI_", "PYTHON", "XDG_CACHE_",
     "MASTER_",
@@ -223,24 +225,24 @@ _CARRIED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "TZ", "LANG")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be started.
+class LaunchSpec:
+    """A job to launch with mpiexec.
 
     Attributes:
-        ranks: how many.
-        hosts: where, with slots; empty = here.
-        command: what each rank runs.
-        exported: names of variables that ranks on other hosts get too, with mpiexec's own values (which thus show
-            in no list of processes).
-        oversubscribed: more ranks than cores on a host; ranks that wait then give way.
+        ranks: number of ranks.
+        hosts: hosts with slots. Empty for this host.
+        command: command line of each rank.
+        exported: names of variables for ranks on other hosts. mpiexec passes the values, so that they do not appear in
+            process lists.
+        oversubscribed: a host has more ranks than cores, so that waiting ranks must yield.
         as_root: the launching user is root.
-        binding: arguments that place and bind ranks, in mpiexec's words; empty = no binding.
-        extra: further arguments for mpiexec, as they are.
-        interfaces: network interfaces to use, empty = any.
-        left_out: networks not to use, where no interfaces are named.
-        tcp: only TCP between hosts.
-        ssh: arguments for ssh, empty = none.
-        silent_s: after which a host that says nothing counts as lost; None = as mpiexec has it.
+        binding: mpiexec arguments that place and bind ranks. Empty for no binding.
+        extra: further mpiexec arguments.
+        interfaces: network interfaces to use. Empty for any.
+        left_out: networks to exclude if no interfaces are given.
+        tcp: use only TCP between hosts.
+        ssh: arguments for ssh. May be empty.
+        silent_s: seconds of silence after which a host is lost. None for mpiexec's default.
     """
 
     ranks: int
@@ -258,50 +260,50 @@ class Job:
     silent_s: float | None = None
 
 
-def mpiexec_command(job: Job, mpiexec: Path, library: MpiLibrary) -> list[str]:
-    """The command line; standard output and error come back marked with the rank of each line."""
+def mpiexec_command(job: LaunchSpec, mpiexec: Path, library: MpiLibrary) -> list[str]:
+    """Return the mpiexec command line. Its options make mpiexec tag each output line with the rank."""
     family = _open_mpi if library.launcher is Launcher.OPEN_MPI else _hydra
     return [str(mpiexec), *family(job, library), *job.extra, *job.command]
 
 
-def ssh_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """What mpiexec itself must find in its environment; each family reads its own variable.
+def ssh_variables(job: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of mpiexec that hold ssh arguments. Each MPI family reads its own variable.
 
-    What the user has set there comes behind: of two values ssh takes the first.
+    Values of the user are appended, because ssh uses the first of two values.
     """
     own = shlex.join(job.ssh)
     return {name: " ".join(filter(None, [own, environ.get(name)])) for name in _SSH_VARIABLES if job.ssh}
 
 
-def ssh_words(job: Job, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """With which ssh is to be called as mpiexec calls it."""
+def ssh_words(job: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the arguments with which mpiexec calls ssh."""
     given = next(filter(None, map(environ.get, _SSH_VARIABLES)), "")
     return (*job.ssh, *shlex.split(given))
 
 
 def carried_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of those variables in `environ` that ranks on other hosts need."""
+    """Return the names of variables in `environ` that ranks on other hosts need."""
     return tuple(name for name in environ if name in _CARRIED or name.startswith(_CARRIED_PREFIXES))
 
 
-def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
+def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
     has_prrte = library.version >= (5,)
     words = ["--allow-run-as-root"] if job.as_root else []
     words += ["-np", str(job.ranks)]
     if job.hosts:
         words += ["--host", _host_list(job.hosts)]
-    # OVERSUBSCRIBE also where it is not needed: else mpiexec counts physical cores only and refuses.
+    # OVERSUBSCRIBE is always needed, because mpiexec counts physical cores only.
     words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
     words += ["--output", "tag"] if has_prrte else ["--tag-output"]
     if job.oversubscribed:
         words += ["--mca", "mpi_yield_when_idle", "1"]
     if job.tcp:
         words += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if has_prrte else "self,vader,tcp"]
-    # One-sided communication is used inside a host only; the UCX component complains about several windows.
+    # One-sided communication is used only within a host. The UCX component prints warnings about several windows.
     words += ["--mca", "osc", "^ucx"]
     runtime = "--prtemca" if has_prrte else "--mca"
     if job.hosts and job.silent_s is not None:
-        # Its own values let a host that is gone be noticed after eight minutes.
+        # The defaults detect a lost host only after eight minutes.
         pause_s = max(1, round(job.silent_s / 6))
         for name, value in (("time", 2 * pause_s), ("intvl", pause_s), ("probes", 4)):
             words += [runtime, f"oob_tcp_keepalive_{name}", str(value)]
@@ -316,9 +318,9 @@ def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
     return words
 
 
-def _hydra(job: Job, library: MpiLibrary) -> list[str]:
-    del library  # Hydra's words have not changed over the versions
-    words = ["-np", str(job.ranks), "-prepend-rank"]  # the environment travels whole, without being named
+def _hydra(job: LaunchSpec, library: MpiLibrary) -> list[str]:
+    del library  # options of Hydra are the same in all versions
+    words = ["-np", str(job.ranks), "-prepend-rank"]  # Hydra exports the whole environment by default
     if job.hosts:
         words += ["-hosts", _host_list(job.hosts)]
     words += job.binding
@@ -333,20 +335,20 @@ def _host_list(hosts: Sequence[Host]) -> str:
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
-# ── starts a job from parsed options ──────────────────────────────────────────────────────────────────────────────────
+# ── launch from parsed options ────────────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
-"""Besides a second for each rank that a core gets."""
+"""In addition to one second per rank on a core."""
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Runs the job that `options` (of `parse`) describe to its end.
+    """Run the job described by `options` (from `parse`) to its end.
 
     Returns:
         The exit code for the launcher.
 
     Raises:
-        ConfigError: an option is invalid; nothing was started.
+        ConfigError: an option is invalid. Nothing was started.
         LaunchError: the ranks could not be started.
     """
     with ReservedPorts(host="") as reserved:
@@ -358,7 +360,9 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
     hosts = given_hosts(options.hosts, options.hostfile, environ)
     slots = sum(host.slots for host in hosts)
     if options.ranks is None and not hosts:
-        raise ConfigError("how many ranks? Give -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)")
+        raise ConfigError(
+            "the number of ranks is missing; use -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)"
+        )
     if options.ranks is not None and hosts and options.ranks > slots:
         raise ConfigError(
             f"-np {options.ranks}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks"
@@ -371,7 +375,7 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
     environ.update(_rendezvous(environ, hosts, port))
     local_ranks = max((min(ranks, host.slots) for host in hosts), default=ranks)
     complete_environ(environ, options, local_ranks=local_ranks, beside=library.horovod or "")
-    job = Job(
+    job = LaunchSpec(
         ranks=ranks,
         hosts=() if here else hosts,
         command=command.words,
@@ -404,12 +408,14 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
     return supervisor.run(words, {**environ, **ssh_variables(job, environ)})
 
 
-def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options: argparse.Namespace) -> Job:
-    """The job, without networks that join no hosts, once its hosts have said that they have what it needs.
+def _checked(
+    job: LaunchSpec, command: RankCommand, environ: Mapping[str, str], options: argparse.Namespace
+) -> LaunchSpec:
+    """Check the hosts of the job by ssh. Return the job with networks excluded that do not connect hosts.
 
     Raises:
         ConfigError: this host lacks the network interface.
-        LaunchError: another one cannot be used.
+        LaunchError: another host cannot be used.
     """
     if problem := interface_problem(job.interfaces):
         raise ConfigError(f"--network-interfaces {options.interfaces}: on this host {problem}")
@@ -430,13 +436,15 @@ def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options
         say(problem)
     if problems:
         raise LaunchError(problems[0])
-    is_said = any("btl_tcp_if" in text for text in (options.mpi_args, *environ))
+    is_chosen = any("btl_tcp_if" in text for text in (options.mpi_args, *environ))
     shared = shared_networks([finding_here(need), *found.values()])
-    return job if is_said else replace(job, left_out=shared)
+    return job if is_chosen else replace(job, left_out=shared)
 
 
 def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...], port: int) -> dict[str, str]:
-    """Return the address at which `init_process_group()` of an unchanged DDP script meets; the user's comes first."""
+    """Return the rendezvous address for `init_process_group()` of an unchanged DDP script, unless the user has set
+    one.
+    """
     first = "127.0.0.1" if all(host.is_local for host in hosts) else hosts[0].name
     if len(hosts) > 1 and hosts[0].is_local:
         first = socket.gethostname()

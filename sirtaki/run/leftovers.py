@@ -1,10 +1,11 @@
-"""Removes what jobs leave on this machine when their processes are killed.
+"""Clean up after killed jobs on this machine.
 
-`python -m sirtaki.run.leftovers PID SECONDS` is a janitor: it outlives the launcher, or the agent of an elastic job,
-that has started it. mpiexec is asked to end when its launcher dies (`Supervisor`), but may die of the closed output
-before it has cleaned up, and may kill its ranks before they have. On standard input come the processes of ranks on this
-host, a line each, with a minus once they have ended, and "done" if the starter has seen to everything itself. Meanwhile
-it looks now and then at what they have in shared memory, as they may all be gone when it hears that the starter is.
+`python -m sirtaki.run.leftovers PID SECONDS` is a janitor: a process that outlives the launcher, or the agent of an
+elastic job, that started it. mpiexec ends when its launcher dies (`Supervisor`), but may die from the closed output
+before it has cleaned up, and may kill its ranks before they have. The starter writes to the janitor's standard input:
+the process ids of ranks on this host, one per line, with a minus sign once they have ended, and "done" if it has
+cleaned up itself. The janitor polls for the ranks' shared memory files meanwhile, because all ranks may be dead when it
+detects the end of the starter.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ _PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4,
 
 
 def mapped_segments(pid: int | str) -> set[Path]:
-    """The MPI library's files in /dev/shm that process `pid` ("self" too) has mapped."""
+    """Return the MPI library's files in /dev/shm that process `pid` (or "self") has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -37,23 +38,23 @@ def mapped_segments(pid: int | str) -> set[Path]:
 
 
 def remove_segments(segments: set[Path]) -> None:
-    """Removes these files, where they are still there."""
+    """Remove these files if they exist."""
     for path in segments:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def remove_session_folder(mpiexec_pid: int) -> None:
-    """Removes the folder of an mpiexec that was killed; one that has ended by itself has removed it."""
+    """Remove the session folder of a killed mpiexec. An mpiexec that exits normally removes it itself."""
     shutil.rmtree(_session_folder(mpiexec_pid), ignore_errors=True)
 
 
 def makes_way_for_mpiexec() -> Callable[[], None]:
-    """Returns what a child that becomes mpiexec calls first, so that nothing stale keeps mpiexec from starting.
+    """Return a function that a child calls before it becomes mpiexec, to remove stale files of an earlier mpiexec.
 
-    Open MPI's calls its folder after its process, and does not start ("The PMIx server's listener thread failed to
-    start") where one of the same number was killed: in a container that is started again, numbers return at once.
-    Another host's files in a shared folder bear its name, and are in nobody's way.
+    Open MPI names its session folder after its process id. It does not start ("The PMIx server's listener thread failed
+    to start") if a killed mpiexec with the same id left files. In a restarted container, ids repeat at once. Files of
+    other hosts in a shared folder contain their host names and do no harm.
     """
     own = f"pmix.{socket.gethostname()}."
 
@@ -72,16 +73,16 @@ def _session_folder(mpiexec_pid: int) -> Path:
 
 
 def session_members(sessions: set[int]) -> list[int]:
-    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own.
+    """Return the processes of this machine in one of these sessions. Hydra starts each rank in its own session.
 
-    Zombies are left out: in a container whose first process does not collect them they stay.
+    Zombies are skipped, because they stay in a container whose init process does not reap them.
     """
-    import psutil  # as in `is_alive`
+    import psutil  # imported here as in `is_alive`
 
     found = list[int]()
     try:
         pids = psutil.pids()
-    except (OSError, IndexError):  # no /proc: it is missing, or empty
+    except (OSError, IndexError):  # /proc is missing or empty
         return found
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -91,71 +92,71 @@ def session_members(sessions: set[int]) -> list[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kills these processes, where they are still there."""
+    """Kill these processes if they exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 END_S = 8.0
-"""How long mpiexec and its ranks may take to end once their launcher is gone; then a janitor kills them."""
+"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Then a janitor kills them."""
 
 
 class Janitor:
-    """A process that cleans up after another one if this one is killed; there may be none for want of processes."""
+    """A process that cleans up if this process is killed. Inactive if no process can be started."""
 
     def __init__(self, pid: int, *, end_s: float = END_S) -> None:
-        """Starts the process.
+        """Start the process.
 
         Args:
-            pid: first process of a session of which nothing is to be left, and an mpiexec, if it is one.
-            end_s: how long what is left may take to end; then it is killed.
+            pid: first process of a session that must end completely. It may be an mpiexec.
+            end_s: seconds that remaining processes may take to end before they are killed.
         """
         self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
+        with contextlib.suppress(OSError):  # the machine has no free process slot
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C and a killed process group do not reach it
+                start_new_session=True,  # so that Ctrl-C and the end of a killed process group do not reach it
             )
 
     def watch(self, pid: int) -> None:
-        """Takes note of a rank that has been started, whose session is to end, too."""
-        self._tell(str(pid))
+        """Add a started rank, whose session must end, too."""
+        self._send(str(pid))
 
     def forget(self, pid: int) -> None:
-        """Takes note of a rank that has ended with all that it had started."""
-        self._tell(f"-{pid}")
+        """Remove a rank that has ended with all its children."""
+        self._send(f"-{pid}")
 
     def dismiss(self) -> None:
-        """Ends the process, as there is nothing to clean up, and waits until it has ended."""
-        self._tell("done")
+        """End the janitor and wait for its end, because there is nothing to clean up."""
+        self._send("done")
         if self._process is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._process.communicate()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # somebody has killed it, or it has been dismissed
+            with contextlib.suppress(OSError, ValueError):  # the janitor was killed or dismissed
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 
 
 def main() -> None:
-    """Runs the janitor, until its starter dismisses it or nothing of the job is left on this host."""
+    """Run the janitor, until its starter dismisses it or all processes of the job on this host have ended."""
     own, end_s = int(sys.argv[1]), float(sys.argv[2])
     sessions, segments = {own}, set[Path]()
-    said, pause_s = "", 0.5
+    partial, pause_s = "", 0.5
     while True:
         if not select.select([sys.stdin], [], [], pause_s)[0]:
             segments.update(*map(mapped_segments, session_members(sessions)))
             pause_s = min(2.0 * pause_s, 60.0) if segments else min(1.2 * pause_s, 5.0)
             continue
-        if not (heard := os.read(sys.stdin.fileno(), 1 << 16)):
+        if not (received := os.read(sys.stdin.fileno(), 1 << 16)):
             break
-        *lines, said = (said + heard.decode()).split("\n")
+        *lines, partial = (partial + received.decode()).split("\n")
         if "done" in lines:
             return
         for line in lines:

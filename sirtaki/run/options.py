@@ -20,19 +20,19 @@ from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 from .elastic.job_members import OnFailure
 
-# Horovod's names that are not the option's.
+# Horovod's configuration keys that differ from the option names.
 _RENAMED = {"logging-level": "log-level", "logging-hide-timestamp": "log-without-timestamp"}
 
 
 def arguments_from_file(path: Path, options: Mapping[str, bool]) -> list[str]:
-    """The file's content as command-line words.
+    """Return the content of a configuration file as command-line words.
 
     Args:
-        path: a `.json` or `.toml` file, anything else is read as YAML.
-        options: name of each option → whether it takes an argument.
+        path: a `.json` or `.toml` file. Other files are read as YAML.
+        options: by option name, whether it takes an argument.
 
     Raises:
-        ConfigError: the file cannot be read, or names an option that does not exist.
+        ConfigError: the file cannot be read, or names an unknown option.
     """
     words: list[str] = []
     for key, value in _entries(_load(path)):
@@ -49,7 +49,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as err:
         raise ConfigError(f"--config-file {path} cannot be read: {err}") from err
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config-file {path} must hold options and values, not {type(content).__name__}")
+        raise ConfigError(f"--config-file {path} must contain options and values, not {type(content).__name__}")
     return content
 
 
@@ -67,7 +67,7 @@ def _words(place: tuple[str, str], value: Any, options: Mapping[str, bool], path
     whole = f"{section}-{key}"
     names = (section,) if key == "enabled" else (_RENAMED.get(whole, whole), key)
     if value is False:
-        # `false` = the option's negative where it has one, else the option is simply not given.
+        # `false` selects the negative option if there is one, otherwise the option is omitted.
         negative = next((f"no-{name}" for name in names if f"no-{name}" in options), None)
         if negative is not None:
             return [f"--{negative}"]
@@ -76,7 +76,7 @@ def _words(place: tuple[str, str], value: Any, options: Mapping[str, bool], path
         return []
     if name is None:
         near = difflib.get_close_matches(key, options, n=1, cutoff=0)[0]
-        raise ConfigError(f"--config-file {path}: {key!r} is not an option; the nearest one is {near!r}")
+        raise ConfigError(f"--config-file {path}: {key!r} is not an option; did you mean {near!r}?")
     if options[name]:
         return [f"--{name}", str(value)]
     return [f"--{name}"] if value else []
@@ -93,17 +93,17 @@ _ELSEWHERE = {
     "--nproc-per-node": "-np", "--nproc_per_node": "-np", "--nproc": "-np", "--n": "-np", "--nnodes": "-H",
     "--host": "-H", "--env": "-x",
 }  # fmt: skip
-"""What other launchers call it."""
+"""Names of these options in other launchers."""
 
 
 class RankSetting(NamedTuple):
-    """An option that becomes an environment variable of the ranks.
+    """An option that sets an environment variable of the ranks.
 
     Attributes:
-        flag: as written on the command line.
-        variable: what it sets, or a variable of Horovod's that has no effect.
-        help: one line; argparse.SUPPRESS for what has no effect.
-        constant: the value of an option without argument, None = the option takes one.
+        flag: option on the command line.
+        variable: variable to set, or a variable of Horovod that has no effect.
+        help: one line. argparse.SUPPRESS if it has no effect.
+        constant: value of an option without argument. None if the option takes one.
     """
 
     flag: str
@@ -151,20 +151,20 @@ RANK_SETTINGS = (
 
 
 def _value(setting: RankSetting, given: str) -> str:
-    """What an option's argument means for the variable.
+    """Convert the argument of an option to the value of the variable.
 
     Raises:
-        ValueError: it is invalid.
+        ValueError: the argument is invalid.
     """
     if setting.flag != "--fusion-threshold-mb":
         return given
     if (size := float(given)) < 0:
         raise ValueError(given)
-    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)  # Horovod's 0 means "do not fuse"; this comes nearest
+    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)  # Horovod's 0 disables fusion; the smallest unit is closest
 
 
 class _SetForRanks(argparse.Action):
-    """Notes a variable of the ranks, or that the option has no effect."""
+    """Sets a variable of the ranks, or adds a note that the option has no effect."""
 
     def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:  # Any: argparse's own arguments
         kwargs["nargs"] = 0 if setting.constant is not None else None
@@ -181,12 +181,12 @@ class _SetForRanks(argparse.Action):
         try:
             text = self.setting.constant if self.setting.constant is not None else _value(self.setting, values)
         except ValueError:
-            parser.error(f"{option} {values}: this is not a valid value")
+            parser.error(f"{option} {values}: the value is invalid")
         namespace.rank_variables[variable] = text
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the option that was probably meant."""
+    """Parser that suggests the closest option after an error."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -198,13 +198,17 @@ class _Parser(argparse.ArgumentParser):
             ]
             longer = [flag for flag in shown if flag.startswith(name)]
             near = _ELSEWHERE.get(name) or next(iter(longer or difflib.get_close_matches(name, shown, n=1)), None)
-            hint = f"did you mean {near}?" if near else "see sirtakirun --help; what is the script's own comes after it"
+            hint = (
+                f"did you mean {near}?"
+                if near
+                else "see sirtakirun --help; options of the script must follow the script"
+            )
             message = f"{name} is not an option; {hint}"
         super().error(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; `parse` adds what argparse cannot say."""
+    """Build the parser. `parse` adds checks that argparse does not support."""
     without_effect = [setting.flag for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
     accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
     parser = _Parser(
@@ -217,19 +221,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=f"sirtakirun {sirtaki.__version__}")
-    add("-cb", "--check-build", action="store_true", help="say what is available here (as `sirtaki doctor`) and end")
+    add("-cb", "--check-build", action="store_true", help="print what is available here (as `sirtaki doctor`) and exit")
     add("-np", "--num-proc", dest="ranks", type=_positive, metavar="N", help="number of ranks")
     add("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots")
-    add("-hostfile", "--hostfile", metavar="FILE", help="one host a line: name slots=4")
+    add("-hostfile", "--hostfile", metavar="FILE", help="one host per line: name slots=4")
     add("-x", action="append", default=[], dest="exported", metavar="VAR[=VALUE]", help="variable for all ranks")
-    add("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki in the ranks")
-    add("--verbose", action="store_true", help="say what is started and with what")
-    add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line wins")
+    add("--as-horovod", action="store_true", help="`import horovod` imports Sirtaki in the ranks")
+    add("--verbose", action="store_true", help="print hosts, MPI library and command")
+    add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line has priority")
     add(
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds without progress after which a start is given up (60, more for a crowd)",
+        help="seconds without progress after which the start fails (60, more with many ranks per core)",
     )
     add(
         "--network-interfaces",
@@ -237,12 +241,12 @@ def build_parser() -> argparse.ArgumentParser:
         dest="interfaces",
         default="",
         metavar="LIST",
-        help="to connect through, such as eth0,eth1",
+        help="network interfaces to use, such as eth0,eth1",
     )
     add("--tcp", action="store_true", help="only TCP between hosts")
-    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
+    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
-    add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, in one quoted word")
+    add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, as one quoted word")
     add("--binding-args", default="", metavar="ARGS", help="mpiexec arguments that place and bind ranks")
     add("--output-filename", metavar="FOLDER", help="also write FOLDER/rank.N/stdout and stderr")
     add(
@@ -268,9 +272,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    """The options of jobs whose ranks come and go."""
+    """Add the options of elastic jobs."""
     group = parser.add_argument_group(
-        "ranks that come and go",
+        "elastic jobs",
         "for scripts with hvd.elastic:\n  sirtakirun --min-np 2 --host-discovery-script ./hosts.sh python train.py",
     )
     add = group.add_argument
@@ -280,52 +284,52 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         dest="min_ranks",
         type=_positive,
         metavar="N",
-        help="go on with so few ranks (-np)",
+        help="minimum number of ranks to continue with (-np)",
     )
-    add("--max-np", "--max-num-proc", dest="max_ranks", type=_positive, metavar="N", help="start no more than so many")
+    add("--max-np", "--max-num-proc", dest="max_ranks", type=_positive, metavar="N", help="maximum number of ranks")
     add(
         "--host-discovery-script",
         metavar="FILE",
-        help="prints the hosts of now, name or name:slots; asked every second",
+        help="prints the available hosts, name or name:slots; run every second",
     )
-    add("--slots-per-host", type=_positive, metavar="N", help="of hosts for which no number is given (1)")
-    add("--elastic-timeout", type=_seconds, metavar="S", help="how long to wait for enough ranks (600)")
-    add("--reset-limit", type=int, metavar="N", help="end the job when it would begin anew once more than so often")
+    add("--slots-per-host", type=_positive, metavar="N", help="slots of hosts without a number (1)")
+    add("--elastic-timeout", type=_seconds, metavar="S", help="seconds to wait for enough ranks (600)")
+    add("--reset-limit", type=int, metavar="N", help="end the job instead of resetting it more than N times")
     add(
         "--on-failure",
         choices=[choice.value for choice in OnFailure],
         metavar="|".join(choice.value for choice in OnFailure),
-        help="a failed rank's place: start another one there (the default), or leave its whole host out (the default "
-        "with --as-horovod)",
+        help="after the failure of a rank: start another one in its place (the default), or exclude its whole host "
+        "(the default with --as-horovod)",
     )
     add(
         "--blacklist-cooldown-range",
         nargs=2,
         type=_seconds,
         metavar=("LOW", "HIGH"),
-        help="seconds for which a failed host is left out, twice as long each time (30 600; with drop-host: for good)",
+        help="seconds for which a failed host is excluded, doubled each time (30 600; with drop-host: permanently)",
     )
     add(
         "--on-driver-loss",
         choices=["end", "go-on"],
         metavar="end|go-on",
-        help="where sirtakirun itself is killed or lost: end the job (the default), or have an agent take its place",
+        help="if sirtakirun itself is killed or lost: end the job (the default), or let an agent take its place",
     )
     add(
         "--agent-command",
         default="",
         metavar="COMMAND",
-        help="starts what runs on a host, instead of ssh or srun: 'kubectl exec -i {host} -- {command}'",
+        help="starts the agent on a host instead of ssh or srun: 'kubectl exec -i {host} -- {command}'",
     )
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether ranks may come and go."""
+    """Return whether the options describe an elastic job."""
     return bool(options.min_ranks or options.max_ranks or options.host_discovery_script)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, with `rank_variables` (name → text), `notes` (lines) and `command` (words) besides."""
+    """Parse and check options. Adds `rank_variables` (name → text), `notes` (lines) and `command` (words)."""
     parser = build_parser()
     start = argparse.Namespace(rank_variables={}, notes=[])
     options = parser.parse_args(arguments, namespace=start)
@@ -334,9 +338,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.jsrun:
         parser.error("--jsrun: LSF's jsrun is not supported; give the hosts with -H or --hostfile")
     if options.hosts and options.hostfile:
-        parser.error("-H and --hostfile both say where to run; give one")
+        parser.error("-H and --hostfile exclude each other")
     if options.host_discovery_script and (options.hosts or options.hostfile):
-        parser.error("--host-discovery-script and -H or --hostfile both say where to run; give one")
+        parser.error("--host-discovery-script excludes -H and --hostfile")
     for flag in (
         "slots_per_host",
         "elastic_timeout",
@@ -347,14 +351,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ):
         if getattr(options, flag) is not None and not is_elastic(options):
             name = f"--{flag.replace('_', '-')}"
-            parser.error(f"{name} is for ranks that come and go; give --min-np, too")
+            parser.error(f"{name} requires an elastic job; add --min-np")
     if options.disable_cache:
         options.notes.append("--disable-cache has no effect here: nothing is cached")
     return options
 
 
 def option_names() -> Mapping[str, bool]:
-    """Long options without dashes → whether they take an argument; for the configuration file."""
+    """Return the long options without dashes, and whether they take an argument. Used for the configuration file."""
     return {
         flag.removeprefix("--"): action.nargs != 0
         for action in build_parser()._actions
@@ -365,7 +369,7 @@ def option_names() -> Mapping[str, bool]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
 
 
@@ -373,4 +377,4 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds greater than 0")

@@ -1,6 +1,6 @@
-"""What ranks write, as one text on the console and in files: marked by rank, with each error shown once.
+"""Output of ranks on the console and in files: prefixed with the rank, and with each error printed once.
 
-What cannot be written (a full disk, a closed pipe) is dropped: the training goes on.
+Write errors (a full disk, a closed pipe) never stop the training. The output is dropped.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from sirtaki.engine.console import drawn, is_terminal
 from sirtaki.errors import ConfigError
 from sirtaki.machine import signal_name
 
-from .rank_channel import PATTERN, UNFINISHED, Event, Message
+from .rank_channel import PATTERN, UNFINISHED, ChannelLine, RankEvent
 
 _CLEARED = drawn("").encode()
 
 
 @dataclass(slots=True)
 class Bar:
-    """What stands below all output while settings are tried; nothing = there is none."""
+    """Progress bar below all output while tuning. "" for none."""
 
     text: str = ""
 
 
 class Console:
-    """Standard output or error of the launcher, for bytes as they come."""
+    """Standard output or error of the launcher. Writes bytes immediately."""
 
     def __init__(self, stream: TextIO | None, name: str = "output", bar: Bar | None = None) -> None:
-        """Nothing is written for None, which Python gives for a closed descriptor; `bar` is that of both streams."""
+        """`stream`: None for a closed descriptor, then nothing is written. `bar`: shared by both streams."""
         self._stream, self._name = stream, name
         self._bar = bar if is_terminal(stream) else None
         self._has_warned = False
@@ -49,7 +49,7 @@ class Console:
         self.at_line_start = True
 
     def write(self, data: bytes) -> None:
-        """Writes `data` now; says once that this is not possible."""
+        """Write `data` immediately. Report the first error."""
         with self._lock:
             self.at_line_start = data.endswith(b"\n") if data else self.at_line_start
             bar = self._bar.text if self._bar is not None else ""
@@ -57,20 +57,20 @@ class Console:
                 self._write(_CLEARED + data + drawn(bar).encode() if bar else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
-                    self._stream = None  # whoever read has gone (`| head`)
+                    self._stream = None  # the reader has exited (`| head`)
                 first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
-                    say(f"{self._name} cannot be written ({err}); the job goes on")
+                    say(f"cannot write {self._name} ({err}); the job continues")
 
     def show_bar(self, text: str) -> None:
-        """Draws the bar anew, or removes it; nothing where this is no terminal."""
+        """Draw the bar, or remove it. Does nothing if the stream is not a terminal."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             if self._bar is not None and text != self._bar.text:
                 self._bar.text = text
                 self._write(drawn(text).encode())
 
     def say(self, line: str) -> None:
-        """A line of the launcher's own; an unfinished one of a rank is ended first."""
+        """Write a line of the launcher. Ends an unfinished line of a rank first."""
         with self._lock:
             begin = "" if self.at_line_start else "\n"
             self.write(f"{begin}sirtakirun: {line}\n".encode(errors="backslashreplace"))
@@ -80,7 +80,7 @@ class Console:
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # no file: a notebook's or a test's
+        except OSError:  # not a file: a notebook's stream or a test's
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
             return
@@ -89,23 +89,23 @@ class Console:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # the terminal is shared with a program that does not wait
+            except BlockingIOError:  # the terminal is shared with a program that set it to non-blocking
                 select.select([], [descriptor], [])
 
 
 def standard_consoles() -> dict[str, Console]:
-    """Standard output and error, by their names; they share a bar."""
+    """Return standard output and error by name, with a common bar."""
     bar = Bar()
     return {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
 
 
 def say(line: str) -> None:
-    """A line of the launcher's own on standard error, while no rank runs."""
+    """Write a line of the launcher to standard error, while no rank runs."""
     Console(sys.stderr, "stderr").say(line)
 
 
 def open_standard_streams() -> None:
-    """Gives closed descriptors 0 to 2 to /dev/null, before other files are opened under these numbers."""
+    """Open /dev/null for closed descriptors 0 to 2, so that other files do not get these numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -115,7 +115,7 @@ def open_standard_streams() -> None:
 
 
 _RULE = re.compile(r"(-{40,}|={40,})")
-_LONGEST_BOX = 60  # lines; more is no box
+_LONGEST_BOX = 60  # lines; longer blocks are not boxes
 
 _KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 _EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
@@ -124,8 +124,8 @@ _UNREACHED = re.compile(r"daemon failed to report back.*Remote host: (\S+)")
 _SILENT = re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)")
 _STOPPED = re.compile(r"has exited due to process rank (\d+) with PID \d+ on node (\S+) (calling|exiting)")
 _HYDRA = re.compile(r"BAD TERMINATION OF ONE OF YOUR.* PID (\d+) RUNNING AT (\S+).* EXIT CODE: (\d+)")
-_SAID_ALREADY = re.compile(r"Primary job terminated normally, but")
-# What Hydra adds below its box.
+_REDUNDANT = re.compile(r"Primary job terminated normally, but")
+# Lines that Hydra prints below its box.
 _BELOW = (
     "YOUR APPLICATION TERMINATED WITH THE EXIT STRING", "This typically refers to a problem with your application",
     "Please see the FAQ page for debugging suggestions",
@@ -134,13 +134,13 @@ _BELOW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A rank that ended badly, as mpiexec saw it.
+    """A failed rank, as reported by mpiexec.
 
     Attributes:
-        rank: None where mpiexec tells the process, or the host, only.
-        host: where, "" if mpiexec does not tell.
-        reason: in words.
-        pid: of the rank's process, 0 if unknown.
+        rank: rank. None if mpiexec reports only the process or the host.
+        host: host. "" if mpiexec does not report it.
+        reason: reason in words.
+        pid: process of the rank. 0 if unknown.
     """
 
     rank: int | None
@@ -151,15 +151,15 @@ class Ending:
 
 
 class NoticeFilter:
-    """Takes the lines that are mpiexec's own, gives back what is to be shown of them."""
+    """Parses mpiexec's own messages, and removes those that the launcher prints in its own words."""
 
     def __init__(self, on_ending: Callable[[Ending], None], on_unreached: Callable[[str], None]) -> None:
-        """`on_ending` hears how a rank ended, `on_unreached` of a host whose daemon did not start."""
+        """`on_ending`: called with a failed rank. `on_unreached`: called with a host whose daemon did not start."""
         self._on_ending, self._on_unreached = on_ending, on_unreached
         self._box: list[bytes] = []
 
     def take(self, line: bytes) -> bytes:
-        """The bytes to show now, none while a box is not complete."""
+        """Process one line. Return the bytes to print now, empty while a box is incomplete."""
         text = line.decode(errors="replace").strip()
         is_rule = _RULE.fullmatch(text) is not None
         if not self._box and not is_rule:
@@ -170,7 +170,7 @@ class NoticeFilter:
         return b""
 
     def rest(self) -> bytes:
-        """The box as far as it has come, unless it says what the launcher says."""
+        """Return the incomplete box, unless the launcher prints the same fact."""
         box, self._box = b"".join(self._box), []
         return b"" if self._understood(" ".join(box.decode(errors="replace").split())) else box
 
@@ -194,37 +194,37 @@ class NoticeFilter:
             self._on_ending(Ending(rank=None, host=host, exit_code=int(code), reason=f"exit code {code}", pid=int(pid)))
         elif found := _UNREACHED.search(text):
             self._on_unreached(found[1])
-        elif found := _SILENT.search(text):  # mpiexec ends with exit code 0 then
+        elif found := _SILENT.search(text):  # because mpiexec ends with exit code 0 in this case
             self._on_ending(Ending(rank=None, host=found[1], exit_code=1, reason="its host cannot be reached any more"))
         else:
-            return _SAID_ALREADY.search(text) is not None
+            return _REDUNDANT.search(text) is not None
         return True
 
 
 def killed(rank: int, host: str, number: int) -> Ending:
-    """The end of a rank by signal `number`."""
-    why = ", as the system does where memory runs out" if number == signal.SIGKILL else ""
+    """Return the end of a rank by signal `number`."""
+    why = ", as the system does if memory runs out" if number == signal.SIGKILL else ""
     reason = f"killed by {signal_name(number)}{why}"
     return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
 
 
-# `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
+# Tags: `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")
 _HYDRA_TAG = re.compile(rb"^\[(\d+)\] ")
-_RETURN = re.compile(rb"\r(?!\n|\Z)")  # a carriage return within a line: what follows overwrites it
+_RETURN = re.compile(rb"\r(?!\n|\Z)")  # a carriage return within a line: the text after it overwrites the line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How the ranks' output is shown.
+    """Format of the ranks' output.
 
     Attributes:
-        hydra: lines are marked as Hydra does it, else as Open MPI.
-        prefix: lines on the console begin with the rank.
-        timestamps: and with the time.
-        folder: also write `rank.N/stdout` and `rank.N/stderr` below it, None = console only.
-        label: what stands in a line's prefix for the number that it is marked with.
-        place: and in which folder below `folder` its file is.
+        hydra: lines have tags of Hydra, otherwise of Open MPI.
+        prefix: console lines begin with the rank.
+        timestamps: console lines begin with the time.
+        folder: also write `rank.N/stdout` and `rank.N/stderr` below this folder. None for console only.
+        label: returns the prefix for the number in a line's tag.
+        place: returns the folder below `folder` for this number.
     """
 
     hydra: bool
@@ -236,7 +236,7 @@ class OutputOptions:
 
 
 class RankOutput:
-    """Receives one of two streams that hold the lines of all ranks, and shows them."""
+    """Receives one of two streams that contain the lines of all ranks, and prints them."""
 
     def __init__(
         self,
@@ -244,17 +244,17 @@ class RankOutput:
         *,
         console: Console,
         options: OutputOptions,
-        on_message: Callable[[Message], None] = lambda message: None,
+        on_message: Callable[[ChannelLine], None] = lambda message: None,
         notices: NoticeFilter | None = None,
     ) -> None:
-        """Shows nothing yet.
+        """Begin without output.
 
         Args:
             name: "stdout" or "stderr".
-            console: where it is shown.
-            options: how.
-            on_message: gets the ranks' own messages.
-            notices: takes lines that no rank has written; None = they are shown as they are.
+            console: output stream.
+            options: format.
+            on_message: called with messages of ranks to the launcher.
+            notices: processes lines without a rank. None to print them unchanged.
         """
         self.name = name
         self.options = options
@@ -264,19 +264,19 @@ class RankOutput:
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
-        self._errors: dict[int, tuple[bytes, str]] = {}  # what ranks have written of their errors, and in short
-        self._shown: dict[bytes, int] = {}  # errors, by which rank first
+        self._errors: dict[int, tuple[bytes, str]] = {}  # by rank: text of its error, and the reason in short
+        self._shown: dict[bytes, int] = {}  # printed errors, and the first rank of each
         self._lock = threading.Lock()
         self._open: int | None = None  # the rank that wrote last
-        self._returned = False  # and that line ended with a carriage return
+        self._returned = False  # the last line ended with a carriage return
 
     def pump(self, lines: Iterable[bytes]) -> None:
-        """Takes all lines, as they come; several threads may, each those of a stream of its own."""
+        """Process all lines of a stream as they arrive. Each stream may have its own thread."""
         for line in lines:
             self.write(line)
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """Print what was held back, and close the files."""
         with self._lock:
             self._finish()
 
@@ -291,7 +291,7 @@ class RankOutput:
             file.close()
 
     def write(self, line: bytes) -> None:
-        """Takes one line as mpiexec wrote it; without an end of line another rank's may follow in it."""
+        """Process one line of mpiexec. A part without a line end may be followed by another rank's text."""
         starts = [tag.start() for tag in self._tag.finditer(line)]
         with self._lock:
             for start, stop in pairwise([0, *starts, len(line)]):
@@ -302,8 +302,8 @@ class RankOutput:
         tag = self._tag.match(part)
         text = part if tag is None else part[tag.end() :]
         for found in PATTERN.finditer(text):
-            message = Message.decode(found)
-            if message.event is Event.RAISES:
+            message = ChannelLine.decode(found)
+            if message.event is RankEvent.RAISES:
                 self._errors.setdefault(message.rank, (b"", message.reason))
             else:
                 self._show_error(message.rank)
@@ -317,14 +317,16 @@ class RankOutput:
             text = text.removesuffix(UNFINISHED)
             rank = int(tag[1])
             self._keep(rank, text)
-            if rank in self._errors:  # held back until it is whole
+            if rank in self._errors:  # hold back until the error is complete
                 written, brief = self._errors[rank]
                 self._errors[rank] = written + text, brief
             else:
                 self._show(rank, text)
 
     def _show_error(self, rank: int) -> None:
-        """Shows what a rank has written of its error; in short where another one's says the same, or is the cause."""
+        """Print the error text of a rank. Prints one line instead if another rank printed the same error, or caused
+        this one.
+        """
         text, brief = self._errors.pop(rank, (b"", ""))
         if brief and self._shown:
             text = f"{brief}\n".encode()
@@ -334,7 +336,7 @@ class RankOutput:
             self._show(rank, line)
 
     def _show(self, rank: int, text: bytes) -> None:
-        """Shows a rank's text, which need not be a whole line; a line that another rank began is ended first."""
+        """Print text of a rank, possibly part of a line. Ends an unfinished line of another rank first."""
         if not text:
             return
         head = self._head(rank)
@@ -343,7 +345,7 @@ class RankOutput:
         if not continues and not overwrites and not self._returned:
             self._finish_line()
         begins = not overwrites and (not continues or self._returned)
-        # A progress bar writes its line again: so the rank, too.
+        # A progress bar rewrites its line, so the prefix must be repeated.
         self._console.write((head if begins else b"") + _RETURN.sub(b"\r" + head, text))
         self._open = rank
         self._returned = text.endswith(b"\r")
@@ -367,7 +369,7 @@ class RankOutput:
         return datetime.now().astimezone().isoformat(timespec="milliseconds").encode() + b" "
 
     def _keep(self, rank: int, text: bytes) -> None:
-        """Writes to the rank's file; one that cannot be written is given up, the training goes on."""
+        """Write to the file of a rank. After a write error, the file is closed and the training continues."""
         if self.options.folder is None:
             return
         try:
@@ -375,7 +377,7 @@ class RankOutput:
             if file is not None:
                 file.write(text)
         except OSError as err:
-            say(f"--output-filename: {self.name} of rank {rank} is kept no longer ({err}); the job goes on")
+            say(f"--output-filename: cannot write {self.name} of rank {rank} ({err}); the job continues")
             if (file := self._files.get(rank)) is not None:
                 file.close()
             self._files[rank] = None
@@ -383,21 +385,21 @@ class RankOutput:
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
         place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        kept = place in self._places  # by one that has been replaced
+        kept = place in self._places  # a replaced rank has written here
         self._places.add(place)
         file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)
         return file
 
 
 def output_folder(path: str) -> Path:
-    """The folder for `--output-filename`, made if it is not there.
+    """Return the folder for `--output-filename`. Creates it if needed.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be created.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise ConfigError(f"--output-filename {path}: {err}; give a folder that can be written") from err
+        raise ConfigError(f"--output-filename {path}: {err}; choose a writable folder") from err
     return folder

@@ -1,7 +1,7 @@
-"""Runs a user's script as one rank: `python -c RUN_RANK [--as-horovod] script.py …`, as the launcher has it.
+"""Run a user's script as one rank: `python -c RUN_RANK [--as-horovod] script.py …`, started by the launcher.
 
-A plain `mpiexec python script.py` hangs when one rank raises: its interpreter waits in MPI_Finalize for the others,
-which wait for it. Here a rank that fails says so to the launcher and leaves without MPI_Finalize.
+A plain `mpiexec python script.py` hangs if one rank raises: its interpreter waits for the other ranks in MPI_Finalize,
+and they wait for a message of it. Here, a failed rank reports to the launcher and exits without MPI_Finalize.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from sirtaki.run.launch import unescape
 
 from .as_horovod import SHIM
 from .leftovers import mapped_segments, remove_segments, remove_session_folder
-from .rank_channel import Event, Message, answer_termination, doing, end_with_parent, mark_unfinished_lines
+from .rank_channel import ChannelLine, RankEvent, answer_termination, doing, end_with_parent, mark_unfinished_lines
 
 EXIT_GRACE_S = 3.0
-"""How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
+"""Maximum seconds of a failed rank's exit handlers, because they may wait for ranks that wait for this one."""
 
 _ORPHAN_POLL_S = 2.0
-_FROZEN_RUNPY = "<frozen runpy>"  # in tracebacks, where the interpreter has it built in
+_FROZEN_RUNPY = "<frozen runpy>"  # file name in tracebacks if the interpreter has frozen runpy
 
 
 def main() -> None:
-    """Runs what the command line names; the exit code is the script's."""
+    """Run the command. The exit code is the script's."""
     parser = argparse.ArgumentParser(
         prog="sirtaki.run.rank", description="Runs a script as one rank.", allow_abbrev=False
     )
-    parser.add_argument("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki")
+    parser.add_argument("--as-horovod", action="store_true", help="`import horovod` imports Sirtaki")
     parser.add_argument("--exec", action="store_true", help="the command is a program, not Python")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py …, -m module … or -c code …")
     options = parser.parse_args()
@@ -52,36 +52,36 @@ def main() -> None:
     if AGENT in os.environ:
         end_with_parent(signal.SIGKILL)()
     if options.exec:
-        _tell(Event.HANDED_OVER)
+        _send(RankEvent.HANDED_OVER)
         os.execvp(command[0], command)
-    _tell(Event.STARTED)
+    _send(RankEvent.STARTED)
     pid = os.getpid()
     threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
     mark_unfinished_lines()
     if BAR in os.environ:
-        console.to_launcher = lambda text: _tell(Event.PROGRESS, reason=text)
-    answer_termination(lambda what: _tell(Event.TERMINATED, reason=what))
+        console.to_launcher = lambda text: _send(RankEvent.PROGRESS, reason=text)
+    answer_termination(lambda what: _send(RankEvent.TERMINATED, reason=what))
     if options.as_horovod:
         _import_shim()
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # a process that the script forked: its end is the script's business
+        if os.getpid() != pid:  # a process forked by the script is not the rank
             raise
         _fail(err)
     if os.getpid() == pid:
-        _tell(Event.FINISHED)
+        _send(RankEvent.FINISHED)
 
 
 def _fail(err: BaseException) -> None:
-    """Ends this rank as `err` asks for; returns only where the script has ended well."""
+    """End this rank as `err` requires. Returns only if the script has ended without an error."""
     match err:
         case SystemExit():
             if (code := _exit_code(err)) == 0:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # tells those who listen there for the exit code
+                sys.exit(code)  # record the exit code in hooks of `sys.exit`
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
@@ -90,30 +90,30 @@ def _fail(err: BaseException) -> None:
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
                 trace = trace.tb_next  # a user's traceback begins in the user's script
             by_another = isinstance(err, PeerLostError | StallError)
-            _tell(Event.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
-            sys.last_value = err  # as the interpreter does; who ends MPI looks there
+            _send(RankEvent.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
+            sys.last_value = err  # as the interpreter does, because mpi4py reads it
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))
 
 
 def _hint(err: BaseException) -> str:
-    """What to do about it, where that is known."""
+    """Return a remedy for the error. "" if none is known."""
     if isinstance(err, ModuleNotFoundError) and str(err.name).partition(".")[0] == "horovod":
-        return "; with --as-horovod `import horovod` gives Sirtaki"
+        return "; with --as-horovod `import horovod` imports Sirtaki"
     return ""
 
 
 def _import_shim() -> None:
-    """Makes our `horovod` the one, also where a folder of that name lies beside the script."""
+    """Import the shim as `horovod`, even if the script's folder contains a folder with this name."""
     sys.path.insert(0, str(SHIM))
     importlib.import_module("horovod")
-    sys.path.remove(str(SHIM))  # it stays on PYTHONPATH, hence behind, for the processes that the script starts
+    sys.path.remove(str(SHIM))  # it stays on PYTHONPATH, after the script's folder, for child processes
 
 
 def run_python(command: Sequence[str]) -> None:
-    """Run `script.py args`, `-m module args` or `-c code args` as the interpreter itself would.
+    """Run `script.py args`, `-m module args` or `-c code args` as the interpreter would.
 
-    `sys.path` begins with the installed packages, and gets the folder that the interpreter would put first.
+    `sys.path` begins with the installed packages. The folder that the interpreter would search first is prepended.
     """
     match command:
         case ["-m", module, *_]:
@@ -135,14 +135,14 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # which the user has asked for
+    if not sys.flags.safe_path:  # set by the user
         sys.path.insert(0, folder)
 
 
 def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
-    """Runs code as a `__main__` that stays, for what pickles or looks at it later (multiprocessing does)."""
+    """Run code in a persistent `__main__` module, because pickle and multiprocessing use it later."""
     module = types.ModuleType("__main__")
-    module.__builtins__ = __builtins__  # type: ignore[attr-defined]  # as in an interpreter's own __main__
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]  # as in the interpreter's own __main__
     if main_file is not None:
         module.__file__ = main_file
     sys.modules["__main__"] = module
@@ -161,46 +161,48 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _end(exit_code: int, *, reason: str) -> NoReturn:
-    """Tells the launcher, which says it to the user and ends the others; then leaves."""
-    _tell(Event.FAILED, exit_code, reason)
+    """Report the failure to the launcher, which prints it and ends the other ranks. Then exit."""
+    _send(RankEvent.FAILED, exit_code, reason)
     _leave(exit_code)
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Ends this process with its exit handlers but without MPI_Finalize."""
+    """Exit with exit handlers, but without MPI_Finalize."""
     give_up = threading.Timer(EXIT_GRACE_S, os._exit, args=[exit_code])
     give_up.daemon = True
     give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # whatever the script has put there
+        with contextlib.suppress(Exception):  # the script may have replaced the stream
             stream.flush()
     os._exit(exit_code)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process once its parent, mpiexec's local daemon, is gone: a killed launcher leaves nothing behind."""
+    """End this process when its parent, mpiexec's local daemon, has exited. So a killed launcher leaves no
+    processes.
+    """
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
-    if os.getpgrp() == os.getpid():  # so it is under mpiexec
+    if os.getpgrp() == os.getpid():  # the rank runs under mpiexec
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
-        os.killpg(0, signal.SIGKILL)  # at once, with its own children: what it waits for will not come
+        os.killpg(0, signal.SIGKILL)  # at once, with its children, because the events that they wait for will not occur
 
 
 def _set_place_variables() -> None:
-    """Scripts may read their rank before `init()`, as under horovodrun and torchrun."""
+    """Set the rank variables of horovodrun and torchrun, which scripts may read before `init()`."""
     for names in (HOROVOD_NAMES, TORCH_NAMES):
         for quantity, name in names.items():
             if (value := place(quantity)) is not None:
                 os.environ[name] = str(value)
 
 
-def _tell(event: Event, exit_code: int = 0, reason: str = "") -> None:
-    message = Message(
+def _send(event: RankEvent, exit_code: int = 0, reason: str = "") -> None:
+    message = ChannelLine(
         event=event, rank=place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code,
         reason=reason,
     )  # fmt: skip
-    with contextlib.suppress(Exception):  # whatever the script has put there
+    with contextlib.suppress(Exception):  # the script may have replaced the stream
         sys.stderr.flush()
-    os.write(2, message.encode().encode())  # one write, so no other thread's text comes between
+    os.write(2, message.encode().encode())  # one write, so that output of other threads is not mixed in

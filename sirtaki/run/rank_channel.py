@@ -1,4 +1,4 @@
-"""What a rank tells its launcher through its own output, how it writes whole lines, and how it ends on SIGTERM."""
+"""Messages of a rank to its launcher through its own output, writing of whole lines, and handling of SIGTERM."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-_MARK = "\x1e"  # ASCII "record separator": not in the output of programs
+_MARK = "\x1e"  # ASCII "record separator", which programs do not print
 PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+) ([^\s\x1e]*)\x1e\n?")
 
 UNFINISHED = b"\x1f\x1e\n"
-"""Ends text that the rank has written without an end of line."""
+"""Marks text that the rank has written without a line end."""
 
 _LONGEST_REASON = 300
 
 
-class Event(Enum):
-    """What can happen to a rank."""
+class RankEvent(Enum):
+    """Kind of a message from a rank."""
 
     STARTED = "started"
-    HANDED_OVER = "handed_over"  # to a program that is not Python; how it ends is seen by mpiexec only
+    HANDED_OVER = "handed_over"  # a program that is not Python replaced the process; only mpiexec sees how it ends
     FINISHED = "finished"
-    RAISES = "raises"  # it writes the error that ends it until `FAILED`; a reason = it was another's error that did it
+    RAISES = "raises"  # the rank prints its error until `FAILED`; a reason is given if another rank's error caused it
     FAILED = "failed"
-    PROGRESS = "progress"  # of tuning, for the launcher's bar; no reason = it is over
-    TERMINATED = "terminated"  # mpiexec ends it, since another one has failed; the reason is where it was
+    PROGRESS = "progress"  # text of the tuning bar for the launcher, as the reason; "" = none
+    # mpiexec ends the rank, because another one has failed; the reason is what the rank was doing
+    TERMINATED = "terminated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One line.
+class ChannelLine:
+    """A message of a rank to its launcher, encoded as one line.
 
     Attributes:
-        pid: of the rank's process on `host`.
-        exit_code: what it ends with, 0 unless it failed.
-        reason: why it failed or raises, or where it was, in words.
+        pid: process of the rank on `host`.
+        exit_code: exit code; 0 unless the rank failed.
+        reason: why the rank failed or raises, or what it was doing.
     """
 
-    event: Event
+    event: RankEvent
     rank: int
     pid: int
     host: str
@@ -62,26 +63,26 @@ class Message:
     reason: str = ""
 
     def encode(self) -> str:
-        """The line, to be written at once."""
+        """Return the line. Write it with one call."""
         reason = quote(self.reason[:_LONGEST_REASON], errors="replace")
         fields = (self.event.value, self.rank, self.pid, self.exit_code, self.host, reason)
         return f"{_MARK}sirtaki {' '.join(map(str, fields))}{_MARK}\n"
 
     @classmethod
-    def decode(cls, matched: re.Match[bytes]) -> Message:
-        """The message that `PATTERN` found."""
+    def decode(cls, matched: re.Match[bytes]) -> ChannelLine:
+        """Decode a match of `PATTERN`."""
         event, rank, pid, exit_code, host, reason = (group.decode() for group in matched.groups())
         return cls(
-            event=Event(event), rank=int(rank), pid=int(pid), exit_code=int(exit_code), host=host,
+            event=RankEvent(event), rank=int(rank), pid=int(pid), exit_code=int(exit_code), host=host,
             reason=unquote(reason, errors="replace"),
         )  # fmt: skip
 
 
 class _MarkedFile(io.FileIO):
-    """A file descriptor; what is written without an end of line (a progress bar, a prompt) is marked as unfinished."""
+    """A file that marks text written without a line end (a progress bar, a prompt) as unfinished."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes all of `data`, with its mark at once, so that nobody's text comes between."""
+        """Write all of `data` and its mark together, so that no other output is mixed in."""
         text = bytes(data)
         rest = memoryview(text if text.endswith(b"\n") or not text else text + UNFINISHED)
         while rest:
@@ -90,7 +91,7 @@ class _MarkedFile(io.FileIO):
 
 
 def mark_unfinished_lines() -> None:
-    """Replaces `sys.stdout` and `sys.stderr`, whose lines are written whole: else those of several ranks are mixed."""
+    """Replace `sys.stdout` and `sys.stderr` by streams that write whole lines, so that lines of ranks are not mixed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -102,7 +103,7 @@ def mark_unfinished_lines() -> None:
         marked = io.TextIOWrapper(
             io.BufferedWriter(raw),
             encoding=stream.encoding,
-            # What the terminal's encoding lacks is written as an escape, not raised in the middle of training.
+            # Characters missing in the terminal's encoding are escaped, because an exception would end the training.
             errors=stream.errors if utf8 and stream.errors != "strict" else "backslashreplace",
             line_buffering=True,
         )
@@ -111,10 +112,10 @@ def mark_unfinished_lines() -> None:
 
 
 def answer_termination(tell: Callable[[str], None]) -> None:
-    """From now on SIGTERM calls `tell` with what this rank does, in words, before it ends the process.
+    """Handle SIGTERM: call `tell` with a description of what this rank does, then end the process.
 
-    Only Python code can be interrupted so: who hangs in C says nothing, and is killed a little later. A script may put
-    a handler of its own there; processes that it forks have none.
+    Only Python code can be interrupted. A rank that hangs in C code is killed later without a message. Scripts may
+    install their own handler. Forked children have no handler.
     """
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
@@ -128,14 +129,15 @@ def answer_termination(tell: Callable[[str], None]) -> None:
 
 
 def doing() -> str:
-    """What this rank does and how far it is, in words; "" if its script has no job of Sirtaki's."""
-    describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)  # not there while it is imported
+    """Describe what this rank does. "" if its script has no job."""
+    # missing while the module is being imported
+    describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)
     return "" if describe is None else str(describe())
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """For a child: what it calls so that the kernel sends it this signal when its parent dies. Linux only."""
-    libc = ctypes.CDLL(None)  # looked up before a fork, after which no lock may be taken
+    """Return a function for a child process: the kernel will send it `number` when its parent dies. Linux only."""
+    libc = ctypes.CDLL(None)  # looked up before the fork, because no lock may be taken after it
     pr_set_pdeathsig = 1
 
     def set_signal() -> None:

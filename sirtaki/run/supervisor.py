@@ -1,7 +1,7 @@
-"""Holds a running mpiexec: starts it, hears its ranks, and sees to it that all of them end.
+"""Supervise a running mpiexec: start it, process messages of its ranks, and end all ranks at the end.
 
-mpiexec alone does not keep that promise: Open MPI 5.0's may stop for ever when a rank dies while another one connects,
-and Hydra waits for ranks that wait for one that has left.
+mpiexec alone does not guarantee that all ranks end: Open MPI 5.0 may hang if a rank dies while another one connects,
+and Hydra waits for ranks that wait for an exited rank.
 """
 
 import contextlib
@@ -29,71 +29,71 @@ from .leftovers import (
     session_members,
 )
 from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed, standard_consoles
-from .rank_channel import Event, Message, end_with_parent
+from .rank_channel import ChannelLine, RankEvent, end_with_parent
 
 FAILURE_GRACE_S = 3.0
-"""After a rank has failed the others may say what they missed, and mpiexec may end them itself."""
+"""Seconds after a rank's failure in which other ranks may report, and mpiexec may end them itself."""
 
 VANISHED_GRACE_S = 10.0
-"""After a rank's process is gone without a word (killed), mpiexec may notice and end the others."""
+"""Seconds after a rank's process has disappeared (killed) in which mpiexec may detect this and end the other ranks."""
 
 TERMINATE_GRACE_S = 3.0
-"""Between asking ranks to end and killing them."""
+"""Seconds between SIGTERM and SIGKILL for ranks."""
 
 START_REPORT_S = 10.0
-"""How often to say how many ranks have started, until all have."""
+"""Interval of reports of how many ranks have started, until all have."""
 
-_NAMED = 8  # of the ranks that have not started
+_NAMED = 8  # maximum number of ranks listed in an error
 
 _OF_OTHERS = ("PeerLostError: ", "StallError: ")
-"""A failure with such a reason is due to another rank."""
+"""Prefixes of reasons of a failure that another rank caused."""
 
 _STOPPED = "it is stopped, by SIGSTOP or a debugger"
 
 STOPPED_S = 10.0
-"""A rank that is stopped for so long is named."""
+"""Seconds after which a stopped rank is reported."""
 
 _POLL_S = 1.0
-"""How often to look for what announces itself by no event: vanished ranks, limits, a killed mpiexec."""
+"""Polling interval in seconds for changes without events: disappeared ranks, time limits, a killed mpiexec."""
 
 
 class Supervisor:
-    """One job from start to end; used once.
+    """One job from start to end. Used once.
 
     Attributes:
-        ranks: how many must start.
-        start_timeout_s: how long the start may go on without progress.
+        ranks: number of ranks that must start.
+        start_timeout_s: maximum time without progress during the start, in seconds.
     """
 
     def __init__(self, *, ranks: int, start_timeout_s: float, output: OutputOptions, hosts: Sequence[str] = ()) -> None:
-        """Starts nothing; `hosts` are others than this one."""
+        """Start nothing. `hosts`: hosts other than this one."""
         self.ranks = ranks
         self.start_timeout_s = start_timeout_s
         self._hosts = tuple(hosts)
         self._output = output
         self._lock = threading.Lock()
-        self._started: dict[int, Message] = {}
+        self._started: dict[int, ChannelLine] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
-        self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
+        self._doing: dict[int, str] = {}  # what a rank was doing when mpiexec ended it
         self._unreached: list[str] = []
         self._verdict = ""
-        self._stopped_at: dict[int, float] = {}  # infinite once it has been said
+        self._stopped_at: dict[int, float] = {}  # infinite after the report
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
         self._consoles = standard_consoles()
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Runs `command` (an mpiexec) to its end; no process of the job is left.
+        """Run `command` (an mpiexec) to its end. No process of the job is left.
 
         Returns:
             0, the exit code of the rank that failed first, or 128 + the signal that ended the launcher.
 
         Raises:
-            LaunchError: mpiexec cannot be run, or ranks did not start, or not in time.
+            LaunchError: mpiexec cannot be run, or ranks did not start in time.
         """
-        with signals_heard(self._remember):
+        with handling_signals(self._remember):
             try:
                 mpiexec = subprocess.Popen(
                     command,
@@ -101,7 +101,8 @@ class Supervisor:
                     stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    start_new_session=True,  # a terminal's Ctrl-C comes to us alone; and the session is ours to end
+                    # so that Ctrl-C reaches only the launcher, and the launcher can end the session
+                    start_new_session=True,
                     preexec_fn=_before_mpiexec(),
                 )
             except OSError as err:
@@ -111,7 +112,7 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
-                self._consoles["stderr"].show_bar("")  # of a job that ends while it tunes
+                self._consoles["stderr"].show_bar("")  # of a job that ends during tuning
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:
@@ -134,7 +135,7 @@ class Supervisor:
             output = RankOutput(
                 name,
                 console=self._consoles[name],
-                on_message=self._hear,
+                on_message=self._process_message,
                 notices=NoticeFilter(self._fail, self._unreached.append),
                 options=self._output,
             )
@@ -149,25 +150,27 @@ class Supervisor:
         self._open_streams -= 1
         self._changed.set()
 
-    def _hear(self, message: Message) -> None:
-        if message.event is Event.PROGRESS:
+    def _process_message(self, message: ChannelLine) -> None:
+        if message.event is RankEvent.PROGRESS:
             self._consoles["stderr"].show_bar(message.reason)
             return
         with self._lock:
-            if message.event in (Event.STARTED, Event.HANDED_OVER):
+            if message.event in (RankEvent.STARTED, RankEvent.HANDED_OVER):
                 self._started[message.rank] = message
-            if message.event not in (Event.STARTED, Event.RAISES):  # how that one ends is heard soon
+            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is followed by FAILED
                 self._ended.add(message.rank)
-            if message.event is Event.TERMINATED:
+            if message.event is RankEvent.TERMINATED:
                 self._doing[message.rank] = message.reason
-        if message.event is Event.STARTED and message.host == socket.gethostname():
+        if message.event is RankEvent.STARTED and message.host == socket.gethostname():
             self._janitor.watch(message.pid)
-        if message.event is Event.FAILED:
+        if message.event is RankEvent.FAILED:
             self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
 
     def _cause_of(self, ending: Ending) -> Ending:
-        """Return the end of the rank that another one's failure is due to, where this host shows it; else `ending`."""
+        """Return the end of the rank that caused another rank's failure, if it ran on this host. Otherwise return
+        `ending`.
+        """
         if not ending.reason.startswith(_OF_OTHERS):
             return ending
         with self._lock:
@@ -181,7 +184,7 @@ class Supervisor:
         return ending
 
     def _fail(self, ending: Ending) -> None:
-        """Keeps which rank ends the job, to be said at the end: the others fail because of the first."""
+        """Keep the first failed rank for the last message. Later failures are consequences."""
         ending = self._cause_of(ending)
         with self._lock:
             first, self._failure = self._failure is None and self._signal is None, self._failure or ending
@@ -191,11 +194,11 @@ class Supervisor:
             rank = ending.rank if started is None else started.rank
             who = "a rank" if rank is None else f"rank {rank}"
             where = f" on {host}" if host else ""
-            self._verdict = f"{who}{where} failed ({ending.reason}){self._others(rank)}; all ranks are ended"
+            self._verdict = f"{who}{where} failed ({ending.reason}){self._others(rank)}; ending all ranks"
         self._changed.set()
 
     def _others(self, failed: int | None) -> str:
-        """What was not done because of it: one rank that waited, or did something else, is enough."""
+        """Describe one rank that waited, or did something else, when it was ended."""
         doing = {rank: text for rank, text in sorted(self._doing.items()) if text and rank != failed}
         waiting = [rank for rank, text in doing.items() if text.startswith("waits")]
         return "".join(f"; rank {rank} {doing[rank]}" for rank in [*waiting, *doing][:1])
@@ -205,12 +208,12 @@ class Supervisor:
             hosts = ", ".join(dict.fromkeys(self._unreached))
             return (
                 f"{hosts} cannot be used: mpiexec could not start there. Try `ssh {self._unreached[0]} true`: it must "
-                "work without a password, and the same Python environment must be at the same place"
+                "work without a password, and the same Python environment must exist at the same path"
             )
         return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}"
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """Returns when mpiexec has ended or must be ended."""
+        """Wait until mpiexec has ended or must be ended."""
         start = _Start(mpiexec.pid, self.start_timeout_s, self._hosts)
         report_at = time.monotonic() + START_REPORT_S
         give_up_at: float | None = None
@@ -224,14 +227,14 @@ class Supervisor:
                 named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
                 raise LaunchError(
                     f"{len(missing)} of {self.ranks} ranks ({named}) did not start within {start.limit_s:g} s"
-                    f"{start.advice(now)}, or allow more with --start-timeout"
+                    f"{start.advice(now)}, or increase --start-timeout"
                 )
             self._name_stopped(now)
             if missing and not failed and now > report_at:
                 report_at = now + START_REPORT_S
                 self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
             if not (failed or vanished):
-                give_up_at = None  # what had vanished has been heard to have finished before
+                give_up_at = None  # the disappeared rank had reported its end before
             elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
             elif now > give_up_at:
@@ -242,7 +245,7 @@ class Supervisor:
             self._changed.clear()
 
     def _name_stopped(self, now: float) -> None:
-        """Say which ranks of this host have been stopped for a while, each once."""
+        """Report each rank of this host that has been stopped for a while, once."""
         with self._lock:
             running = [message for rank, message in self._started.items() if rank not in self._ended]
         for message in running:
@@ -259,7 +262,7 @@ class Supervisor:
         return message.host == socket.gethostname() and not is_alive(message.pid)
 
     def _end_all(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """Asks mpiexec to end its ranks, on whatever host; then kills what is left on this one."""
+        """Ask mpiexec to end its ranks on all hosts. Then kill the remaining processes on this host."""
         if mpiexec.poll() is None:
             mpiexec.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -282,17 +285,17 @@ class Supervisor:
 
 
 START_PROGRESS = 0.05
-"""The share of the start's limit that processes of this host must compute for, in all, to count as starting."""
+"""Minimum share of the start limit that processes on this host must compute, in total, to count as progress."""
 
 START_MOST = 10
-"""How many times as long as its limit a start may last, whatever progress it makes."""
+"""Maximum duration of a start with progress, as a multiple of its limit."""
 
 
 class _Start:
-    """The start of a job, which goes on as long as ranks arrive or their processes on this host compute.
+    """Start of a job. It continues while ranks report, or while their processes on this host compute.
 
     Attributes:
-        limit_s: without progress.
+        limit_s: maximum time without progress, in seconds.
     """
 
     def __init__(self, mpiexec: int, limit_s: float, hosts: Sequence[str]) -> None:
@@ -301,18 +304,18 @@ class _Start:
         self._there, self._computed_s, self._looked_s = 0, 0.0, 0.0
 
     def is_over(self, there: int, now: float) -> bool:
-        """Return whether so many ranks are too few by `now`."""
+        """Return whether the start has failed: `there` ranks have started by `now`."""
         if there > self._there:
             self._there, self._moved_s = there, now
-        if now - self._looked_s > self.limit_s / 20:  # which costs some system calls for each process
+        if now - self._looked_s > self.limit_s / 20:
             self._looked_s, (computed_s, _) = now, self._processes()
             if computed_s - self._computed_s > START_PROGRESS * self.limit_s:
                 self._computed_s, self._moved_s = computed_s, now
         return now > min(self._moved_s + self.limit_s, self._begun_s + START_MOST * self.limit_s)
 
     def _processes(self) -> tuple[float, int]:
-        """Return the processor time of all that mpiexec has started on this host, and how many that are."""
-        import psutil  # as in `is_alive`
+        """Return the processor time and the number of processes that mpiexec has started on this host."""
+        import psutil  # imported here as in `is_alive`
 
         computed_s, number = 0.0, 0
         with contextlib.suppress(psutil.Error):
@@ -323,23 +326,25 @@ class _Start:
         return computed_s, number
 
     def advice(self, now: float) -> str:
-        """Return what to look at, as the end of a sentence."""
+        """Return advice, as the end of a sentence."""
         if self._hosts:
             return (
                 f"; check that {', '.join(self._hosts[:_NAMED])} can be reached by ssh without a password and have the "
                 "same Python environment"
             )
         if now - self._begun_s > START_MOST * self.limit_s:
-            return ", though they compute; there may be too many for this machine: start fewer"
+            return ", although they compute; start fewer if there are too many for this machine"
         return (
             f" without progress: the {self._processes()[1]} processes that mpiexec has started on this host wait, for "
-            "example for the disk that Python is loaded from"
+            "example for the disk with Python"
         )
 
 
 @contextlib.contextmanager
-def signals_heard(hear: Callable[[int], None]) -> Iterator[None]:
-    """Calls `hear` for Ctrl-C, SIGTERM and SIGHUP; outside the main thread Python permits no handlers."""
+def handling_signals(hear: Callable[[int], None]) -> Iterator[None]:
+    """Call `hear` for Ctrl-C, SIGTERM and SIGHUP. Does nothing outside the main thread, where Python allows no
+    handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -353,7 +358,7 @@ def signals_heard(hear: Callable[[int], None]) -> Iterator[None]:
 
 
 def _before_mpiexec() -> Callable[[], None]:
-    """What the process that becomes mpiexec does first."""
+    """Return the function that the child process calls before it becomes mpiexec."""
     make_way = makes_way_for_mpiexec()
     end_with_us = end_with_parent(signal.SIGTERM) if sys.platform == "linux" else None
 
@@ -365,7 +370,7 @@ def _before_mpiexec() -> Callable[[], None]:
     return begin
 
 
-def _is_of(ending: Ending, message: Message) -> bool:
+def _is_of(ending: Ending, message: ChannelLine) -> bool:
     if ending.rank is not None:
         return message.rank == ending.rank
     return message.pid == ending.pid if ending.pid else message.host == ending.host

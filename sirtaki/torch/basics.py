@@ -1,4 +1,4 @@
-"""`init`, `shutdown`, ranks and sizes, the timeline and recordings."""
+"""`init`, `shutdown`, ranks and sizes, the timeline, and recording of profiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def record_if_wanted() -> None:
-    """After `init()`, on all ranks."""
+    """Start recording if the settings request a profile. Call after `init()`, on all ranks."""
     if job.current().settings.profile is not None:
         from sirtaki.analysis.recorder import begin_as_set
 
@@ -41,19 +41,21 @@ logger = logging.getLogger(__name__)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Records what this rank does in a Chrome trace from now on; ranks of one host write to the same file.
+    """Record what this rank does in a Chrome trace. Ranks of one host write to the same file.
 
     Args:
-        file_path: of the trace; one that another job has left is overwritten.
-        mark_cycles: record the rounds of eager operations, too.
+        file_path: path of the trace. A trace of another job is overwritten.
+        mark_cycles: also record the rounds of eager operations.
 
     Raises:
-        ValueError: before `init()`, without `HOROVOD_TIMELINE` set then (to `DYNAMIC`, if no trace is wanted at
-            first), or if the file cannot be written.
+        ValueError: `init()` has not been called, HOROVOD_TIMELINE was not set at that time (`DYNAMIC` starts without a
+            trace), or the file cannot be written.
     """
     current = job.current()
     if current.clock_offset_s is None:
-        raise ConfigError("start_timeline() wants HOROVOD_TIMELINE to be set when init() is called; DYNAMIC will do")
+        raise ConfigError(
+            "start_timeline() requires HOROVOD_TIMELINE to be set when init() is called, for example to DYNAMIC"
+        )
     control = current.control
     number = sorted(set(control.hosts)).index(control.hosts[control.rank])
     path = timeline.path_on_host(Path(file_path), number)
@@ -70,10 +72,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Ends the trace; the file is complete when this returns.
+    """End the trace. The file is complete when this returns.
 
     Raises:
-        ValueError: before `init()`.
+        ValueError: `init()` has not been called.
     """
     job.current()
     timeline.stop()
@@ -104,17 +106,17 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Collective: starts Sirtaki on all ranks; harmless if it has been started.
+    """Start Sirtaki on all ranks. Collective. Idempotent.
 
     Args:
-        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            those ranks call with.
-        process_sets: sets to open at once, the same on all ranks; "dynamic" is accepted for Horovod's sake, since
-            sets can be added and removed at any time.
+        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            the listed ranks pass.
+        process_sets: process sets to open, equal on all ranks. "dynamic" is accepted for compatibility with Horovod:
+            sets can always be added and removed later.
 
     Raises:
         ValueError: an environment variable or argument is invalid.
-        HorovodInternalError: there is no usable MPI library where one is needed, or ranks do not come.
+        HorovodInternalError: there is no usable MPI library but one is needed, or a rank cannot be reached.
     """
     if is_initialized():
         return
@@ -123,7 +125,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     job.init(comm)
     try:
         open_static(process_sets)
-    except SirtakiError:  # on all ranks
+    except SirtakiError:  # raised on all ranks
         shutdown()
         raise
     record_if_wanted()
@@ -132,17 +134,17 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
         try:
             start_timeline(settings.timeline, settings.timeline_mark_cycles)
         except ConfigError as err:
-            logger.warning("%s; the job goes on without it", err)
+            logger.warning("%s; the job continues without it", err)
 
 
-_process_sets: Sequence[ProcessSet] | str | None = None  # as `init` was given them last
+_process_sets: Sequence[ProcessSet] | str | None = None  # last argument of `init`
 
 
 def init_again() -> None:
-    """Collective over the members of the next generation, once this process has left the one before: as `init` did.
+    """Join the next generation, with the arguments of the last `init`. Collective over its members.
 
     Raises:
-        HorovodInternalError: a member was lost meanwhile.
+        HorovodInternalError: a member was lost during opening.
         LaunchError: there is no next generation.
     """
     job.init()
@@ -150,57 +152,57 @@ def init_again() -> None:
 
 
 def shutdown() -> None:
-    """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
+    """End Sirtaki on all ranks. Collective. `init()` may be called again. Does nothing without a job."""
     elastic = is_initialized() and job.current().elastic is not None
     job.shutdown()
     if elastic:
-        let_go()
+        detach_all()
 
 
-def let_go() -> None:
-    """Not collective: what the script holds of a generation of an elastic job, which has ended, waits for the next."""
+def detach_all() -> None:
+    """Detach handles, optimizers and process sets from an ended generation, until the next one. Not collective."""
     collectives.forget_all()
     lasting_optimizers.detach_all()
     process_sets_.end_generation()
 
 
 def rank() -> int:
-    """This process among all."""
+    """Return the rank of this process."""
     return job.current().control.rank
 
 
 def size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return job.current().control.size
 
 
 def local_rank() -> int:
-    """This process among those of its node."""
+    """Return the rank of this process on its node."""
     return job.current().control.local_rank
 
 
 def local_size() -> int:
-    """Number of processes on this node."""
+    """Return the number of processes on this node."""
     return job.current().control.local_size
 
 
 def cross_rank() -> int:
-    """This node among the nodes that have this local rank."""
+    """Return the rank of this node among the nodes that have this local rank."""
     return job.current().control.cross_rank
 
 
 def cross_size() -> int:
-    """Number of nodes that have this local rank."""
+    """Return the number of nodes that have this local rank."""
     return job.current().control.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Every node has the same number of processes."""
+    """Return whether all nodes have the same number of processes."""
     return job.current().control.is_homogeneous
 
 
 def mpi_threads_supported() -> bool:
-    """Several threads may call MPI: wherever it is the control plane, since `init()` insists on it.
+    """Return whether several threads may call MPI. True if MPI is the control plane, because `init()` requires it.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -209,7 +211,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """MPI is the control plane; before `init()`: it would be."""
+    """Return whether MPI is the control plane. Before `init()`: whether it would be."""
     if is_initialized():
         return job.current().backend is Backend.MPI
     return choose_backend(Settings.from_environ()) is Backend.MPI
@@ -217,7 +219,7 @@ def mpi_enabled() -> bool:
 
 @cache
 def mpi_built() -> bool:
-    """There is an MPI library that mpi4py can load; asked in another process, since loading it has consequences."""
+    """Return whether mpi4py can load an MPI library. Checked in a subprocess, because loading it has side effects."""
     if "mpi4py.MPI" in sys.modules:
         return True
     if importlib.util.find_spec("mpi4py") is None:
@@ -230,17 +232,17 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Gloo can carry gradients."""
+    """Return whether Gloo can be used for gradients."""
     return gloo_built()
 
 
 def gloo_built() -> bool:
-    """This PyTorch has Gloo."""
+    """Return whether PyTorch was built with Gloo."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """NCCL's version as a number such as 22803, 0 if this PyTorch has none."""
+    """Return NCCL's version as a number such as 22803; 0 if PyTorch was built without NCCL."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     from torch.cuda import nccl
@@ -250,20 +252,20 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """This PyTorch has CUDA."""
+    """Return whether PyTorch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """This PyTorch has ROCm."""
+    """Return whether PyTorch was built with ROCm."""
     return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
-    """IBM's DDL: never."""
+    """Return False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """Intel's oneCCL: never."""
+    """Return False: Intel's oneCCL is not supported."""
     return False

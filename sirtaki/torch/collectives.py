@@ -1,8 +1,8 @@
 """Horovod's collectives on tensors, synchronous and asynchronous.
 
-Each function checks its arguments, submits this rank's side to the engine of the process set, and then waits for the
-result or returns a handle. A rank whose arguments are no good tells the others before it raises, so that they get an
-error, too, instead of waiting for it.
+Each function checks its arguments, submits this rank's part to the engine of the process set, and then waits for the
+result or returns a handle. A rank with invalid arguments notifies the other ranks before it raises, so that they raise,
+too, instead of waiting.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Deliver = Callable[[list[torch.Tensor]], Any]
-"""Makes of an operation's results what the user gets (Any: a tensor, a list of them, a pair, or nothing)."""
+"""Converts the results of an operation to the return value (Any: a tensor, a list of tensors, a pair, or None)."""
 
 
 class Started(NamedTuple):
-    """An operation under way."""
+    """A submitted operation."""
 
     engine: EagerEngine
     work: EagerWork
     deliver: Deliver
 
     def result(self) -> Any:
-        """Blocks until the operation is done, and gives what the user gets.
+        """Wait for the operation, and return its result.
 
         Raises:
             CommError: the operation failed, or ranks disagreed about it.
@@ -81,7 +81,7 @@ class Started(NamedTuple):
         return self.deliver(self.work.results)
 
     def handle(self) -> int:
-        """The number by which the user waits for it."""
+        """Register the operation, and return its handle."""
         number = next(_numbers)
         _under_way[number] = self
         return number
@@ -92,19 +92,19 @@ _numbers = itertools.count(1)
 
 
 class Call:
-    """One operation as the user has asked for it."""
+    """One operation as requested by the user."""
 
     def __init__(
         self, kind: Kind, name: str | None, process_set: ProcessSet, *, grouped: bool = False, wake: bool = True
     ) -> None:
-        """Numbers it if it has no name.
+        """Create an operation. Assigns a number if it has no name.
 
         Args:
-            kind: of operation.
-            name: the user's, None = the next of the unnamed ones.
-            process_set: the ranks that take part.
-            grouped: several tensors that travel together.
-            wake: False = the calling thread waits for the result next.
+            kind: kind of operation.
+            name: name from the user. None for the next number of unnamed operations.
+            process_set: participating ranks.
+            grouped: several tensors that are sent together.
+            wake: False if the calling thread waits for the result next.
 
         Raises:
             ConfigError: this rank is not in the process set.
@@ -115,24 +115,24 @@ class Call:
         self.name = self.engine.pending.next_name(prefix) if name is None else f"{prefix}.{name}"
 
     def start(self, tensors: Tensors, deliver: Deliver, **rest: Any) -> Started:
-        """Submits this rank's side; `rest` are further fields of `Signature` (hence Any)."""
+        """Submit this rank's part. `rest` are further fields of `Signature` (hence Any)."""
         signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
         return Started(self.engine, self.engine.submit(signature, tensors, wake=self.wake), deliver)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error`, after telling the other ranks, which get an error instead of waiting for this one."""
+        """Notify the other ranks, so that they raise instead of waiting for this rank. Then raise `error`."""
         self.engine.submit(Signature(name=self.name, once=self.once, kind=self.kind, problem=str(error)), [])
         raise error
 
     def require_strided(self, tensors: Tensors) -> None:
-        """Refuses what is no dense tensor.
+        """Reject arguments that are not dense tensors.
 
         Raises:
-            ValueError: one of them is none.
+            ValueError: an argument is not a dense tensor.
         """
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
-                self.refuse(ValueError(f"a torch.Tensor is wanted, not {type(tensor).__name__}"))
+                self.refuse(ValueError(f"the argument must be a torch.Tensor, not {type(tensor).__name__}"))
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 self.refuse(
                     ValueError(
@@ -142,25 +142,25 @@ class Call:
 
 
 def forget_all() -> None:
-    """No handle is known any more: the ranks that they were of have parted."""
+    """Forget all handles, because their ranks have separated."""
     _under_way.clear()
 
 
 def poll(handle: int) -> bool:
-    """True if `synchronize(handle)` would not block; tensors of in-place forms are overwritten by then."""
+    """Return whether `synchronize(handle)` would not block. In-place operations have then overwritten their tensors."""
     started = _under_way.get(handle)
     if started is None:
         return True
     if not started.work.is_done():
         return False
-    with suppress(CommError):  # which `synchronize` will raise
+    with suppress(CommError):  # `synchronize` will raise it
         result = started.result()
         _under_way[handle] = started._replace(deliver=lambda _: result)
     return True
 
 
 def synchronize(handle: int) -> Any:
-    """Blocks until the operation is done; its result (of in-place forms: the tensor), None for an unknown handle.
+    """Wait for the operation, and return its result; for in-place operations, their tensor. None for an unknown handle.
 
     Raises:
         HorovodInternalError: the operation failed, or ranks disagreed about it.
@@ -170,7 +170,9 @@ def synchronize(handle: int) -> Any:
 
 
 def synchronize_all(handles: Sequence[int]) -> list[Any]:
-    """The results of several operations; all have ended when this returns or raises the first error."""
+    """Wait for several operations, and return their results. All have ended when this returns or raises the first
+    error.
+    """
     results, errors = [], []
     for handle in handles:
         try:
@@ -194,7 +196,7 @@ def _all(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The given tensors, overwritten."""
+    """Return a function that copies results into `tensors`."""
 
     def deliver(results: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -206,13 +208,13 @@ def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]
 
 
 def _into_one(tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """The given tensor, overwritten."""
+    """Return a function that copies a result into `tensor`."""
     deliver = _into([tensor])
     return lambda results: deliver(results)[0]
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective as a step of autograd."""
+    """A collective as an autograd function."""
 
     @staticmethod
     def forward(
@@ -229,7 +231,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiable(
     tensors: Tensors, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
 ) -> list[torch.Tensor]:
-    """What `run` gives, whose gradient is computed by `gradient` where one is wanted."""
+    """Return the results of `run`. If autograd is active, `gradient` computes their backward pass."""
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
         return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]  # torch's
     return list(run(tensors))
@@ -256,10 +258,10 @@ DTYPES = {
 
 
 def reduction(op: int | None, average: bool | None) -> int:
-    """The operation that `op=` and the deprecated `average=` mean together.
+    """Return the operation for `op=` and the deprecated `average=`.
 
     Raises:
-        ValueError: both are given.
+        ValueError: both are set.
     """
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -272,9 +274,9 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | None:
-    """Why these tensors cannot be reduced so over these ranks, as the error to raise; None if they can."""
+    """Return the error to raise if these tensors cannot be reduced with `op`. None if they can."""
     if op not in OP_NAMES:
-        return ValueError(f"op= takes Average, Sum, Adasum, Min, Max or Product, not {op!r}")
+        return ValueError(f"op= must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     for tensor in tensors:
         if tensor.dtype not in DTYPES[op]:
             names = ", ".join(str(dtype) for dtype in DTYPES[op])
@@ -289,11 +291,11 @@ def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | Non
 
 
 KNOWN_OPERATIONS = 4096
-"""Of so many reductions of one tensor it is remembered that they are all right."""
+"""Maximum number of cached signatures of valid reductions."""
 
 
 class Scaling(NamedTuple):
-    """A reduction's operator, and what its input and its result are multiplied by."""
+    """Operator of a reduction, and factors for its input and its result."""
 
     op: int
     prescale: float = 1.0
@@ -301,11 +303,11 @@ class Scaling(NamedTuple):
 
 
 def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Deliver) -> Started:
-    """Starts an all-reduce or a reduce-scatter."""
+    """Start an all-reduce or a reduce-scatter."""
     how = Scaling(how.op, float(how.prescale), float(how.postscale))
     key = known = None
     if len(tensors) == 1 and type(tensor := tensors[0]) is torch.Tensor:
-        # What was all right of a tensor like this one is so again; a name that comes once is not worth a place.
+        # Reuse the signature of a valid tensor with equal properties. Generated names are not part of the key.
         key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
         known = call.engine.known.get(key)
         if known is not None:
@@ -340,7 +342,7 @@ def _reduced(
     *,
     grouped: bool = False,
 ) -> list[torch.Tensor]:
-    """Collective: new tensors with the reduction of the given ones, or with this rank's rows of it; differentiable."""
+    """Reduce tensors, or reduce-scatter their rows, into new tensors. Collective. Differentiable."""
 
     def run(inputs: Tensors) -> list[torch.Tensor]:
         call = Call(kind, name, process_set, grouped=grouped, wake=False)
@@ -370,21 +372,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Collective: `tensor` reduced over the ranks, differentiable; the input is not changed.
+    """Reduce `tensor` over the ranks into a new tensor. Collective. Differentiable.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
+        tensor: tensor with equal shape and dtype on all ranks.
         average: deprecated; True = Average, False = Sum.
-        name: pairs the operation across ranks; None = by the order of unnamed operations.
-        compression: how the tensor travels.
+        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        compression: compression of the tensor for communication.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after the reduction.
+        process_set: participating ranks.
 
     Raises:
         ValueError: an argument is invalid, or this rank is not in the process set.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
+        HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _reduced(Kind.ALLREDUCE, [tensor], name, how, process_set, compression)[0]
@@ -399,7 +401,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `allreduce` into a new tensor, without gradients; returns a handle."""
+    """Start `allreduce` into a new tensor, without gradients. Collective. Returns a handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
 
@@ -413,7 +415,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Collective: reduces `tensor` in place; see `allreduce`."""
+    """Reduce `tensor` in place. Collective. See `allreduce`."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(Kind.ALLREDUCE, name, process_set, wake=False)
     result: torch.Tensor = _start_reduction(call, [tensor], how, _into_one(tensor)).result()
@@ -429,7 +431,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `allreduce_`; returns a handle. The tensor is overwritten once that has been waited for."""
+    """Start `allreduce_`. Collective. Returns a handle. The tensor is overwritten when the handle has been waited
+    for.
+    """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)).handle()
 
@@ -444,7 +448,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Collective: `allreduce` of several tensors in one operation: all are reduced, or none."""
+    """Reduce several tensors in one operation: all are reduced, or none. Collective. See `allreduce`."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _reduced(Kind.ALLREDUCE, tensors, name, how, process_set, compression, grouped=True)
 
@@ -458,7 +462,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `grouped_allreduce` into new tensors, without gradients; returns one handle."""
+    """Start `grouped_allreduce` into new tensors, without gradients. Collective. Returns one handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(Kind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all).handle()
 
@@ -472,7 +476,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Collective: `grouped_allreduce` in place."""
+    """Reduce several tensors in place, in one operation. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(Kind.ALLREDUCE, name, process_set, grouped=True, wake=False)
     results: list[torch.Tensor] = _start_reduction(call, list(tensors), how, _into(tensors)).result()
@@ -488,7 +492,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `grouped_allreduce_`; returns one handle."""
+    """Start `grouped_allreduce_`. Collective. Returns one handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(Kind.ALLREDUCE, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _into(tensors)).handle()
@@ -503,12 +507,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Collective: this rank's rows of the reduction, differentiable; the first `rows % size` ranks get one more.
+    """Return this rank's rows of the reduction. Collective. Differentiable. The first `rows % size` ranks get one row
+    more.
 
     Raises:
         ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
         NotImplementedError: the op is Adasum.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
+        HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     how = Scaling(op, prescale_factor, postscale_factor)
     return _reduced(Kind.REDUCESCATTER, [tensor], name, how, process_set, compression)[0]
@@ -522,7 +527,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Collective: starts `reducescatter`, without gradients; returns a handle."""
+    """Start `reducescatter`, without gradients. Collective. Returns a handle."""
     how = Scaling(op, prescale_factor, postscale_factor)
     return _start_reduction(Call(Kind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
 
@@ -536,7 +541,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Collective: `reducescatter` of several tensors in one operation."""
+    """Reduce-scatter several tensors in one operation. Collective. See `reducescatter`."""
     how = Scaling(op, prescale_factor, postscale_factor)
     return _reduced(Kind.REDUCESCATTER, tensors, name, how, process_set, compression, grouped=True)
 
@@ -549,7 +554,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Collective: starts `grouped_reducescatter`, without gradients; returns one handle."""
+    """Start `grouped_reducescatter`, without gradients. Collective. Returns one handle."""
     how = Scaling(op, prescale_factor, postscale_factor)
     call = Call(Kind.REDUCESCATTER, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _all).handle()
@@ -568,7 +573,9 @@ def _start_all_gather(call: Call, tensors: Tensors, deliver: Deliver) -> Started
 def _gathered(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, grouped: bool = False
 ) -> list[torch.Tensor]:
-    """Collective: the rows of all ranks, differentiable: by this rank's rows of the averaged gradients of all ranks."""
+    """Gather the rows of all ranks. Collective. The gradient is this rank's rows of the average of all ranks'
+    gradients.
+    """
     rows: list[int] = []
 
     def run(inputs: Tensors) -> Tensors:
@@ -589,37 +596,37 @@ def _gathered(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Collective: the rows of all ranks, differentiable.
+    """Gather the rows of all ranks. Collective. Differentiable.
 
     Args:
-        tensor: dimension 0 may differ by rank, the others must not.
-        name: pairs the operation across ranks; None = by the order of unnamed operations.
-        process_set: the ranks that take part.
+        tensor: dimension 0 may differ between ranks, further dimensions must be equal.
+        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        process_set: participating ranks.
 
     Raises:
         IndexError: the tensor has no dimension.
         ValueError: this rank is not in the process set.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
+        HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     return _gathered([tensor], name, process_set)[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Collective: starts `allgather`, without gradients; returns a handle."""
+    """Start `allgather`, without gradients. Collective. Returns a handle."""
     return _start_all_gather(Call(Kind.ALLGATHER, name, process_set), [tensor], _first).handle()
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Collective: `allgather` of several tensors in one operation."""
+    """Gather several tensors in one operation. Collective. See `allgather`."""
     return _gathered(list(tensors), name, process_set, grouped=True)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Collective: starts `grouped_allgather`, without gradients; returns one handle."""
+    """Start `grouped_allgather`, without gradients. Collective. Returns one handle."""
     return _start_all_gather(Call(Kind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all).handle()
 
 
@@ -634,7 +641,7 @@ def _start_all_to_all(call: Call, tensor: torch.Tensor, splits: Splits | None, d
 
 
 def _with_splits(splits: Splits | None) -> Deliver:
-    """The received rows, and with splits how many came from each rank."""
+    """Return a function that returns the received rows, with the number from each rank if `splits` is set."""
 
     def deliver(results: list[torch.Tensor]) -> Any:
         received, received_splits = results
@@ -646,10 +653,10 @@ def _with_splits(splits: Splits | None) -> Deliver:
 
 
 def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> torch.Tensor:
-    """How many rows go to each rank, `(size,)` int32 on the CPU."""
+    """Return the number of rows for each rank, `(size,)` int32 on the CPU."""
     size = call.engine.size
     if tensor.dim() == 0:
-        call.refuse(ValueError("alltoall deals out rows, and a tensor without dimensions has none"))
+        call.refuse(ValueError("alltoall sends rows, but a tensor without dimensions has none"))
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
@@ -679,20 +686,20 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:  # Any: a tensor, or a pair, as Horovod
-    """Collective: the rows that all ranks send to this one, differentiable.
+    """Exchange rows: return the rows that all ranks send to this rank. Collective. Differentiable.
 
     Args:
-        tensor: dimension 0 may differ by rank, the others must not.
-        splits: how many rows go to each rank, in order, `(size,)`; None = the same number to each.
-        name: pairs the operation across ranks; None = by the order of unnamed operations.
-        process_set: the ranks that take part.
+        tensor: dimension 0 may differ between ranks, further dimensions must be equal.
+        splits: number of rows for each rank, in rank order, `(size,)`. None for equal numbers.
+        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        process_set: participating ranks.
 
     Returns:
-        The received rows; with splits a pair of them and of how many came from each rank, `(size,)` int32.
+        The received rows. With `splits`, a pair: the rows, and the number of rows from each rank, `(size,)` int32.
 
     Raises:
-        ValueError: the splits do not fit the tensor, or this rank is not in the process set.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
+        ValueError: the splits do not match the tensor, or this rank is not in the process set.
+        HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     rows, received_splits = 0, torch.empty(0, dtype=torch.int32, device="cpu")
 
@@ -704,9 +711,9 @@ def alltoall(
         return [received]
 
     def gradient(grads: Tensors) -> Tensors:
-        """The gradient goes back the way the rows came."""
+        """Send the gradient back to the ranks from which the rows came."""
         back, _ = alltoall(grads[0], splits=received_splits.cpu(), process_set=process_set)
-        if back.shape[0] < rows:  # rows that went nowhere
+        if back.shape[0] < rows:  # rows that were not sent
             back = torch.cat([back, back.new_zeros(rows - back.shape[0], *back.shape[1:])])
         return [back]
 
@@ -719,7 +726,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Collective: starts `alltoall`, without gradients; returns a handle."""
+    """Start `alltoall`, without gradients. Collective. Returns a handle."""
     return _start_all_to_all(Call(Kind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)).handle()
 
 
@@ -737,17 +744,17 @@ def _start_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, deliver: 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Collective: the root's tensor on every rank, differentiable; the input is not changed.
+    """Return the root's tensor on every rank, as a new tensor. Collective. Differentiable.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
-        root_rank: the source, by its rank among all ranks, also within a process set.
-        name: pairs the operation across ranks; None = by the order of unnamed operations.
-        process_set: the ranks that take part.
+        tensor: tensor with equal shape and dtype on all ranks.
+        root_rank: source rank in the job, also for a process set.
+        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        process_set: participating ranks.
 
     Raises:
-        ValueError: the root, or this rank, is not in the process set.
-        HorovodInternalError: on all ranks, if their sides do not fit together.
+        ValueError: the root or this rank is not in the process set.
+        HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
 
     def run(inputs: Tensors) -> Tensors:
@@ -756,7 +763,7 @@ def broadcast(
         return results
 
     def gradient(grads: Tensors) -> Tensors:
-        """The averaged gradient on the root, zeros elsewhere."""
+        """Return the averaged gradient on the root, and zeros on other ranks."""
         averaged = allreduce(grads[0], process_set=process_set)
         is_root = members(process_set)[engine_of(process_set).rank] == root_rank
         return [averaged if is_root else torch.zeros_like(averaged)]
@@ -767,14 +774,14 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Collective: starts `broadcast`, without gradients; returns a handle."""
+    """Start `broadcast`, without gradients. Collective. Returns a handle."""
     return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Collective: overwrites `tensor` on every rank with the root's."""
+    """Overwrite `tensor` on every rank with the root's. Collective."""
     call = Call(Kind.BROADCAST, name, process_set, wake=False)
     result: torch.Tensor = _start_broadcast(call, tensor, root_rank, _into_one(tensor)).result()
     return result
@@ -783,7 +790,9 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Collective: starts `broadcast_`; returns a handle. The tensor is overwritten once that has been waited for."""
+    """Start `broadcast_`. Collective. Returns a handle. The tensor is overwritten when the handle has been waited
+    for.
+    """
     return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)).handle()
 
 
@@ -793,24 +802,24 @@ def broadcast_async_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Collective: starts the reduction of a sparse COO tensor.
+    """Start the reduction of a sparse COO tensor. Collective.
 
     Args:
-        tensor: of the same dense shape and dtype on all ranks; it may have any number of entries.
-        name: pairs the operation across ranks; None = by the order of unnamed operations.
+        tensor: tensor with equal dense shape and dtype on all ranks, and any number of entries.
+        name: matches the operation across ranks. None to match by the order of unnamed operations.
         op: Average or Sum.
-        process_set: the ranks that take part.
+        process_set: participating ranks.
 
     Returns:
-        A function that blocks until the result is there, and gives it: a sparse tensor, not coalesced.
+        A function that waits for the result and returns it: a sparse tensor, not coalesced.
 
     Raises:
-        ValueError: the tensor is not sparse, the op is another one, or this rank is not in the process set.
+        ValueError: the tensor is not sparse, the op is invalid, or this rank is not in the process set.
     """
     if not tensor.is_sparse:
-        raise ValueError(f"sparse_allreduce_async() takes a sparse COO tensor, not {tensor.layout}; use allreduce()")
+        raise ValueError(f"sparse_allreduce_async() requires a sparse COO tensor, not {tensor.layout}; use allreduce()")
     if op not in (Average, Sum):
-        raise ValueError(f"sparse_allreduce_async() takes op=Average or op=Sum, not {op!r}")
+        raise ValueError(f"sparse_allreduce_async() requires op=Average or op=Sum, not {op!r}")
     engine = engine_of(process_set)
     total = SparseSum(engine, tensor, name)
     if op == Sum:
@@ -828,22 +837,22 @@ def sparse_allreduce_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Collective: returns once all ranks of the set have called it.
+    """Wait until all ranks of the set have called this. Collective.
 
     Raises:
         ValueError: this rank is not in the process set.
-        HorovodInternalError: a rank has joined, or the job has failed.
+        HorovodInternalError: a rank has called `join()`, or the job has failed.
     """
     Call(Kind.BARRIER, None, process_set, wake=False).start([], _all).result()
 
 
 def join(device: int = -1) -> int:
-    """Collective: this rank has no more data; until all ranks have joined it takes part in all-reduces with zeros.
+    """Report that this rank has no more data. Contribute zeros to all-reduces until all ranks have joined. Collective.
 
-    Other collectives are an error meanwhile. Afterwards all ranks start anew together.
+    Other collectives raise an error meanwhile. Afterwards, training can continue on all ranks.
 
     Args:
-        device: accepted for Horovod's sake; zeros are made where they are needed.
+        device: ignored, for compatibility with Horovod.
 
     Returns:
         The rank that joined last.

@@ -1,5 +1,5 @@
-"""How tensors are made smaller for the wire: Horovod's `Compression`, and what it has not: bfloat16, int8, fp8, top-k,
-PowerSGD and codecs of the user's own.
+"""Compression of tensors for communication: Horovod's `Compression`, and bfloat16, int8, fp8, top-k, PowerSGD and user
+codecs.
 """
 
 from typing import Any, ClassVar
@@ -11,35 +11,35 @@ from sirtaki.errors import ConfigError
 
 
 class Compressor:
-    """Base of compressors; a user's own one overrides both methods and keeps the tensor's shape."""
+    """Base class of compressors. Subclasses override both methods and keep the tensor's shape."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor as it travels, and what `decompress` needs to know (Any: the compressor's own affair)."""
+        """Return the tensor to send, and the context for `decompress` (Any: private to the compressor)."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor as it was, of the same shape."""
+        """Return the original tensor, with its shape."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Compressor that sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor unchanged."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor unchanged."""
         return tensor
 
 
 class _CastCompressor(Compressor):
-    """Floating tensors travel in another dtype."""
+    """Compressor that sends floating-point tensors in another dtype."""
 
     wire: ClassVar[torch.dtype]
 
@@ -55,75 +55,76 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Floating tensors travel as float16."""
+    """Compressor that sends floating-point tensors as float16."""
 
     wire = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """Floating tensors travel as bfloat16: the range of float32, an eighth of float16's precision."""
+    """Compressor that sends floating-point tensors as bfloat16: range of float32, an eighth of float16's precision."""
 
     wire = torch.bfloat16
 
 
 class LossyCompressor(Compressor):
-    """Gradients lose something on their way, which is given back in the next step; see `sirtaki.comm.compress`.
+    """Lossy compressor of gradients with error feedback: what is lost is added in the next step. See
+    `sirtaki.comm.compress`.
 
-    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` takes those that pack numbers one by one, without giving
-    anything back.
+    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` accepts those that quantise numbers separately, and uses
+    no error feedback.
     """
 
     def __init__(self, scheme: Scheme) -> None:
-        """`scheme`: how they are added up."""
+        """`scheme`: how compressed gradients are summed."""
         self.scheme = scheme
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Not possible for one tensor by itself.
+        """Reject the compression of a single tensor, which has no error feedback.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "this compression needs to know what was lost in the step before: it goes with DistributedOptimizer and "
-            "ddp.attach; single operations take Compression.none, .fp16 or .bf16"
+            "this compression uses error feedback from the last step, so it requires DistributedOptimizer or "
+            "ddp.attach; single operations support Compression.none, .fp16 and .bf16"
         )
 
-    decompress = compress  # type: ignore[assignment]  # neither
+    decompress = compress  # type: ignore[assignment]  # rejected as well
 
 
 Choice = type[Compressor] | LossyCompressor | Codec
-"""What `compression=` of `DistributedOptimizer` and `ddp.attach` takes."""
+"""Type of `compression=` in `DistributedOptimizer` and `ddp.attach`."""
 
 
 def reduction_options(compression: Choice) -> dict[str, Any]:
-    """The fields of a `Reduction` that a choice means.
+    """Return the fields of a `Reduction` for a choice.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `compression` is invalid.
     """
     if isinstance(compression, LossyCompressor):
         return {"compression": compression.scheme}
     if isinstance(compression, type) and issubclass(compression, NoneCompressor):
         return {}
     if isinstance(compression, type) and issubclass(compression, _CastCompressor):
-        # Of all parameters that there are or may be, so that optimizers of one compression agree on those they share.
+        # For all floating dtypes, so that optimizers with equal compression agree about shared parameters.
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         return {"wire_dtype": tuple((dtype, compression.wire) for dtype in floats)}
     if isinstance(compression, Codec) and not isinstance(compression, type):
         return {"compression": Quantised(compression)}
     raise ConfigError(
-        "compression= takes one of hvd.Compression's, or an object with the methods pack(values) and "
+        "compression= must be a member of hvd.Compression, or an object with the methods pack(values) and "
         f"unpack(packed, count), not {compression!r}"
     )
 
 
 class Compression:
-    """The choices for `compression=`.
+    """Choices for `compression=`.
 
-    The last four lose something of each gradient, and give it back in the next step (error feedback). They are for
-    `DistributedOptimizer` and `ddp.attach`, and compress what hosts send to each other: between ranks that share
-    memory, and on GPUs, gradients travel as they are. `fsdp.attach` takes all but the last two, and gives nothing back.
+    The last four are lossy, with error feedback. They are for `DistributedOptimizer` and `ddp.attach`, and compress
+    communication between hosts. Between ranks that share memory, and on GPUs, gradients are sent uncompressed.
+    `fsdp.attach` accepts all but the last two, without error feedback.
     """
 
     none = NoneCompressor
@@ -134,10 +135,12 @@ class Compression:
 
     @staticmethod
     def topk(ratio: float = 0.01) -> LossyCompressor:
-        """The largest numbers of each rank's gradients: `ratio` of them."""
+        """Send the largest values of each rank's gradients: a share of `ratio`."""
         return LossyCompressor(TopK(ratio))
 
     @staticmethod
     def powersgd(rank: int = 4) -> LossyCompressor:
-        """Matrices as products of two with `rank` columns; vectors and small matrices travel as they are."""
+        """Send matrices as products of two matrices with `rank` columns. Vectors and small matrices are sent
+        uncompressed.
+        """
         return LossyCompressor(PowerSgd(rank))

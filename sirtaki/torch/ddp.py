@@ -240,7 +240,7 @@ class DdpGradients(GradientReducer):
 
     def leave(self) -> None:
         """Leave the next backward pass to DDP's own reducer."""
-        self.settle()
+        self.drain()
         self._forget()
 
     def _watch_nodes(self) -> None:

@@ -1,4 +1,4 @@
-"""Making all ranks start alike: broadcasts of parameters, optimizer state and Python objects."""
+"""Broadcasts of parameters, optimizer state and Python objects, to give all ranks the same initial state."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
-    """Collective: overwrites tensors on every rank with the root's.
+    """Overwrite tensors on every rank with the root's. Collective.
 
     Args:
-        params: a `state_dict()` or `named_parameters()`; entries that are None or no tensors are left alone.
-        root_rank: whose values are kept.
+        params: a `state_dict()` or `named_parameters()`. Entries that are not tensors are ignored.
+        root_rank: rank whose values are copied.
 
     Raises:
-        ValueError: `params` is something else.
+        ValueError: `params` has another type.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
         named = list(params)
         if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
-            raise ValueError(f"invalid params of type: {type(params)}; give a state_dict() or named_parameters()")
+            raise ValueError(f"invalid params of type: {type(params)}; pass a state_dict() or named_parameters()")
     else:
-        raise ValueError(f"invalid params of type: {type(params)}; give a state_dict() or named_parameters()")
+        raise ValueError(f"invalid params of type: {type(params)}; pass a state_dict() or named_parameters()")
     handles = [
         broadcast_async_(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor, root_rank, str(name))
         for name, tensor in named
@@ -47,8 +47,8 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:  # Any: whatever pickles
-    """Collective: the root's picklable object, on every rank."""
+) -> Any:  # Any: any picklable object
+    """Return the root's picklable object on every rank. Collective."""
     is_root = rank() == root_rank
     data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = _count(data)
@@ -59,8 +59,8 @@ def broadcast_object(
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: whatever pickles
-    """Collective: the picklable objects of all ranks, by rank."""
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: any picklable object
+    """Return the picklable objects of all ranks, in rank order. Collective."""
     data = _pickled(obj)
     lengths = allgather(_count(data), None if name is None else f"{name}.length")
     gathered = allgather(data, None if name is None else f"{name}.data")
@@ -73,13 +73,13 @@ def _count(data: torch.Tensor) -> torch.Tensor:
 
 
 def _pickled(obj: Any) -> torch.Tensor:
-    """`(n_bytes,)` uint8."""
+    """Pickle an object into a tensor, `(n_bytes,)` uint8."""
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSlot:
-    """Stands for a tensor in a state that travels without its tensors."""
+    """Placeholder of a tensor in a pickled state. The tensor is sent separately."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -88,17 +88,17 @@ class _TensorSlot:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorSlot:
-        """That of a tensor."""
+        """Create the placeholder of a tensor."""
         # A moment has its parameter's strides, on which fused optimizers rely.
         strides = torch.empty_like(tensor, device="meta").stride()
         return cls(shape=tuple(tensor.shape), strides=strides, dtype=tensor.dtype, device_type=tensor.device.type)
 
     def empty_tensor(self) -> torch.Tensor:
-        """What the tensor is received in."""
+        """Create the tensor to receive into."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
-@outside_modes  # or else the state that other ranks load would be of inference tensors
+@outside_modes  # otherwise the state that other ranks load would consist of inference tensors
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -109,8 +109,8 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: any optimizer whose `state_dict()` can be loaded again.
-        root_rank: whose state is kept.
-        model: accepted for Horovod's sake.
+        root_rank: rank whose state is copied.
+        model: ignored, for compatibility with Horovod.
 
     Raises:
         ValueError: the optimizer is LBFGS, whose state holds the history of one rank's data.
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict()
-    state.pop("sirtaki_compression", None)  # of each rank its own
+    state.pop("sirtaki_compression", None)  # differs between ranks
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)
@@ -150,7 +150,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 optimizer.state[param] = restored
 
 
-def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: whatever an optimizer keeps
+def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
     """Return `loaded` with the entries of `saved` where `load_state_dict` changed their dtype or device only.
 
     Entries that a hook or a subclass of the optimizer has changed stay as loaded.
@@ -177,7 +177,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:
-    """Collective: the root's `state_dict()` on every rank, whatever theirs are like; its tensors travel as tensors."""
+    """Return the root's `state_dict()` on every rank, whatever their own state. Collective. Tensors are not pickled."""
     skeleton = broadcast_object(tree_map_only(torch.Tensor, _TensorSlot.of, state), root_rank, name)
     received: dict[str, Any] = (
         state if rank() == root_rank else tree_map_only(_TensorSlot, _TensorSlot.empty_tensor, skeleton)

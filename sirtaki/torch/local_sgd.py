@@ -1,17 +1,16 @@
-"""Synchronise less often: each rank trains by itself for some steps, then the ranks combine what they have come to.
+"""Synchronise less often: ranks train separately for some steps, then combine their models.
 
 `LocalSGD` averages parameters (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). `DiLoCo` averages
-how far parameters have moved, and gives that to an outer optimizer as its gradient (Douillard et al., "DiLoCo:
-Distributed Low-Communication Training of Language Models", 2023). Parts of a model, its *fragments*, take turns, and
-each is on its way while training goes on (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025):
+the changes of parameters, and passes them to an outer optimizer as its gradient (Douillard et al., "DiLoCo: Distributed
+Low-Communication Training of Language Models", 2023). Parts of a model, its *fragments*, are sent in turn, while
+training continues (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025):
 
     step    1    2    3    4    5    6    7    8    9   ...        sync_every=8, fragments=2, delay=2
     sent                   A                   B
     merged                           A                   B
 
-All ranks take the same course without a message about it: each counts its own steps, and what a rank has to say
-travels behind the parameters (`_Tail`): whether it has trained at all, whether it has come to the end, and what rank 0
-has found about the network.
+All ranks follow the same schedule without extra messages: each counts its own steps, and sends further data behind the
+parameters (`_Tail`): whether it has trained, whether it has reached the end, and rank 0's tuning results.
 """
 
 from __future__ import annotations
@@ -46,29 +45,29 @@ from .process_sets import ProcessSet, engine_of, global_process_set, require_ope
 logger = logging.getLogger(__name__)
 
 TUNED_FRAGMENTS = 4
-"""Into so many fragments a model is divided where the interval is tuned and nothing else is said."""
+"""Default number of fragments if `sync_every` is tuned."""
 
 FIRST_INTERVAL = 4
-"""Steps between two fragments until it is known how long one is on its way."""
+"""Steps between two fragments before the communication time is known."""
 
 SHORTEST, LONGEST = 8, 500
-"""Steps between which a tuned `sync_every` lies; the papers' experiments end with 500."""
+"""Limits of a tuned `sync_every` in steps. The papers' experiments end at 500."""
 
 MARGIN = 1.25
-"""A fragment gets so much more time than the slowest has taken."""
+"""Factor on the longest communication time of a fragment."""
 
 SHORTER = 0.6
-"""An interval is shortened only if that part of it is enough, so that it does not change with every measurement."""
+"""The interval is shortened only below this factor, so that it does not change with every measurement."""
 
 
 class _Tail(NamedTuple):
-    """What travels behind each fragment, added up over the ranks.
+    """Values sent behind each fragment, summed over ranks.
 
     Attributes:
-        weight: 1 from a rank that has trained since the fragment was last sent; others do not count.
+        weight: 1 from a rank that has trained since the fragment was last sent, 0 from other ranks.
         leaving: 1 from a rank that waits in `synchronize`.
-        interval: from rank 0: steps between two fragments from now on; 0 = as before.
-        delay: the same of `delay`.
+        interval: from rank 0: new number of steps between two fragments; 0 for no change.
+        delay: from rank 0: new delay; 0 for no change.
     """
 
     weight: float = 0.0
@@ -79,12 +78,12 @@ class _Tail(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """Parameters and buffers that travel together.
+    """Parameters and buffers that are sent together.
 
     Attributes:
-        names: of the parameters.
-        origins: of DiLoCo: what the parameters were when all ranks last agreed, as the outer optimizer has it.
-        steps: made since it was last sent.
+        names: names of the parameters.
+        origins: DiLoCo only: parameters at the last synchronisation, which the outer optimizer updates.
+        steps: steps since the fragment was last sent.
     """
 
     names: list[str] = field(default_factory=list)
@@ -96,13 +95,13 @@ class _Fragment:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A fragment on its way.
+    """A fragment in flight.
 
     Attributes:
-        sent: by this rank, in float32 or float64.
-        steps: that it had made.
-        sent_s: when it left (`time.perf_counter`).
-        travel_s: how long it was on its way, once that is known.
+        sent: data sent by this rank, in float32 or float64.
+        steps: steps that the fragment had made.
+        sent_s: time of sending (`time.perf_counter`).
+        travel_s: communication time in seconds. None until known.
     """
 
     fragment: _Fragment
@@ -114,7 +113,7 @@ class _Flight:
 
 
 class LocalSGD:
-    """A context around the training loop in which ranks train by themselves, and average their models now and then.
+    """Context manager around the training loop: ranks train separately, and average their models periodically.
 
         with hvd.LocalSGD(model, optimizer, sync_every=8):
             for batch in data:
@@ -122,15 +121,15 @@ class LocalSGD:
                 loss(model(batch)).backward()
                 optimizer.step()
 
-    The optimizer is a plain one, not a DistributedOptimizer: its `step()` is what is counted. Buffers of floating
-    point, such as batch norm's statistics, are averaged too; those that `state_dict()` leaves out stay as they are.
-    Parameters of halves are averaged in float32. A rank that has not trained since a fragment was last sent does not
-    count in it, so ranks may have different numbers of batches: who is at the end of the block goes along with the
-    others' averages until all are, and the models are equal then. `state_dict()` says where in a round it is; in an
-    elastic job give the object to `hvd.elastic.TorchState` by keyword.
+    Use a plain optimizer, not a DistributedOptimizer. Its `step()` calls are counted. Floating-point buffers, such as
+    batch norm's statistics, are averaged, too, except non-persistent ones. Half-precision parameters are averaged in
+    float32. A rank that has not trained since a fragment was last sent does not count in its average, so ranks may have
+    different numbers of batches: a rank at the end of the block takes part in the averages of the other ranks until all
+    have reached the end. The models are equal then. `state_dict()` contains the position in a round. In an elastic job,
+    pass the object to `hvd.elastic.TorchState` by keyword.
 
     Attributes:
-        sync_every: steps between two averages of one parameter; the tuned one, if it is tuned.
+        sync_every: steps between two averages of a parameter, possibly tuned.
         delay: steps between sending a fragment and merging it.
     """
 
@@ -144,28 +143,34 @@ class LocalSGD:
         delay: int | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Not collective, and nothing happens before the block begins.
+        """Prepare. Not collective. Training is unchanged until the block begins.
 
         Args:
-            model: as plain PyTorch has it; the same on all ranks.
-            optimizer: of parameters of `model`; what it does not train is not averaged.
-            sync_every: steps between two averages. None = as few as let communication hide behind training, measured
-                by rank 0 and said to all, anew whenever the network changes.
-            fragments: into how many parts of about equal size the model is divided, or the modules that are its parts;
-                they take turns. None = 1, or 4 where `sync_every` is None.
-            delay: so many steps go on while a fragment is on its way; what a rank has learnt meanwhile is kept. At
-                most `sync_every / fragments`; 0 = `step()` waits. Where `sync_every` is None it is tuned, too.
-            process_set: the ranks that train together.
+            model: a plain module, equal on all ranks.
+            optimizer: optimizer of parameters of `model`. Other parameters are not averaged.
+            sync_every: steps between two averages. None for the smallest number that hides communication behind
+                training.
+                Rank 0 measures it, and adapts it when the network changes.
+            fragments: number of parts of about equal size, or the modules that are the parts. They are sent in turn.
+                None
+                for 1, or 4 if `sync_every` is None.
+            delay: steps to continue while a fragment is in flight. What a rank learns meanwhile is kept. At most
+                `sync_every / fragments`. With 0, `step()` waits. Tuned if `sync_every` is None.
+            process_set: ranks that train together.
 
         Raises:
             ConfigError: an argument is invalid, or gradients are averaged already.
         """
         name = type(self).__name__
         if isinstance(model, DistributedDataParallel):
-            raise ConfigError(f"{name} takes a plain model: DistributedDataParallel averages its gradients every step")
+            raise ConfigError(
+                f"{name} requires a plain model: DistributedDataParallel averages its gradients every step"
+            )
         recipe = getattr(optimizer, "_recipe", None)
         if isinstance(optimizer, Distributed) and (recipe is None or recipe.process_set is global_process_set):
-            raise ConfigError(f"{name} takes a plain optimizer: a DistributedOptimizer averages gradients every step")
+            raise ConfigError(
+                f"{name} requires a plain optimizer: a DistributedOptimizer averages gradients every step"
+            )
         self._model, self._optimizer, self._process_set = model, optimizer, process_set
         self._optimized = [id(param) for param in _params_of(optimizer)]
         count = (1 if sync_every else TUNED_FRAGMENTS) if fragments is None else fragments
@@ -174,23 +179,23 @@ class LocalSGD:
         n = len(self._fragments)
         if sync_every is None:
             if delay is not None:
-                raise ConfigError("delay= goes with a sync_every= that is given; it is tuned where that is None")
+                raise ConfigError("delay= requires sync_every=: if sync_every is None, both are tuned")
             self._interval = self.delay = FIRST_INTERVAL
         else:
             if sync_every <= 0 or sync_every % n:
-                raise ConfigError(f"sync_every= takes a positive multiple of the {n} fragments, not {sync_every}")
+                raise ConfigError(f"sync_every= must be a positive multiple of the {n} fragments, not {sync_every}")
             self._interval, self.delay = sync_every // n, delay or 0
             if not 0 <= self.delay <= self._interval:
                 raise ConfigError(
-                    f"delay= takes at most sync_every / fragments = {self._interval} steps, not {self.delay}: "
-                    "a fragment has come before the next one leaves"
+                    f"delay= must be at most sync_every / fragments = {self._interval} steps, not {self.delay}: "
+                    "a fragment must be merged before the next one is sent"
                 )
-        self._turn = self._steps = 0  # of the fragment that is next; since one was sent
-        self._begun = False  # ranks have trained apart
+        self._turn = self._steps = 0  # index of the next fragment; steps since the last one was sent
+        self._begun = False  # ranks have trained separately
         self._flight: _Flight | None = None
-        self._name = ""  # of operations, inside the block
+        self._name = ""  # prefix of operation names inside the block
         self._hook: Any = None  # torch's
-        # What rank 0 knows of the network: how long steps take without us, and fragments.
+        # Measurements on rank 0: time of a step without this class, and of sending fragments.
         self._step_s: deque[float] = deque(maxlen=16)
         self._left_s: float | None = None
         self._travel_s: deque[float] = deque(maxlen=len(self._fragments))
@@ -198,22 +203,22 @@ class LocalSGD:
 
     @property
     def sync_every(self) -> int:
-        """Steps between two averages of one parameter; the tuned number, if it is tuned."""
+        """Return the steps between two averages of a parameter, possibly tuned."""
         return self._interval * len(self._fragments)
 
     # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Self:
-        """Collective: steps count from now on.
+        """Begin to count steps. Collective.
 
         Raises:
             ConfigError: the ranks begin with different parameters, or a DistributedOptimizer averages gradients.
-            MismatchError: on all ranks, if their models differ.
+            MismatchError: the models of ranks differ. Raised on all ranks.
         """
         if self._hook is not None:
-            raise ConfigError(f"this {type(self).__name__} is in use already: its block has not ended")
+            raise ConfigError(f"this {type(self).__name__} is in use: its block has not ended")
         self._drop()
-        engine_of(self._process_set)  # or this rank is not in it
+        engine_of(self._process_set)  # raises if this rank is not in the process set
         current, number = job.current(), require_opened(self._process_set).number
         members = current.rank_sets.members(number)
         named = [each for fragment in self._fragments for each in zip(fragment.names, fragment.params, strict=True)]
@@ -222,17 +227,17 @@ class LocalSGD:
             shared = sorted(set(reducer.ranks) & set(members.ranks))
             if len(shared) > 1 and any(id(param) in ids for _, param in reducer.named):
                 raise ConfigError(
-                    f"a DistributedOptimizer averages these gradients over ranks {shared} at every step, which leaves "
-                    f"{type(self).__name__} nothing to do: leave it out, or close() it first"
+                    f"a DistributedOptimizer averages these gradients over ranks {shared} at every step, so "
+                    f"{type(self).__name__} has no effect: remove it, or close() it first"
                 )
         assert members.control is not None
         require_same_model(members.control, named)
         equal = self._equal_on_all_ranks()
-        said: list[list[float] | None] = members.control.all_gather(checksums(equal).tolist() if equal else None)
-        if differing := [rank for rank, there in enumerate(said) if there is not None and there != said[0]]:
+        received: list[list[float] | None] = members.control.all_gather(checksums(equal).tolist() if equal else None)
+        if differing := [rank for rank, there in enumerate(received) if there is not None and there != received[0]]:
             raise ConfigError(
                 f"{type(self).__name__}: ranks 0 and {differing[0]} begin with different parameters; call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before"
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first"
             )
         self._name = f"local_sgd.{next(current.serials[number])}"
         self._left_s = None
@@ -240,7 +245,7 @@ class LocalSGD:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Collective, unless something was raised: `synchronize`."""
+        """Call `synchronize` unless an exception was raised. Collective."""
         try:
             if kind is None:
                 self.synchronize()
@@ -249,9 +254,10 @@ class LocalSGD:
             self._hook = None
 
     def synchronize(self) -> None:
-        """Collective, inside the block: ends the round early; the ranks' parameters are equal when it returns.
+        """End the round early. The parameters of all ranks are equal afterwards. Collective, inside the block.
 
-        Ranks may come here after different numbers of steps: who waits takes part in what the others do meanwhile.
+        Ranks may call this after different numbers of steps: a waiting rank takes part in the averages of the other
+        ranks.
 
         Raises:
             HorovodInternalError: a rank is lost.
@@ -278,7 +284,7 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:  # torch's arguments of a hook
-        """The optimizer has made a step."""
+        """Count a step of the optimizer. Merge a fragment that is due, and send the next one."""
         if self._left_s is not None:
             self._step_s.append(time.perf_counter() - self._left_s)
         self._begun = True
@@ -301,14 +307,14 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _send(self, *, leaving: bool = False) -> None:
-        """The next fragment leaves."""
+        """Send the next fragment."""
         if [id(param) for param in _params_of(self._optimizer)] != self._optimized or not (
             {id(param) for fragment in self._fragments for param in fragment.params}
             <= {id(param) for param in self._model.parameters()}
         ):
             raise ConfigError(
-                f"the parameters of the model or the optimizer are others than {type(self).__name__} was made for: "
-                "end its block before they change, and make a new one"
+                f"the parameters of the model or the optimizer have changed since {type(self).__name__} was created: "
+                "end its block before they change, and create a new one"
             )
         fragment = self._fragments[self._turn]
         weight = float(fragment.steps > 0)
@@ -326,7 +332,7 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _merge(self) -> _Tail:
-        """Waits for the fragment that is on its way, and merges it into the model; returns what all have said."""
+        """Wait for the fragment in flight, and merge it into the model. Return the sum of all ranks' tails."""
         flight = self._flight
         assert flight is not None
         results: list[torch.Tensor] = synchronize(flight.handle)
@@ -344,31 +350,33 @@ class LocalSGD:
         return tail
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
-        """What must be equal when a block begins: the parameters, until ranks have trained apart."""
+        """Return the parameters, which must be equal when a block begins, until ranks have trained separately."""
         return [] if self._begun else [param for fragment in self._fragments for param in fragment.params]
 
     def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
-        """What of each parameter and buffer is averaged."""
+        """Return the values of parameters and buffers to average."""
         return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
 
     def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Merges averages; what a rank has learnt since it sent its own is kept."""
+        """Merge averages. Keep what this rank has learnt since it sent its values."""
         for tensor, average, before in zip((*fragment.params, *fragment.buffers), averages, sent, strict=True):
             _write(tensor, average.add_(_wire(tensor) - before))
 
     def _settle(self) -> None:
-        """All fragments have been merged on all ranks, none of which has trained since."""
+        """Finish a round, after all fragments were merged on all ranks without further training."""
 
     # ── how often ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tune(self, travel_s: float) -> None:
-        """On rank 0: a fragment has been on its way for so long; decides what all ranks are told with the next one."""
+        """Choose the interval from the communication time of a fragment. Sent to all ranks with the next fragment. Rank
+        0 only.
+        """
         if not self._step_s:
             return
         step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
         self._travel_s.append(travel_s)
         self._n_timed += 1
-        if self._n_timed <= 2 * count:  # connections are opened for the first ones
+        if self._n_timed <= 2 * count:  # skip the first ones, which open connections
             return
         needed = max(self._travel_s) / step_s
         delay = min(max(1, math.ceil(MARGIN * needed)), LONGEST // count)
@@ -377,29 +385,29 @@ class LocalSGD:
         interval = max(delay, math.ceil(SHORTEST / count))
         self._next = _Tail(interval=interval, delay=delay)
         logger.info(
-            "%s: every %d steps, a fragment of %d every %d: one takes %.1f steps of %.3g ms at most%s",
+            "%s: averaging every %d steps, one of %d fragments every %d; one takes at most %.1f steps of %.3g ms%s",
             type(self).__name__,
             interval * count,
             count,
             interval,
             needed,
             1e3 * step_s,
-            "" if MARGIN * needed <= delay else ", which is longer than can be hidden",
+            "" if MARGIN * needed <= delay else ", too long to be hidden",
         )
 
     # ── its state ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _drop(self) -> None:
-        """What is on its way, of a block that has raised or of a job that has ended, does not count."""
+        """Discard the fragment in flight, after an exception in the block or the end of the job."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.fragment.steps += flight.steps
-            self._steps = self._interval  # it is sent anew after the next step
+            self._steps = self._interval  # send it again after the next step
             with suppress(CommError):
                 synchronize(flight.handle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in a round this rank is; not collective. A fragment that is on its way is sent anew by who loads it."""
+        """Return this rank's position in a round. Not collective. A fragment in flight is sent again after loading."""
         flying = self._flight
         steps = [
             there.steps + (flying.steps if flying and flying.fragment is there else 0) for there in self._fragments
@@ -414,14 +422,15 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state that has the same fragments; what is on its way now does not count.
+        """Load a state with the same fragments. Discards a fragment in flight.
 
         Raises:
-            ConfigError: the state is of another model or of other fragments.
+            ConfigError: the state belongs to another model or to other fragments.
         """
         if len(state["steps_of"]) != len(self._fragments):
             raise ConfigError(
-                f"the state has {len(state['steps_of'])} fragments, this {type(self).__name__} {len(self._fragments)}"
+                f"the state has {len(state['steps_of'])} fragments, but this {type(self).__name__} has "
+                f"{len(self._fragments)}"
             )
         self._drop()
         self._begun, self._turn, self._steps = state["begun"], state["turn"], state["steps"]
@@ -432,16 +441,16 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """As `LocalSGD`, but what the ranks have learnt is the gradient of an outer optimizer, which has momentum.
+    """Like `LocalSGD`, but the ranks' changes of parameters are the gradient of an outer optimizer with momentum.
 
         with hvd.DiLoCo(model, torch.optim.AdamW(model.parameters(), 1e-3), sync_every=32):
             …  # the training loop
 
-    Beside the model each rank keeps its parameters as all ranks last agreed, in float32 at least, and the outer
-    optimizer's state. `state_dict()` has both.
+    Each rank also keeps the parameters of the last synchronisation, in float32 or float64, and the outer optimizer's
+    state. `state_dict()` contains both.
 
     Attributes:
-        outer: the outer optimizer; schedulers may change its learning rate.
+        outer: the outer optimizer. Schedulers may change its learning rate.
     """
 
     def __init__(
@@ -456,27 +465,28 @@ class DiLoCo(LocalSGD):
         blend: float = 0.0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Not collective; the arguments not named here are those of `LocalSGD`.
+        """Prepare. Not collective. Arguments without description are those of `LocalSGD`.
 
         Args:
-            model: see there.
-            optimizer: see there; the paper's inner one is AdamW.
-            sync_every: see there.
-            outer: of the same parameters as `optimizer`; it is made to update the kept ones instead. None = SGD with a
-                learning rate of 0.7, as in the paper, and a Nesterov momentum of 0.7. The paper's 0.9 suits trainings
-                of hundreds of outer steps; shorter ones end beside the minimum.
-            fragments: see there.
-            delay: see there.
-            blend: what part of its own parameters a rank keeps when a fragment is merged, 0 to 1: Streaming DiLoCo's
-                alpha, there 0.5. With 0 what it has learnt during the delay is lost.
-            process_set: see there.
+            model: see `LocalSGD`.
+            optimizer: see `LocalSGD`. The paper's inner optimizer is AdamW.
+            sync_every: see `LocalSGD`.
+            outer: optimizer of the same parameters as `optimizer`. It is changed to update the kept parameters instead.
+                None for SGD with the paper's learning rate of 0.7 and a Nesterov momentum of 0.7. The paper's momentum
+                of 0.9
+                suits trainings with hundreds of outer steps. Shorter ones miss the minimum.
+            fragments: see `LocalSGD`.
+            delay: see `LocalSGD`.
+            blend: share of its own parameters that a rank keeps when a fragment is merged, from 0 to below 1. Streaming
+                DiLoCo's alpha, 0.5 in the paper. With 0, what the rank has learnt during the delay is lost.
+            process_set: see `LocalSGD`.
 
         Raises:
             ConfigError: an argument is invalid, or gradients are averaged already.
         """
         super().__init__(model, optimizer, sync_every, fragments=fragments, delay=delay, process_set=process_set)
         if not 0.0 <= blend < 1.0:
-            raise ConfigError(f"blend= takes a part from 0 to below 1, not {blend}")
+            raise ConfigError(f"blend= must be at least 0 and less than 1, not {blend}")
         self._blend = blend
         for fragment in self._fragments:
             fragment.origins = [_wire(param).clone() for param in fragment.params]
@@ -488,13 +498,13 @@ class DiLoCo(LocalSGD):
             self._hand_over(outer)
 
     def _hand_over(self, outer: torch.optim.Optimizer) -> None:
-        """Has an optimizer of the model's parameters update the kept ones."""
+        """Change an optimizer of the model's parameters to update the kept parameters."""
         if not isinstance(outer, torch.optim.Optimizer):
-            raise ConfigError(f"outer= takes an optimizer of the model's parameters, not {outer!r:.200}")
+            raise ConfigError(f"outer= must be an optimizer of the model's parameters, not {outer!r:.200}")
         params = [param for fragment in self._fragments for param in fragment.params]
         kept = {id(param): origin for param, origin in zip(params, self._origins, strict=True)}
         if {id(param) for param in _params_of(outer)} != kept.keys():
-            raise ConfigError("outer= takes an optimizer of the same parameters as the inner one")
+            raise ConfigError("outer= must be an optimizer of the same parameters as the inner one")
         for group in outer.param_groups:
             group["params"] = [kept[id(param)] for param in group["params"]]
         for param in list(outer.state):
@@ -502,7 +512,7 @@ class DiLoCo(LocalSGD):
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
         if not self._begun:
-            for fragment in self._fragments:  # broadcast since this was made
+            for fragment in self._fragments:  # the model may have been broadcast since `__init__`
                 for param, origin in zip(fragment.params, fragment.origins, strict=True):
                     origin.copy_(_wire(param))
         return self._origins
@@ -524,19 +534,21 @@ class DiLoCo(LocalSGD):
     @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
-        for fragment in self._fragments:  # of which ranks may have kept a part of their own
+        for fragment in self._fragments:  # because ranks may have kept a part of their own parameters
             for param, origin in zip(fragment.params, fragment.origins, strict=True):
                 _write(param, origin)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `LocalSGD.state_dict`, with the parameters as all ranks last agreed, and the outer optimizer's state."""
+        """Like `LocalSGD.state_dict`, with the parameters of the last synchronisation and the outer optimizer's
+        state.
+        """
         return {**super().state_dict(), "origins": self._origins, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `LocalSGD.load_state_dict`."""
+        """Like `LocalSGD.load_state_dict`."""
         shapes = [origin.shape for origin in self._origins]
         if [origin.shape for origin in state["origins"]] != shapes:
-            raise ConfigError("the state is of a DiLoCo of another model, or of other fragments")
+            raise ConfigError("the state belongs to a DiLoCo of another model, or with other fragments")
         super().load_state_dict(state)
         with torch.no_grad():
             for origin, loaded in zip(self._origins, state["origins"], strict=True):
@@ -551,10 +563,11 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _divided(
     model: nn.Module, optimizer: torch.optim.Optimizer, fragments: int | Sequence[nn.Module]
 ) -> list[_Fragment]:
-    """The trained parameters and the buffers of floating point as fragments, in the model's order.
+    """Divide the trained parameters and the floating-point buffers into fragments, in the model's order.
 
     Raises:
-        ConfigError: there are DTensors, the optimizer has parameters that the model lacks, or `fragments` is invalid.
+        ConfigError: a parameter is a DTensor, the optimizer has parameters that the model lacks, or `fragments` is
+            invalid.
     """
     trained = {id(param) for param in _params_of(optimizer)}
     items: dict[int, tuple[str, torch.Tensor]] = {}
@@ -567,13 +580,13 @@ def _divided(
             if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
                 items.setdefault(id(tensor), (f"{prefix}.{name}".lstrip("."), tensor))
     if whole := [name for name, tensor in items.values() if is_dtensor(tensor)]:
-        raise ConfigError(f"{whole[0]} is a DTensor, of which each rank has a part: a DistributedOptimizer takes those")
+        raise ConfigError(f"{whole[0]} is a DTensor, which is sharded over ranks: use a DistributedOptimizer")
     if left_out := len(trained - items.keys()):
-        raise ConfigError(f"the optimizer has {left_out} parameters that the model has not")
+        raise ConfigError(f"the optimizer has {left_out} parameters that the model does not have")
     place: dict[int, int] = {}
     if isinstance(fragments, int):
         if fragments <= 0:
-            raise ConfigError(f"fragments= takes a positive number or the model's parts, not {fragments}")
+            raise ConfigError(f"fragments= must be a positive number or a list of modules, not {fragments}")
         sizes = [tensor.numel() * tensor.itemsize for _, tensor in items.values()]
         for key, size, end in zip(items, sizes, accumulate(sizes), strict=True):
             place[key] = fragments * (2 * end - size) // (2 * sum(sizes) + 1)
@@ -585,7 +598,7 @@ def _divided(
                 id(there): number for there in (*module.parameters(), *module.buffers()) if id(there) not in place
             }
         if outside := [name for key, (name, _) in items.items() if key not in place]:
-            raise ConfigError(f"fragments= takes modules that make up the model, and {outside[0]} is in none of them")
+            raise ConfigError(f"the modules in fragments= must cover the model, but {outside[0]} is in none of them")
     for key, (name, tensor) in items.items():
         fragment = divided[place[key]]
         if key in trained:
@@ -596,22 +609,22 @@ def _divided(
     return divided
 
 
-# ── how tensors travel ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── conversion of tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, or the tensor itself, as it is averaged: real, float32 or float64."""
+    """Return the values to average, as a real float32 or float64 tensor. May share memory with `tensor`."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.double() if real.dtype is torch.float64 else real.float()
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Puts what `_wire` gives of a tensor back into it."""
+    """Write a result in the format of `_wire` to `tensor`."""
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(value)
 
 
 def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
-    """All values of float32 with the tail behind them, and those of float64 if there are any; 1-d."""
+    """Concatenate the float32 values and the tail, and the float64 values if there are any, to 1-d tensors."""
     device = values[0].device if values else "cpu"
     singles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float32]
     doubles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float64]
@@ -620,7 +633,7 @@ def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
 
 
 def _parts(flats: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `_flat` has put together, in the shapes and on the devices of those tensors."""
+    """Split the result of `_flat` into tensors with the shapes and devices of `like`."""
     parts, starts = list[torch.Tensor](), [0, 0]
     for tensor in like:
         shape = torch.view_as_real(tensor).shape if tensor.is_complex() else tensor.shape

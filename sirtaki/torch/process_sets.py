@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, which communicate among themselves."""
+"""Process sets: groups of ranks that communicate among themselves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some of the ranks; usable once `init(process_sets=…)` or `add_process_set` has opened it.
+    """A group of ranks. Usable after `init(process_sets=…)` or `add_process_set` has opened it.
 
     Attributes:
-        process_set_id: 0 for all ranks, above that for others, None until it is opened.
-        ranks: its members by their rank among all, ascending; made of a communicator, None until it is opened.
-        mpi_comm: the mpi4py communicator that it was made of, or None.
+        process_set_id: 0 for all ranks, positive for other sets, None until the set is opened.
+        ranks: members by their rank in the job, ascending. None until opened if created from a communicator.
+        mpi_comm: mpi4py communicator that the set was created from, or None.
     """
 
     process_set_id: int | None = None
@@ -30,10 +30,10 @@ class ProcessSet:
     mpi_comm: MPI.Comm | None = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
-        """Opens nothing.
+        """Describe the set. `add_process_set` opens it.
 
         Args:
-            ranks_or_comm: its members, or an mpi4py communicator of them.
+            ranks_or_comm: ranks of the members, or an mpi4py communicator of the members.
         """
         if isinstance(ranks_or_comm, Sequence):
             self.ranks = sorted(int(rank) for rank in ranks_or_comm)
@@ -41,7 +41,7 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
 
     def _opened(self) -> RankSet | None:
-        """The set as it is open now, None if it is not."""
+        """Return the open rank set. None if the set is not open."""
         if self.process_set_id is None or not job.is_initialized():
             return None
         sets = job.current().rank_sets
@@ -51,17 +51,17 @@ class ProcessSet:
         return there if list(there.ranks) == self.ranks else None
 
     def size(self) -> int | None:
-        """Number of members, None if the set is not open."""
+        """Return the number of members. None if the set is not open."""
         there = self._opened()
         return None if there is None else len(there.ranks)
 
     def rank(self) -> int | None:
-        """This process among the members, None if it is none of them or the set is not open."""
+        """Return this process's rank in the set. None if it is not a member, or if the set is not open."""
         there = self._opened()
         return None if there is None or there.engine is None else there.engine.rank
 
     def included(self) -> bool | None:
-        """Whether this process is a member, None if the set is not open."""
+        """Return whether this process is a member. None if the set is not open."""
         there = self._opened()
         return None if there is None else there.engine is not None
 
@@ -70,12 +70,12 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks, whoever they are in this run of Sirtaki."""
+    """All ranks of the current job."""
 
     process_set_id = GLOBAL
 
     def __init__(self) -> None:
-        """Open whenever Sirtaki is."""
+        """Open whenever Sirtaki is initialised."""
 
     def _opened(self) -> RankSet | None:
         if not job.is_initialized():
@@ -86,20 +86,20 @@ class _GlobalProcessSet(ProcessSet):
 
 
 UNSETTLED = (
-    "this rank has come to a job under way, whose other ranks are in hvd.elastic.run: communicate inside of it only; "
-    "state that is committed there needs no broadcast before"
+    "this rank has joined a running job whose other ranks are in hvd.elastic.run: communicate only inside "
+    "hvd.elastic.run; it synchronises the state, so no broadcast is needed before"
 )
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""All ranks; the default of every operation."""
+"""All ranks. Default of every operation."""
 
 
 def engine_of(process_set: ProcessSet) -> EagerEngine:
-    """What performs this set's operations.
+    """Return the engine of a set's operations.
 
     Raises:
         NotInitializedError: `init()` has not been called.
-        ConfigError: the set is not open, or this rank is not in it.
+        ConfigError: the set is not open, or this rank is not a member.
     """
     current = job.current()
     if not current.settled:
@@ -114,7 +114,7 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
 
 
 def require_opened(process_set: ProcessSet) -> RankSet:
-    """An open set.
+    """Return the open rank set.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -124,12 +124,12 @@ def require_opened(process_set: ProcessSet) -> RankSet:
     if (there := process_set._opened()) is not None:
         return there
     if process_set in _lasting and process_set.ranks and process_set.ranks[-1] >= size:
-        raise ConfigError(f"the process set of ranks {process_set.ranks} does not fit the {size} ranks that there are")
+        raise ConfigError(f"the process set of ranks {process_set.ranks} does not fit the {size} ranks of the job")
     raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
 
 
 def members(process_set: ProcessSet) -> tuple[int, ...]:
-    """The ranks of an open set, by their rank among all.
+    """Return the ranks of an open set, by their rank in the job.
 
     Raises:
         ConfigError: the set is not open.
@@ -138,11 +138,11 @@ def members(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Collective over all ranks: opens a process set, which every rank names alike, members or not.
+    """Open a process set. Collective over all ranks, members or not, which must pass equal sets.
 
     Raises:
-        ValueError: on all ranks; it names ranks that do not exist, or it is open already.
-        HorovodInternalError: on all ranks; they name different sets.
+        ValueError: the set contains ranks that do not exist, or is open already. Raised on all ranks.
+        HorovodInternalError: ranks pass different sets. Raised on all ranks.
     """
     current = job.current()
     if not isinstance(process_set, ProcessSet):
@@ -150,7 +150,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if current.elastic is not None and not current.training and process_set not in _lasting:
         _lasting.append(process_set)
         if not current.settled:
-            return process_set  # opened once this rank meets the others
+            return process_set  # opened when this rank joins the other ranks in `elastic.run`
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
     process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
     return process_set
@@ -160,7 +160,7 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     if process_set.mpi_comm is None:
         assert process_set.ranks is not None
         return process_set.ranks
-    # A communicator names its members on its own members only.
+    # Only members of a communicator know its members.
     control = job.current().control
     MPI = load_mpi()
     mine: list[int] = []
@@ -171,17 +171,20 @@ def _wanted(process_set: ProcessSet) -> list[int]:
         ]
     named: list[list[int]] = [ranks for ranks in control.all_gather(mine) if ranks]
     if len({tuple(ranks) for ranks in named}) != 1:
-        raise ConfigError("a process set's communicator must be one and the same on its members, COMM_NULL elsewhere")
+        raise ConfigError("a process set's communicator must be the same on all members, and COMM_NULL on other ranks")
     return named[0]
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Collective over all ranks: ends a process set; False if it is not open or the global one.
+    """Close a process set. Collective over all ranks.
 
     Optimizers of the set are closed: their next `step()` raises.
 
+    Returns:
+        False if the set is not open, or is the global set.
+
     Raises:
-        HorovodInternalError: on all ranks; they name different sets, or a member has operations under way.
+        HorovodInternalError: ranks pass different sets, or a member has pending operations. Raised on all ranks.
     """
     current = job.current()
     if process_set is global_process_set:
@@ -196,24 +199,24 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
-    """Collective over all ranks: opens the sets that `init` was given.
+    """Open the sets that were passed to `init`. Collective over all ranks.
 
     Raises:
-        ValueError: one of them is there twice, or the argument is none of those that `init` takes.
+        ValueError: a set is passed twice, or the argument has an invalid type.
     """
-    if process_sets is None or process_sets == "dynamic":  # sets can be added at any time, asked for or not
+    if process_sets is None or process_sets == "dynamic":  # sets can be added at any time, also without "dynamic"
         return
     if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
-        raise ConfigError(f"process_sets= takes a list of ProcessSet or 'dynamic', not {process_sets!r}")
+        raise ConfigError(f"process_sets= must be a list of ProcessSet or 'dynamic', not {process_sets!r}")
     for process_set in process_sets:
         if process_set is not global_process_set:
             _open_static(process_set)
 
 
 def _open_static(process_set: ProcessSet) -> None:
-    """Collective. Where ranks come and go a set may have more of them another time; its use tells that it does not fit.
+    """Open a set passed to `init`. Collective. In an elastic job, a set that is too large raises when it is used.
 
-    In a job under way, `init()` is called by all ranks of each generation, so that it is opened right now.
+    All ranks of a generation call `init()`, so that the set can be opened immediately.
     """
     current = job.current()
     if current.elastic is None:
@@ -225,31 +228,33 @@ def _open_static(process_set: ProcessSet) -> None:
         open_again([process_set])
 
 
-# ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────────
+# ── elastic jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 _lasting: list[ProcessSet] = []
-"""Those of `init()`, and those that were added outside of the function that `elastic.run` repeats."""
+"""Sets passed to `init()`, and sets added outside of the function that `elastic.run` repeats."""
 
 
 def end_generation() -> None:
-    """Not collective: no set is open any more."""
+    """Mark all sets as closed. Not collective."""
     for process_set in _lasting:
         process_set.process_set_id = None
 
 
 def lasting() -> dict[tuple[int, ...], ProcessSet]:
-    """Sets to be opened again that are not open, by their ranks."""
+    """Return sets that are to be opened again and are not open, by their ranks."""
     return {tuple(there.ranks): there for there in _lasting if there.ranks is not None and there._opened() is None}
 
 
 def open_again(process_sets: Sequence[ProcessSet]) -> None:
-    """Collective over all ranks, in one order: opens those that fit; all ranks that there are may be one of them."""
+    """Open the sets that fit into the job. Collective over all ranks, in the same order. A set may contain all
+    ranks.
+    """
     current = job.current()
-    everybody = list(range(current.control.size))
+    all_ranks = list(range(current.control.size))
     for process_set in process_sets:
         assert process_set.ranks is not None
-        if process_set.ranks == everybody:
+        if process_set.ranks == all_ranks:
             process_set.process_set_id = GLOBAL
-        elif process_set.ranks[-1] < len(everybody):
+        elif process_set.ranks[-1] < len(all_ranks):
             process_set.process_set_id = current.rank_sets.add(process_set.ranks)

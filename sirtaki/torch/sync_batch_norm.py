@@ -1,8 +1,8 @@
-"""Batch normalisation over the batches of all ranks, on the CPU too.
+"""Batch normalisation over the batches of all ranks, also on the CPU.
 
-Each rank brings its count, mean and sum of squared deviations per channel; they are put together by the parallel
-algorithm (Chan, Golub, LeVeque 1979), which stays accurate where a difference of squares would not. Ranks may have
-batches of different sizes, also empty ones.
+Each rank contributes count, mean and sum of squared deviations per channel. They are combined by the parallel algorithm
+of Chan, Golub and LeVeque (1979), which is more accurate than a difference of squares. Batches may have different
+sizes, and may be empty.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .mpi_ops import Sum, allgather, allreduce, size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm*d` over the joined batch of all ranks; any number of dimensions from two."""
+    """`torch.nn.BatchNorm*d` over the combined batch of all ranks, for inputs with two or more dimensions."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Collective while training with more than one rank.
+        """Normalise the input. Collective during training with more than one rank.
 
         Args:
-            input: `(n, channels, …)`; `n` may differ between ranks.
+            input: `(n, channels, …)`. `n` may differ between ranks.
         """
         self._check_input_dim(input)
         uses_batch = self.training or not self.track_running_stats or self.running_mean is None
@@ -38,19 +38,19 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             running_mean, running_var = self.running_mean, self.running_var
             momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        result: torch.Tensor = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch's decorator
+        result: torch.Tensor = _SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]  # torch's decorator
             input, self.weight, self.bias, running_mean, running_var, self.eps, momentum
         )
         return result
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`(channels,)` → `(1, channels, 1, …)`."""
+    """Reshape `(channels,)` to `(1, channels, 1, …)`."""
     return values.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
-class _SyncBatchNorm(torch.autograd.Function):
-    """Statistics are computed and reduced in float32 at least."""
+class _SyncBatchNormFunction(torch.autograd.Function):
+    """Forward and backward with statistics in float32 or float64."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         outer = grads[0].to(mean.dtype)
         over = [0, *range(2, input.dim())]
         normal = (wide - _per_channel(mean, wide)) * _per_channel(scale, wide)
-        # Gradients of weight and bias stay this rank's: the optimizer reduces them like all others.
+        # Gradients of weight and bias are not reduced here, because the optimizer reduces them.
         own = torch.stack([outer.sum(over), (outer * normal).sum(over)])
         grad_input = None
         if ctx.needs_input_grad[0]:

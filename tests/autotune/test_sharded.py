@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.meta.session import Purpose, TuningSession
-from sirtaki.autotune.sharded import ShardArm, ShardedStep, ShardKnobs, ShardLink, ShardSpace, shard_session
+from sirtaki.autotune.shard_search import ShardArm, shard_session
+from sirtaki.autotune.sharded import ShardedStep, ShardKnobs, ShardLink, ShardSpace
 
 SPACE = ShardSpace(modules=9, streams=(1, 2, 3, 4, 6, 8), whole_bytes=(100,) * 9, dropped=tuple(range(9)))
 DEFAULT = ShardKnobs(streams=3)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -131,4 +130,4 @@ def remembered(knobs: Knobs, *, times: float = 1.0, proved: bool = True) -> Reme
 
 
 def streams(count: int) -> Knobs:
-    return replace(DEFAULT, streams=count)
+    return DEFAULT.but(streams=count)

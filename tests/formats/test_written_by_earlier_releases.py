@@ -85,5 +85,5 @@ def test_a_checkpoint_of_a_later_format_is_refused_by_name_and_stays(
     env = {"SIRTAKI_CHECKPOINT_DIR": str(written / "checkpoints"), "SIRTAKI_REGISTRY": "off"}
     done = run_ranks(script, 1, env=env, check=False)
     assert done.returncode == 1
-    assert f"{manifest.parent} has format 2, and this release reads formats up to 1" in done.stderr
+    assert f"{manifest.parent} has format 2, but this release reads formats up to 1" in done.stderr
     assert manifest.exists()

@@ -98,7 +98,7 @@ def test_a_job_that_is_told_to_go_goes_on_from_its_last_commit(
     cluster.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # else Slurm waits two minutes
     assert job.wait(END_S) == "COMPLETED", job.output()
     second = job.output()[len(first) :]
-    assert "going on from the checkpoint" in second
+    assert "continuing from the checkpoint" in second
     assert epochs(first) + epochs(second) == [1, 2, 3, 4, 5, 6], job.output()
     assert_trained(second)
 
@@ -176,4 +176,4 @@ def test_sirtakirun_takes_hosts_and_slots_of_the_allocation(cluster: SlurmCluste
 def test_sirtakirun_says_that_srun_has_started_too_many_of_it(cluster: SlurmCluster) -> None:
     job = in_allocation(cluster, "srun", "--ntasks=2", "sirtakirun", "python", str(DIGITS))
     assert job.returncode == 2
-    assert "srun has started sirtakirun 2 times; start it once, without srun" in job.stderr
+    assert "srun started sirtakirun 2 times; start it once, without srun" in job.stderr

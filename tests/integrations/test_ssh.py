@@ -134,7 +134,7 @@ def sentence(jobs: Jobs) -> str:
     """The line by which a job that could not start has ended; nothing else was said, and nothing has been started."""
     assert jobs.seconds < SOON_S, jobs.said
     assert jobs.ends == {}
-    lines = [line for line in jobs.said.splitlines() if "ranks are to begin" not in line]
+    lines = [line for line in jobs.said.splitlines() if "ranks to start, but the remaining hosts" not in line]
     assert len(lines) == 1, jobs.said
     jobs.nothing_is_left(within_s=8.0)
     return lines[0]
@@ -185,9 +185,9 @@ def _is_a_stranger(hosts: SshHosts) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (_refuses, r"Connection refused: start sshd there, or name its port with --ssh-port"),
-        (_wants_another_key, r"Permission denied .*: let your key in there, `ssh-copy-id sirtaki-n1`"),
-        (_is_a_stranger, r"Host key verification failed: log in once by hand, `ssh sirtaki-n1`"),
+        (_refuses, r"Connection refused: start sshd there, or set its port with --ssh-port"),
+        (_wants_another_key, r"Permission denied .*: install your key there, `ssh-copy-id sirtaki-n1`"),
+        (_is_a_stranger, r"Host key verification failed: log in once manually, `ssh sirtaki-n1`"),
     ],
 )
 def test_a_host_that_lets_nobody_in(
@@ -202,8 +202,8 @@ def test_a_host_that_lets_nobody_in(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (UNKNOWN, "Could not resolve hostname .*: is the name right?"),
-        pytest.param(SILENT, "timed out: is it switched on, and does no firewall", marks=pytest.mark.slow),
+        (UNKNOWN, "Could not resolve hostname .*: check the name"),
+        pytest.param(SILENT, "timed out: check that it is running and that no firewall", marks=pytest.mark.slow),
     ],
 )
 def test_a_host_that_is_not_there(jobs: Jobs, options: Sequence[str], name: str, says: str) -> None:
@@ -247,11 +247,11 @@ def _empty(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("lack", "says"),
     [
-        (_no_python, "No such file or directory: the same Python environment must be there as here"),
-        (_no_sirtaki, r"No module named .*: install Sirtaki there for \S+, the same version as here"),
-        (_other_sirtaki, r"Sirtaki 0\.0\.9 is there, and \S+ where the job is started: install the same"),
-        (_other_torch, r"PyTorch 2\.0\.1 is there, and \S+ where the job is started: install the same"),
-        (_no_script, r"there is no script \S+/ssh_training.py: copy it there, or put it where all hosts see it"),
+        (_no_python, "No such file or directory: install the same Python environment there"),
+        (_no_sirtaki, r"No module named .*: install the same version of Sirtaki there for \S+"),
+        (_other_sirtaki, r"it has Sirtaki 0\.0\.9, but the launcher has \S+: install the same"),
+        (_other_torch, r"it has PyTorch 2\.0\.1, but the launcher has \S+: install the same"),
+        (_no_script, r"there is no script \S+/ssh_training.py: copy it there, or use a shared file system"),
     ],
 )
 def test_a_host_that_lacks_something(

@@ -483,8 +483,8 @@ MUTANTS = (
         f"{OF_CHECKPOINTS} read_back",
         {
             "what was written is not read back": (
-                "if problem := _problem(unfinished, pace):",
-                "if (problem := _problem(unfinished, pace)) is None:",
+                "if problem := _problem(unfinished, throttle):",
+                "if (problem := _problem(unfinished, throttle)) is None:",
             ),
         },
     ),
@@ -493,8 +493,8 @@ MUTANTS = (
         f"{OF_CHECKPOINTS} damaged",
         {
             "a changed byte that is not noticed": (
-                "if _digest(path / STATE, pace or Pace()) != digest:",
-                "if len(_digest(path / STATE, pace or Pace())) != len(digest):",
+                "if _digest(path / STATE, throttle or WriteThrottle()) != digest:",
+                "if len(_digest(path / STATE, throttle or WriteThrottle())) != len(digest):",
             ),
         },
     ),
@@ -503,8 +503,8 @@ MUTANTS = (
         f"{OF_CHECKPOINTS} written_again",
         {
             "a commit that cannot be written over": (
-                "            shutil.rmtree(final, ignore_errors=True)  # of a job",
-                "            # of a job",
+                "            shutil.rmtree(final, ignore_errors=True)  # written",
+                "            # written",
             ),
         },
     ),
@@ -523,8 +523,8 @@ MUTANTS = (
         f"{OF_CHECKPOINTS} is_due",
         {
             "one is due as soon as the one before is written": (
-                "        self._last_s, self._pace = self._clock(), Pace(",
-                "        self._pace = Pace(",
+                "        self._last_s, self._throttle = self._clock(), WriteThrottle(",
+                "        self._throttle = WriteThrottle(",
             ),
         },
     ),

@@ -333,7 +333,7 @@ def mistakes_are_told() -> None:
     optimizer = inner(model)
     if hvd.size() > 1:
         distributed = hvd.DistributedOptimizer(inner(model))
-        raises(ConfigError, "nothing to do", hvd.LocalSGD(model, optimizer).__enter__)
+        raises(ConfigError, "has no effect", hvd.LocalSGD(model, optimizer).__enter__)
         distributed.close()
         raises(ConfigError, "a plain optimizer", lambda: hvd.LocalSGD(model, distributed))
         with torch.no_grad():
@@ -347,9 +347,9 @@ def mistakes_are_told() -> None:
     raises(ConfigError, "around the training loop", context.synchronize)
     with suppress(KeyError), context:
         train(model, optimizer, hvd.rank(), 0)
-        raises(ConfigError, "in use already", context.__enter__)
+        raises(ConfigError, "is in use", context.__enter__)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        raises(ConfigError, "make a new one", lambda: train(model, optimizer, hvd.rank(), 1))
+        raises(ConfigError, "create a new one", lambda: train(model, optimizer, hvd.rank(), 1))
         raise KeyError("the script's own")
     # A block that has raised may be entered again, whatever was on its way.
     optimizer = inner(model)

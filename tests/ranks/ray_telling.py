@@ -6,7 +6,7 @@ import torch
 
 import sirtaki.torch as hvd
 from sirtaki.errors import PeerLostError
-from sirtaki.integrations.ray.ranks import call_telling_others, leave_job
+from sirtaki.integrations.ray.ranks import call_reporting_errors, leave_job
 
 
 def fail_on_the_last_rank() -> None:
@@ -24,16 +24,16 @@ def add_ranks() -> float:
 
 def main() -> None:
     rank, size, said = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ""
-    assert call_telling_others(lambda: 3) == 3  # before there is a job
+    assert call_reporting_errors(lambda: 3) == 3  # before there is a job
     try:
-        call_telling_others(fail_on_the_last_rank)
+        call_reporting_errors(fail_on_the_last_rank)
     except (LookupError, PeerLostError) as err:
         said = f"{type(err).__name__}: {err}"
     last = rank == size - 1
     assert said == ("LookupError: nothing" if last else "PeerLostError: a rank raised LookupError: nothing"), said
     assert not hvd.is_initialized()
     leave_job("again is harmless")
-    assert call_telling_others(add_ranks) == size * (size + 1) / 2
+    assert call_reporting_errors(add_ranks) == size * (size + 1) / 2
     assert hvd.is_initialized()
     hvd.shutdown()
     print("went on", flush=True)

@@ -13,16 +13,16 @@ from sirtaki.run.elastic.agent import CONNECT_S, AgentRules, candidates, expecte
 from sirtaki.run.elastic.driver import AgentList, AgentRecord
 from sirtaki.run.elastic.job_members import (
     KILL_GRACE_S,
+    AgentAddress,
+    AgentMessage,
     EndAll,
-    Form,
+    FormGeneration,
     FromAgent,
-    Heard,
     JobMembers,
     Lost,
-    Place,
     RankEnd,
+    RegisterAgent,
     ToAgent,
-    Up,
     has_waited,
 )
 
@@ -70,9 +70,9 @@ class DriverProcess(Process):
         )
         rng = random.Random(self.sim.rng.random())
         self.members = JobMembers(policy, self, lambda text: world.history.note("say", self.name, text=text), rng)
-        self._events: list[Heard | Lost] | None = None
-        self._heard: list[Heard | Lost] = []
-        self._reports: dict[str, Up] = {}
+        self._events: list[AgentMessage | Lost] | None = None
+        self._heard: list[AgentMessage | Lost] = []
+        self._reports: dict[str, RegisterAgent] = {}
         self._asked: Mapping[str, int] = {}
         self._closing = False
         if expected is None:
@@ -104,14 +104,14 @@ class DriverProcess(Process):
         self.agent_list.stop(host)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        if isinstance(message, Form):
+        if isinstance(message, FormGeneration):
             places = [(member.host, member.is_new) for member in message.members]
             limits = self.world.policy.min_ranks, self.world.policy.max_ranks
             self.world.history.note("formed", "driver", workers=message.workers, places=places, limits=limits)
         self.agent_list.send_to(hosts, message)
 
-    def tell_each_other(self) -> None:
-        self.agent_list.tell_each_other()
+    def broadcast_agents(self) -> None:
+        self.agent_list.broadcast_agents()
 
     # ── see Listener ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -120,13 +120,13 @@ class DriverProcess(Process):
             return False
         agent = self.agent_list.awaited(own) or SimulatedAgent("", own, now_s=self.sim.now_s)
         agent.channel, agent.heard_s = end, self.sim.now_s
-        end.on_message = lambda message: self._hear(self.agent_list.hear(agent, message, self.sim.now_s))
+        end.on_message = lambda message: self._hear(self.agent_list.receive(agent, message, self.sim.now_s))
         end.on_close = lambda: self._hear(*self.agent_list.lose(agent, self.sim.now_s))
         return True
 
     # ── see Driver ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hear(self, *events: Heard | Lost | None) -> None:
+    def _hear(self, *events: AgentMessage | Lost | None) -> None:
         for event in events:
             if event is None or self._closing:
                 continue
@@ -134,7 +134,7 @@ class DriverProcess(Process):
                 if not self._heard:
                     self.later(self.sim.rng.uniform(0.0, LOOK_S), self._answer)
                 self._heard.append(event)
-            elif isinstance(event, Heard) and isinstance(event.message, Up):
+            elif isinstance(event, AgentMessage) and isinstance(event.message, RegisterAgent):
                 self._reports[event.host] = event.message
             else:
                 self._events.append(event)
@@ -165,14 +165,14 @@ class DriverProcess(Process):
         self._asked = dict(hosts)
         self.members.found(hosts, self.sim.now_s)
 
-    def _take_over(self, later: list[Heard | Lost]) -> None:
+    def _take_over(self, later: list[AgentMessage | Lost]) -> None:
         self.agent_list.expect_no_more()
         if not self.members.take_over(self._reports, self.sim.now_s):
-            self.world.history.note("say", self.name, text="too few to go on")
+            self.world.history.note("say", self.name, text="too few to continue")
             self._close(1)
             return
         self.world.history.note("takes over", self.name, hosts=self.hosts)
-        self.tell_each_other()
+        self.broadcast_agents()
         self._events = None
         self.members.answer(later, self.sim.now_s)
         self._run(self.world.fixed_hosts)
@@ -211,7 +211,7 @@ class AgentProcess(Process):
 
     def _meet(self, end: End) -> None:
         self._driver = end
-        end.on_message = lambda message: self._does(lambda: self.rules.hear_driver(message, self.sim.now_s))
+        end.on_message = lambda message: self._does(lambda: self.rules.driver_message(message, self.sim.now_s))
         end.on_close = lambda: self._does(lambda: self._lose_driver(end))
         places = [self.place] if self.world.plan.goes_on else []
         self.rules.meet_driver(places, self.sim.now_s)
@@ -250,7 +250,7 @@ class AgentProcess(Process):
         self._waiting = []
         self._try(list(candidates(self.rules.agents, self.number)))
 
-    def _try(self, left: list[tuple[int, Sequence[Place], float]]) -> None:
+    def _try(self, left: list[tuple[int, Sequence[AgentAddress], float]]) -> None:
         if not left:
             waiting, self._waiting = self._waiting or [], None
             self.rules.end(self.sim.now_s)
@@ -300,10 +300,10 @@ class AgentProcess(Process):
         own, its = self.network.cable(self, rank)
         self.channels[worker] = own
         rank.begin(its)
-        own.on_message = lambda message: self._does(lambda: self.rules.hear_rank(worker, message))
-        own.on_close = lambda: self._does(lambda: self._bury(worker, rank))
+        own.on_message = lambda message: self._does(lambda: self.rules.rank_message(worker, message))
+        own.on_close = lambda: self._does(lambda: self._reap(worker, rank))
 
-    def _bury(self, worker: int, rank: Process) -> None:
+    def _reap(self, worker: int, rank: Process) -> None:
         del self.channels[worker]
         self.children.remove(rank)
         code = rank.exit_code if rank.exit_code is not None else 137
@@ -318,10 +318,10 @@ class AgentProcess(Process):
             if each.name == f"worker {worker}":
                 each.exit(137)
 
-    def tell_rank(self, worker: int, message: ToRank) -> None:
+    def send_to_rank(self, worker: int, message: ToRank) -> None:
         if worker in self.channels:
             self.channels[worker].send(message)
 
-    def tell_driver(self, message: FromAgent) -> None:
+    def send_to_driver(self, message: FromAgent) -> None:
         if self._driver is not None:
             self._driver.send(message)

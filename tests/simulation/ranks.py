@@ -12,9 +12,9 @@ from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
 from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
 from sirtaki.comm.control.mesh_rendezvous import Attendee
-from sirtaki.engine.generations import LONG_S, Heard, name_of
+from sirtaki.engine.generations import LONG_S, AgentNews, name_of
 from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
-from sirtaki.torch.elastic.state import Brought, Commits, Standing, agreed
+from sirtaki.torch.elastic.state import Commits, HeldCommits, RankStatus, plan_recovery
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -163,7 +163,7 @@ class Rank(Process):
         self._save()
         self.has_state = False
         self.mesh: Mesh | None = None
-        self._heard = Heard()
+        self._heard = AgentNews()
         self._messages: list[Message] = []
 
     def begin(self, agent: End) -> None:
@@ -188,7 +188,7 @@ class Rank(Process):
 
     def _hear(self, message: Message) -> None:
         if self._has_met and self.mesh is not None:
-            self._heard.hear([message])  # type: ignore[list-item]  # it stands for JSON here
+            self._heard.update([message])  # type: ignore[list-item]  # it stands for JSON here
             self.mesh.failure = self.mesh.failure or self._heard.lost
         else:
             self._messages.append(message)
@@ -253,7 +253,7 @@ class Rank(Process):
         self.later(self.world.policy.timeout_s + 30.0, self._go_on)
         while True:
             messages, self._messages = self._messages, []
-            if (answer := self._heard.hear(messages)) is not None:
+            if (answer := self._heard.update(messages)) is not None:
                 return answer
             if self.sim.now_s >= until_s - 1e-9:
                 self.exit(1)
@@ -286,7 +286,7 @@ class Rank(Process):
     def _look_out(self, mesh: Mesh, until_s: float) -> Steps:
         """Whether the meeting is in vain."""
         messages, self._messages = self._messages, []
-        self._heard.hear(messages)
+        self._heard.update(messages)
         if self._heard.lost or self.sim.now_s >= until_s - 1e-9:
             self.network.listeners.pop(self._address, None)
             raise LostError(self._heard.lost or "they did not come")
@@ -298,17 +298,17 @@ class Rank(Process):
         standing = self.commits.newest.number, self.commits.completed
         yield from mesh.gather(self.has_state, restored, *standing, wants_sync)
         everybody = [
-            Brought(
+            RankStatus(
                 has_state=bool(has_state),
                 restored=bool(back),
-                standing=Standing(written=int(written), completed=int(completed)),
+                standing=HeldCommits(written=int(written), completed=int(completed)),
                 wants_sync=bool(wants),
                 process_sets=(),
                 optimizers=(),
             )
             for has_state, back, written, completed, wants in mesh.gathered
         ]
-        settlement = agreed(everybody, everybody[mesh.rank])
+        settlement = plan_recovery(everybody, everybody[mesh.rank])
         if settlement.back_to is not None:
             self.commits.drop_after(settlement.back_to)
             self._put_back()

@@ -346,7 +346,7 @@ class Job(LaunchedJob):
         self.expect(lambda: (found := newest()) and found.number > before.number, RECOVER_S, "it is written again")
 
     def _refusals(self) -> int:
-        return self.text(most=10**9).count("could not be written")
+        return self.text(most=10**9).count("cannot write commit")
 
     def _hit_host(self, what: str, members: dict[int, tuple[int, str]], pids: list[int]) -> None:
         """One that the others can do without: a driver must know most members, or half of them with rank 0."""

@@ -60,7 +60,7 @@ from sirtaki.machine import free_in_forked_children, in_forked_children
 from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 
 from ..job import Job
-from ..participants import Participants, Progress, Running, Stage
+from ..participants import ActiveReducers, CurrentSetting, IterationCounter, WaitStage
 from ..sparse_gradients import SparseReductions
 from ..tuning.pipeline_target import PipelineTarget
 from . import distributed_autograd
@@ -256,7 +256,7 @@ class GradientReducer:
         tuned: what has the dense gradients reduced; None if there are none.
         sparse: which of its gradients are sparse, and what reduces these.
         phase: where its iteration is.
-        failed_in: the backward pass that has raised, by `Participants.n_begun`; None = none has in this iteration.
+        failed_in: the backward pass that has raised, by `ActiveReducers.n_begun`; None = none has in this iteration.
         progress: how far this rank is in its iterations.
         shared: several optimizers may use it; the same on all ranks.
         users: those optimizers of this rank that do.
@@ -301,7 +301,7 @@ class GradientReducer:
         self._control, self._engine = members.control, members.engine
         self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
-        self.progress = Progress()
+        self.progress = IterationCounter()
         self.shared, self.n_reduced = False, 0
         self.users: weakref.WeakSet[OptimizerGradients] = weakref.WeakSet()
         self.gate: weakref.ref[ForwardGate] | None = None
@@ -530,7 +530,7 @@ class GradientReducer:
     def begin_backward(self) -> bool:
         """A backward pass begins; False if its gradients do not count. Collective if the one before has raised."""
         if self.phase is not Phase.COMING:
-            self.settle()
+            self.drain()
             if self.failed_in is not None:
                 self._job.participants.drop_failed(self.failed_in)
         self._job.participants.n_begun += 1
@@ -579,7 +579,7 @@ class GradientReducer:
         for other in self._job.participants:  # for which other ranks may wait first
             if other is not self:
                 other.flush()
-        self._job.joining.begins(self, Stage.REDUCE)
+        self._job.joining.announce(self, WaitStage.REDUCE)
         if self.gate is not None and self.can_put_off and (gate := self.gate()) is not None:
             self.flush()
             if gate.keep():
@@ -600,8 +600,8 @@ class GradientReducer:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        sync, rows, interrupted = self._sync, self._rows, partial(self._job.blocked.need, self)
-        with self.progress.waits(Stage.REDUCE):
+        sync, rows, interrupted = self._sync, self._rows, partial(self._job.blocked.must_stop_waiting, self)
+        with self.progress.waits(WaitStage.REDUCE):
             if self.phase is Phase.GATED:
                 self.phase = Phase.COMING
             if sync is not None and not sync.complete and not sync.reduce(interrupted):
@@ -665,7 +665,7 @@ class GradientReducer:
         """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
         assert self._sync is not None
         self.phase = Phase.STEPPED
-        self._job.joining.begins(self, Stage.FINISH)
+        self._job.joining.announce(self, WaitStage.FINISH)
         self._put_in_missing()
         self._sync.flush()
 
@@ -683,8 +683,8 @@ class GradientReducer:
         if self._sync is None:
             raise CommError(NEVER_CAME)
         late = self.phase is Phase.STEPPED
-        with self.progress.waits(Stage.FINISH if late else Stage.REDUCE):
-            numbers = self._sync.wait_for(number, None if late else partial(self._job.blocked.need, self))
+        with self.progress.waits(WaitStage.FINISH if late else WaitStage.REDUCE):
+            numbers = self._sync.wait_for(number, None if late else partial(self._job.blocked.must_stop_waiting, self))
         if not numbers:
             self.phase = Phase.COMING
         return numbers
@@ -694,7 +694,7 @@ class GradientReducer:
         assert self._sync is not None
         self._sync.hand_out_some(numbers)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Blocks until no end of an iteration is put off any more; not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
             gate.settle()
@@ -722,12 +722,12 @@ class GradientReducer:
                 self.drop_failed()
             if not self.begun:
                 distributed_autograd.require_gradients_outside(self.hooked)
-            self._job.joining.begins(self, Stage.FINISH)
+            self._job.joining.announce(self, WaitStage.FINISH)
         late, problem = self.phase is Phase.STEPPED, ""
         if late:
             self.phase = Phase.COMING
         if not self.shared or self._is_due(here=self.begun or (due and not joined)):
-            with self.progress.waits(Stage.FINISH):
+            with self.progress.waits(WaitStage.FINISH):
                 changed = self._reduce_all(joined=joined, late=late)
                 problem = "" if self._sync is None else self._sync.problem
                 if changed:
@@ -736,7 +736,7 @@ class GradientReducer:
                     self._begin_iteration()
             self.n_reduced += 1
         self.progress.finished += 1
-        self._job.joining.ends(self)
+        self._job.joining.iteration_ended(self)
         if problem:
             raise GradientError(problem)
 
@@ -755,7 +755,7 @@ class GradientReducer:
         Args:
             here: this rank has, or cannot know.
         """
-        with self.progress.waits(Stage.ASK):
+        with self.progress.waits(WaitStage.ASK):
             anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
         self.shared = bool(n_users > 1)
         return bool(anywhere > 0)
@@ -866,11 +866,13 @@ class GradientReducer:
         return self._sync is not None and self._sync.in_flight.busy
 
     @property
-    def running(self) -> Running | None:
+    def running(self) -> CurrentSetting | None:
         """Which iteration and setting its dense gradients are at; None without any."""
         if (tuned := self.tuned) is None:
             return None
-        return Running(iteration=tuned.synchroniser.iteration, setting=tuned.knobs.describe(), tuning=tuned.tuning)
+        return CurrentSetting(
+            iteration=tuned.synchroniser.iteration, setting=tuned.knobs.describe(), tuning=tuned.tuning
+        )
 
     @property
     def given(self) -> int:
@@ -944,7 +946,7 @@ def _current_wait(this: weakref.ref[GradientReducer]) -> Wait | None:
     return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
 
-def _progress_of(this: weakref.ref[GradientReducer], participants: Participants) -> str:
+def _progress_of(this: weakref.ref[GradientReducer], participants: ActiveReducers) -> str:
     """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
     reducer = this()
     tuned = None if reducer is None else reducer.tuned
@@ -1022,7 +1024,7 @@ class OptimizerGradients:
         """Collective: from now on, these parameters too."""
         job, members = self._job, self._members
         assert members.control is not None
-        job.participants.settle()
+        job.participants.drain()
         if reducers_of(job):
             gc.collect()  # torch's optimizers are parts of reference cycles, so that they are collected some time later
         job.disposal.drain()

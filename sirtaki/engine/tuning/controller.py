@@ -15,7 +15,7 @@ import numpy as np
 from sirtaki.autotune.meta.session import DEFAULT_ARM, Assignment, Purpose, TuningSession
 from sirtaki.autotune.trial import S
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.engine.console import progress_every_s, tell_progress
+from sirtaki.engine.console import log_progress, progress_every_s
 from sirtaki.errors import PlanError, TransportError, in_a_line
 
 from .target import TunableTarget
@@ -219,7 +219,7 @@ class TuningController:
         progress = self._guarded(search, partial(target.progress, session))
         if progress is not None:
             self._told_s = time.monotonic()
-            tell_progress(logger, progress)
+            log_progress(logger, progress)
 
     def _guarded(self, search: _Search[Any] | None, action: Callable[[], _T]) -> _T | None:
         """Run tuning code of rank 0; what it raises ends tuning instead of training."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -139,7 +139,7 @@ class OverlapArm:
         low, high = self._space.unit_bytes
         tuned = self._tuned
         if 1 <= streams <= max(2, tuned.streams):
-            knobs = replace(tuned, unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
+            knobs = tuned.but(unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
             if knobs in self._space:
                 yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), puts_off=True)
 
@@ -166,9 +166,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
         return knobs
     count = round(equal / unit)
     stops = [*(equal * number // count for number in range(1, count + 1)), equal + half, layout.numel]
-    return replace(
-        knobs, cuts=tuple(Cut(stop=stop, stream=number % knobs.streams) for number, stop in enumerate(stops))
-    )
+    return knobs.but(cuts=tuple(Cut(stop=stop, stream=number % knobs.streams) for number, stop in enumerate(stops)))
 
 
 class Deferrable(Protocol):

@@ -32,7 +32,7 @@ from sirtaki.comm.plan import (
 )
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import NO_LOG, Progress, tuning_ahead, tuning_off
+from sirtaki.engine.console import NO_LOG, TuningProgress, tuning_ahead, tuning_off
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, PlanError, TransportError
 from sirtaki.measures import LinkModel
@@ -262,7 +262,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         if self.default.route not in self.router.routes:
             space = still_possible(self.space, self.router)
             self.space, self.default = open_default(space, self._control, self.router, self._choose)
-        return replace(self.default, cuts=None).to_plan(layout)
+        return self.default.but(cuts=None).to_plan(layout)
 
     @property
     def model(self) -> PlanningModel | None:
@@ -363,7 +363,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             layout.class_of(unit.start, unit.stop)
             for layout in self._layouts
             for size in sizes
-            for unit in replace(self.default, unit_bytes=size).to_plan(layout).units
+            for unit in self.default.but(unit_bytes=size).to_plan(layout).units
         }
         self.space = replace(self.space, classes=tuple(kind for kind in UnitClass if kind in there))
 
@@ -450,7 +450,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._search.record(session, spans_s, iteration=self._sync.iteration, backward_s=backward_s)
         self._backward_s.clear()
 
-    def progress(self, session: TuningSession) -> Progress | None:
+    def progress(self, session: TuningSession) -> TuningProgress | None:
         """Describe how far the search is; None after a change of communication time."""
         if self._search is None or self._search.retuning:
             return None

@@ -1,4 +1,4 @@
-"""Progress, results and losses of tuning in words. All log lines of tuning are made here."""
+"""TuningProgress, results and losses of tuning in words. All log lines of tuning are made here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import SessionResult, TuningSession
 from sirtaki.comm.compress import Cost
-from sirtaki.engine.console import Progress, at_most
+from sirtaki.engine.console import TuningProgress, at_most
 from sirtaki.measures import faster, in_ms
 
 from .trial_log import StepTime
@@ -18,7 +18,7 @@ WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
 """For sessions that measure whole steps instead of communication."""
 
 
-def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Progress:
+def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> TuningProgress:
     """Describe how long the search may still take, its best result so far, and what runs now.
 
     Args:
@@ -36,7 +36,7 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Pr
     elif known:
         seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
         aside = _a_step(usual, default_s, best_s)
-    return Progress(
+    return TuningProgress(
         used=result.iterations_used,
         at_most=session.iterations_at_most,
         left=left,

@@ -8,7 +8,7 @@ from typing import Generic
 
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.trial import S
-from sirtaki.engine.console import Progress
+from sirtaki.engine.console import TuningProgress
 
 
 class TunableTarget(ABC, Generic[S]):
@@ -61,7 +61,7 @@ class TunableTarget(ABC, Generic[S]):
         """Hand the measurements of the current assignment to the session."""
         session.record(spans_s)
 
-    def progress(self, session: TuningSession[S]) -> Progress | None:
+    def progress(self, session: TuningSession[S]) -> TuningProgress | None:
         """Describe how far the search is; None if nothing is to be reported."""
         return None
 

@@ -1,11 +1,10 @@
-"""Horovod's `RayExecutor`: functions on ranks that are actors of Ray's.
+"""Horovod's `RayExecutor`: functions on ranks that are Ray actors.
 
-Ranks that stay share a placement group and are put in order once (`FixedRanks`). For ranks that come and go the rules
-are those of `sirtakirun --min-np`, with Ray's nodes for hosts (`ElasticRanks`): room for each is a placement group of
-its own, wherever and whenever Ray has it (`Slots`). So a rank's place is its own also while no process is there, an
-autoscaler knows what is wanted, and what Ray moves to another node when one is lost is a new slot there. Ray starts and
-kills the actors, and says how they have ended; each has a connection to the process of the executor, through which it
-asks for its rounds (`RayCrew`).
+Ranks of a fixed job share a placement group and are ordered once (`FixedRanks`). Elastic jobs follow the rules of
+`sirtakirun --min-np`, with Ray's nodes as hosts (`ElasticRanks`): each rank has its own placement group
+(`WorkerSlots`). It stays reserved while the rank is restarted, tells an autoscaler how many ranks are wanted, and
+becomes a slot of another node if Ray moves it after a loss. Ray starts and kills the actors, and reports how they
+ended. Each actor connects to the process of the executor to request generations (`RayCrew`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from sirtaki.machine import LOOPBACK, own_addresses
 from sirtaki.run.elastic.agent import AgentRules, DriverEndpoint, reach_driver
 from sirtaki.run.elastic.driver import Switchboard, new_endpoint, run_job
 from sirtaki.run.elastic.job_members import (
-    Beat,
+    AgentMessage,
     FromAgent,
-    Heard,
+    Heartbeat,
     JobMembers,
     Lost,
     Policy,
@@ -48,9 +47,9 @@ from sirtaki.run.elastic.job_members import (
 
 from .ranks import (
     Demand,
-    Dismissal,
     ElasticRank,
     Rank,
+    RankDismissed,
     RaySettings,
     Shape,
     actor_environ,
@@ -59,21 +58,21 @@ from .ranks import (
     interface_names,
     place_variables,
 )
-from .ray_logger import Log, heard_by
+from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""How long the others may take to notice that a rank has failed."""
+"""Seconds in which other ranks may detect that a rank has failed."""
 
 
 def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], group: Any, bundle: int) -> Any:
-    """Start an actor whose process begins with this environment, and return Ray's handle of it.
+    """Start an actor with these environment variables. Return Ray's handle.
 
     Args:
-        cls: of the actor.
-        demand: of a rank.
-        environ: with which its process begins.
-        group: placement group that has room for it.
-        bundle: number of the room within the group; -1 = any.
+        cls: class of the actor.
+        demand: resources of a rank.
+        environ: environment variables of the actor's process.
+        group: placement group for the actor.
+        bundle: index of the bundle in the group; -1 for any.
     """
     place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     options = {"num_cpus": demand.cpus, "num_gpus": demand.gpus, "scheduling_strategy": place}
@@ -81,27 +80,27 @@ def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], grou
 
 
 def cause_of(errors: Sequence[BaseException]) -> BaseException:
-    """That which says more than that another rank has failed; of several, the first."""
+    """Return the first error that is not a consequence of another rank's failure. Otherwise the first error."""
     return next((err for err in errors if not isinstance(err, CommError)), errors[0])
 
 
 class FixedRanks:
-    """Those of one executor, from its start to its shutdown."""
+    """Ranks of one executor with a fixed number of ranks, from start to shutdown."""
 
     def __init__(self, settings: RaySettings, shape: Shape, variables: Mapping[str, str]) -> None:
-        """Blocks until all are there.
+        """Start all ranks, and wait for them.
 
         Args:
-            settings: of the executor.
-            shape: how many and where.
-            variables: of the environment, from the user.
+            settings: settings of the executor.
+            shape: number and placement of the ranks.
+            variables: environment variables set by the user.
 
         Raises:
-            LaunchError: Ray has no room for them.
+            LaunchError: Ray lacks resources.
         """
         self._calls, self._lost = itertools.count(1), ""
         self._group, self._owns_group = _room(settings, shape)
-        self.actors: list[Any] = []  # Any: Ray's handles, by rank
+        self.actors: list[Any] = []  # Any: Ray's handles, in rank order
         try:
             self._start(settings, shape, variables)
         except BaseException:
@@ -122,44 +121,46 @@ class FixedRanks:
         host, port = ray.get(self.actors[0].open_store.remote(one_host=one_host, interfaces=settings.interfaces))
         secret = variables.get("SIRTAKI_SECRET") or os.environ.get("SIRTAKI_SECRET") or secrets.token_hex(32)
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "SIRTAKI_SECRET": secret}
-        told = place_variables(places)
-        ray.get([actor.prepare.remote({**own, **meeting}) for actor, own in zip(self.actors, told, strict=True)])
+        own_variables = place_variables(places)
+        ray.get(
+            [actor.prepare.remote({**own, **meeting}) for actor, own in zip(self.actors, own_variables, strict=True)]
+        )
 
     def make_executables(self, make: Callable[[], Any]) -> None:
-        """Makes one on each rank; collective where the class's `__init__` is."""
+        """Create the user's object on each rank. Collective if its `__init__` is."""
         self._wait([actor.make_executable.remote(make) for actor in self.actors])
 
     def execute(self, fn: Callable[[Any], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
-        """Calls `fn(executable)` on each rank.
+        """Call `fn(executable)` on each rank.
 
         Args:
-            fn: of the user.
-            listeners: called here with what rank 0 gives to `ray_logger.log`.
+            fn: function of the user.
+            listeners: functions to call in this process with the values that rank 0 passes to `ray_logger.log`.
 
         Returns:
-            The results, by rank.
+            The results, in rank order.
 
         Raises:
-            Exception: what the function has raised on a rank; of several, the one that the others failed of.
+            Exception: error of the function on a rank. With several errors, the one that caused the others.
         """
         self._check()
         call, sent = next(self._calls), ray.put(fn)
-        with heard_by(listeners) as log:
+        with receiving_log(listeners) as log:
             return self._wait([actor.execute.remote(call, sent, log.queue) for actor in self.actors], log.deliver)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Calls `fn(executable)` on rank 0; it must not communicate."""
+        """Call `fn(executable)` on rank 0. The function must not communicate."""
         self._check()
         return self._wait([self.actors[0].execute.remote(next(self._calls), fn)])[0]
 
     def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """As `execute`, and returns Ray's references to the results at once."""
+        """Like `execute`, but return Ray's references to the results without waiting."""
         self._check()
         call, sent = next(self._calls), ray.put(fn)
         return [actor.execute.remote(call, sent) for actor in self.actors]
 
     def close(self) -> None:
-        """Ends all actors; again is harmless."""
+        """End all actors. Idempotent."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
@@ -175,8 +176,10 @@ class FixedRanks:
             )
 
     def _wait(self, references: Sequence[Any], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """The results, by rank, once all have answered; soon after one has failed its error, and all ranks are ended
-        if others go on nevertheless, or a process is gone.
+        """Wait for all results, and return them in rank order.
+
+        Raises the error of a failed rank after a grace period. Ends all ranks if some are still running then, or if a
+        process has exited.
         """
         pending, failed_s = list(references), float("inf")
         found: dict[Any, Any] = {}
@@ -187,11 +190,11 @@ class FixedRanks:
                 for reference in done:
                     try:
                         found[reference] = ray.get(reference)
-                    except Exception as err:  # as many kinds as users have, and Ray's own
+                    except Exception as err:  # errors of users, of any type, and of Ray
                         errors.append(err)
                         failed_s = min(failed_s, time.monotonic())
                 meanwhile()
-        except BaseException:  # Ctrl-C: what runs on the ranks is not waited for
+        except BaseException:  # Ctrl-C: do not wait for the ranks
             self._end("it was interrupted")
             raise
         if not errors:
@@ -207,12 +210,12 @@ class FixedRanks:
 
 
 def last_line(error: BaseException) -> str:
-    """What says most of a long error of Ray's."""
+    """Return the last line of an error, which is most informative in long errors of Ray."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
-    """A placement group that has room, and whether it is this executor's own."""
+    """Return a placement group for the ranks, and whether this executor owns it."""
     current = ray.util.get_current_placement_group() if shape.uses_current_group else None
     if current is not None:
         return current, False
@@ -221,39 +224,40 @@ def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
     if not group.wait(settings.placement_group_timeout_s):
         ray.util.remove_placement_group(group)
         raise LaunchError(
-            f"Ray has no room for {' + '.join(map(str, shape.bundles[:4]))}{' + …' if len(shape.bundles) > 4 else ''} "
-            f"({strategy}) within {settings.placement_group_timeout_s:g} s; it has {ray.available_resources()} free of "
-            f"{ray.cluster_resources()}; ask for less, or for more time with placement_group_timeout_s"
+            f"Ray lacks resources for {' + '.join(map(str, shape.bundles[:4]))}"
+            f"{' + …' if len(shape.bundles) > 4 else ''} ({strategy}) within "
+            f"{settings.placement_group_timeout_s:g} s; it has {ray.available_resources()} free of "
+            f"{ray.cluster_resources()}; request less, or increase placement_group_timeout_s"
         )
     return group, True
 
 
-class Slots:
-    """Of one executor; asked by several threads."""
+class WorkerSlots:
+    """Slots for ranks of one executor. Thread-safe."""
 
     def __init__(self, demand: Demand, *, least: int, most: int | None) -> None:
-        """Asks Ray for room.
+        """Request placement groups from Ray.
 
         Args:
-            demand: of a rank.
-            least: slots to ask for in any case.
-            most: slots to ask for; None = as many as Ray's nodes could hold if they were empty.
+            demand: resources of a rank.
+            least: minimum number of slots to request.
+            most: number of slots to request. None for as many as Ray's nodes could hold if they were empty.
         """
         self._demand, self._least, self._most = demand, least, most
         self._lock, self._is_closed = threading.Lock(), False
         self._groups: dict[str, Any] = {}
-        self._names: dict[str, str] = {}  # of hosts, by node
-        self._taken: dict[int, str] = {}  # groups, by worker
+        self._names: dict[str, str] = {}  # host names, by node
+        self._taken: dict[int, str] = {}  # placement groups, by worker
         self.ask()
 
     def ask(self) -> Mapping[str, int]:
-        """Slots by host, as of now; asks Ray for more where there are too few.
+        """Return the current slots by host. Requests more from Ray if there are too few.
 
         Raises:
             LaunchError: Ray does not answer.
         """
         with self._lock:
-            if self._is_closed:  # a question that was under way when the job ended
+            if self._is_closed:  # the job has ended during the query
                 return {}
             try:
                 wanted = self._most or max(self._least, self._capacity())
@@ -265,8 +269,8 @@ class Slots:
                 raise LaunchError(f"Ray does not answer: {err}") from err
             return dict(found)
 
-    def take(self, worker: int, host: str) -> Any:
-        """A group with room on that host, which is the worker's until `release`.
+    def assign(self, worker: int, host: str) -> Any:
+        """Return a free placement group on `host`, and assign it to the worker until `release`.
 
         Raises:
             OSError: there is none.
@@ -276,20 +280,20 @@ class Slots:
                 if self._names[node] == host and group not in self._taken.values():
                     self._taken[worker] = group
                     return self._groups[group]
-        raise OSError(f"Ray has no room on {host} any more")
+        raise OSError(f"Ray has no free slot on {host} any more")
 
     def release(self, worker: int) -> None:
-        """Another worker may have its room."""
+        """Free the slot of a worker."""
         with self._lock:
             self._taken.pop(worker, None)
 
     def has_node(self, host: str) -> bool:
-        """Whether Ray counts it among the living."""
+        """Return whether Ray has a living node for the host."""
         with self._lock:
             return any(self._names[node] == host for node in self._alive())
 
     def close(self) -> None:
-        """Gives all room back; again is harmless."""
+        """Return all placement groups to Ray. Idempotent."""
         with self._lock:
             self._is_closed = True
             for group in self._groups.values():
@@ -300,14 +304,14 @@ class Slots:
         return sum(self._demand.fitting(node["Resources"]) for node in ray.nodes() if node["Alive"])
 
     def _alive(self) -> set[str]:
-        """Nodes that live; each has a name."""
+        """Return living nodes. Assigns names to new ones."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         for node in sorted(addresses.keys() - self._names.keys()):
             self._names[node] = host_name(node, addresses[node], [self._names.get(each, "") for each in addresses])
         return set(addresses)
 
     def _found(self, alive: Collection[str]) -> dict[str, str]:
-        """Nodes, by the groups that have room there."""
+        """Return the nodes of created placement groups, by group."""
         table = ray.util.placement_group_table()
         found = {}
         for group in self._groups:
@@ -319,7 +323,7 @@ class Slots:
 
 
 def host_name(node: str, address: str, taken: Collection[str]) -> str:
-    """Hosts are called by their addresses; further nodes at one address, as in tests, by their ids, too."""
+    """Return a host name: the address, with the node's id if several nodes share an address, as in tests."""
     return f"{address}-{node[:6]}" if address in taken else address
 
 
@@ -328,7 +332,7 @@ _KILLED = 137
 
 @dataclass(eq=False)
 class RankHandle:
-    """A rank as this process has it."""
+    """A rank, as seen by the executor's process."""
 
     worker: int
     there: HostOfActors
@@ -338,7 +342,7 @@ class RankHandle:
 
 
 class HostOfActors:
-    """The ranks of one host: does what its `AgentRules` decide."""
+    """Ranks of one host. Carries out the decisions of `AgentRules`."""
 
     def __init__(self, host: str, crew: RayCrew) -> None:
         self.host, self._crew = host, crew
@@ -346,41 +350,41 @@ class HostOfActors:
         self.rules = AgentRules(self, host=host, proof=crew.proof, now_s=time.monotonic())
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Starts an actor on the host; Ray has reserved the room, so the slot does not matter."""
+        """Start an actor on the host. Ray has reserved its resources, so the slot is ignored."""
         del slot
         self.ranks[worker] = self._crew.start_actor(worker, self)
 
     def ask_to_end(self, worker: int) -> None:
-        """Ray's actors cannot be asked while they are at work; they are killed when their time is over."""
+        """Do nothing, because running Ray actors cannot be interrupted. They are killed after the time limit."""
 
     def kill(self, worker: int) -> None:
-        """Kills the worker's actor."""
+        """Kill the worker's actor."""
         ray.kill(self.ranks[worker].actor)
 
-    def tell_rank(self, worker: int, message: ToRank) -> None:
-        """Sends the message to a rank, at the latest when there is room."""
+    def send_to_rank(self, worker: int, message: ToRank) -> None:
+        """Send a message to a rank. Ignored if the rank has not connected."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             rank.channel.send(message)
 
-    def tell_driver(self, message: FromAgent) -> None:
-        """Queues the message for the driver; beats are not needed within one process."""
-        if not isinstance(message, Beat):
-            self._crew.heard.append(Heard(self.host, message))
+    def send_to_driver(self, message: FromAgent) -> None:
+        """Queue a message for the driver. Heartbeats are not needed within one process."""
+        if not isinstance(message, Heartbeat):
+            self._crew.events.append(AgentMessage(self.host, message))
 
 
 class RayCrew:
-    """All ranks of a job.
+    """All ranks of an elastic job.
 
     Attributes:
-        heard: what the driver has not been told yet.
-        proof: what ranks need to prove themselves to each other.
-        results: what functions have returned, by worker.
-        errors: what functions have raised.
+        heard: events that the driver has not received yet.
+        proof: credentials with which ranks authenticate to each other.
+        results: results of functions, by worker.
+        errors: errors of functions.
     """
 
     def __init__(
         self,
-        slots: Slots,
+        slots: WorkerSlots,
         endpoint: DriverEndpoint,
         *,
         demand: Demand,
@@ -389,20 +393,20 @@ class RayCrew:
         call: Any,
         log: Log,
     ) -> None:
-        """Has none yet; listens.
+        """Begin without ranks, and listen.
 
         Args:
-            slots: where there is room.
-            endpoint: where ranks reach it.
-            demand: of a rank.
-            environ: with which its process begins.
-            interface: network interface that joins the hosts; None = any.
+            slots: slots for ranks.
+            endpoint: addresses at which ranks connect.
+            demand: resources of a rank.
+            environ: environment variables of a rank's process.
+            interface: network interface that connects the hosts. None for any.
             call: Ray's reference to the user's function.
-            log: where ranks are heard.
+            log: receives values that ranks log.
         """
         self._slots, self._demand, self._environ, self._interface = slots, demand, environ, interface
         self._call, self._log = call, log
-        self.heard: deque[Heard | Lost] = deque()
+        self.events: deque[AgentMessage | Lost] = deque()
         self.proof = endpoint.proof
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
@@ -411,105 +415,105 @@ class RayCrew:
             endpoint, is_wanted=lambda worker: self._awaited(worker) is not None
         )
 
-    # ── what the driver asks of its agents ────────────────────────────────────────────────────────────────────────────
+    # ── interface to the driver ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts that the driver has started."""
+        """Return the hosts that the driver has started."""
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Nothing has to be started; a host that is lost just now is not up, until discovery says so, too."""
+        """Add a host without starting anything. A host that is lost at this time reports nothing."""
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
             self._hosts[host].rules.meet_driver([], time.monotonic())
             self.wake()
 
     def stop(self, host: str) -> None:
-        """Forgets the host with all its ranks."""
+        """Remove a host and its ranks."""
         if (there := self._hosts.pop(host, None)) is not None:
             for rank in list(there.ranks.values()):
                 self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Has the rules of each of these hosts hear the message; nothing happens where a host is not used."""
+        """Pass a message to the rules of each of these hosts. Unused hosts are ignored."""
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
-                there.rules.hear_driver(message, time.monotonic())
+                there.rules.driver_message(message, time.monotonic())
 
-    def tell_each_other(self) -> None:
-        """Nobody takes the place of this process: Ray ends its actors with it."""
+    def broadcast_agents(self) -> None:
+        """Do nothing, because no process can replace this one: Ray ends the actors with it."""
 
     def wake(self) -> None:
-        """From any thread: `look` returns."""
+        """Make `poll` return. Thread-safe."""
         self.board.wake()
 
-    def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
-        """Waits for something to happen, at most so long, and says what."""
-        for rank in self.board.look(0.0 if self.heard else timeout_s, self._welcome):
-            self._hear(rank)
+    def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
+        """Wait for events, up to `timeout_s`, and yield them."""
+        for rank in self.board.poll(0.0 if self.events else timeout_s, self._welcome):
+            self._receive(rank)
         for there in list(self._hosts.values()):
             for rank in [rank for rank in there.ranks.values() if rank.answer.done()]:
-                self._bury(rank)
+                self._reap(rank)
             there.rules.tick(time.monotonic())
         self._log.deliver()
-        while self.heard:
-            yield self.heard.popleft()
+        while self.events:
+            yield self.events.popleft()
 
     def close(self, number: int | None = None) -> None:
-        """Ends all actors, and listens no more; see `HeardCrew`."""
-        del number  # the driver of actors hears no signals
+        """End all actors, and stop listening. See `RunningCrew`."""
+        del number  # the driver of actors handles no signals
         for host in self.hosts:
             self.stop(host)
         self.board.close()
 
     @property
     def actors(self) -> dict[int, Any]:
-        """Ray's handles, by worker; from any thread."""
+        """Return Ray's handles, by worker. Thread-safe."""
         return {rank.worker: rank.actor for there in list(self._hosts.values()) for rank in list(there.ranks.values())}
 
     def start_actor(self, worker: int, there: HostOfActors) -> RankHandle:
-        """Starts an actor on that host.
+        """Start an actor on a host.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no free slot.
         """
-        actor = start_actor(ElasticRank, self._demand, self._environ, self._slots.take(worker, there.host), 0)
+        actor = start_actor(ElasticRank, self._demand, self._environ, self._slots.assign(worker, there.host), 0)
         reach = partial(reach_driver, tuple(self.board.places), proof=self.proof, number=worker)
         answer = actor.train.remote(reach, there.host, self._interface, self._call, self._log.queue).future()
         answer.add_done_callback(lambda _: self.wake())
         return RankHandle(worker, there, actor, answer)
 
     def _awaited(self, worker: int) -> RankHandle | None:
-        """The rank of that worker, which has not come yet; None = there is none."""
+        """Return the rank of a worker that has not connected yet. None if there is none."""
         found = (there.ranks.get(worker) for there in self._hosts.values())
         return next((rank for rank in found if rank is not None and rank.channel is None), None)
 
     def _welcome(self, worker: int, sock: socket.socket) -> None:
-        """A rank has proved itself."""
+        """Add the connection of a rank that has authenticated."""
         if (rank := self._awaited(worker)) is not None:
             rank.channel = JsonChannel(sock, FromRank)
             rank.channel.watch(self.board.events, rank)
 
-    def _hear(self, rank: RankHandle) -> None:
+    def _receive(self, rank: RankHandle) -> None:
         if rank.channel is None:
             return
         try:
             for message in rank.channel.receive():
-                rank.there.rules.hear_rank(rank.worker, message)
-        except ConnectionError:  # its end is found soon
+                rank.there.rules.rank_message(rank.worker, message)
+        except ConnectionError:  # its end is detected soon
             rank.channel.close()
 
-    def _bury(self, rank: RankHandle) -> None:
-        """Its function has returned or raised, or its process is gone."""
+    def _reap(self, rank: RankHandle) -> None:
+        """Process the end of a rank: its function returned or raised, or its process exited."""
         there = rank.there
         if self._hosts.get(there.host) is not there or rank.worker not in there.ranks:
             return
-        self._hear(rank)  # its last words
+        self._receive(rank)  # process its last messages
         end = self._end_of(rank)
         if end.exit_code == _KILLED and not self._slots.has_node(there.host):
             self.stop(there.host)
-            self.heard.append(Lost(there.host, "Ray has lost its node"))
+            self.events.append(Lost(there.host, "Ray has lost its node"))
             return
         self._forget(rank)
         there.rules.rank_ended(rank.worker, end)
@@ -526,7 +530,7 @@ class RayCrew:
         return RankEnd(exit_code=1, reason=last_line(error))
 
     def _forget(self, rank: RankHandle) -> None:
-        """It is there no more; the actor, whose process may still be there, is ended."""
+        """Remove a rank, and kill its actor, whose process may still run."""
         del rank.there.ranks[rank.worker]
         if rank.channel is not None:
             rank.channel.close()
@@ -535,58 +539,58 @@ class RayCrew:
 
 
 _LATER_S = 30.0
-"""How much longer than this process a rank waits for others: this process can say who is missing."""
+"""Seconds that a rank waits longer than this process, because this process can name missing ranks."""
 
 
 _NOTICE_S = 10.0
-"""A wait that lasts so long is told."""
+"""Seconds of waiting for resources after which the user is informed."""
 
 
-def _say(text: str) -> None:
-    """Show a line of the driver's; what ranks write Ray shows."""
+def _print(text: str) -> None:
+    """Print a line of the driver. Ray prints the output of ranks."""
     print(f"sirtaki: {text}", file=sys.stderr, flush=True)
 
 
 class ElasticRanks:
-    """Those of one executor, from its start to its shutdown; each call has its own."""
+    """Elastic ranks of one executor, from start to shutdown. Each call starts its own ranks."""
 
     def __init__(self, settings: RaySettings, policy: Policy, demand: Demand, variables: Mapping[str, str]) -> None:
-        """Asks Ray for room.
+        """Request resources from Ray.
 
         Args:
-            settings: of the executor.
-            policy: of each call.
-            demand: of a rank.
-            variables: of the environment, from the user.
+            settings: settings of the executor.
+            policy: policy of each call.
+            demand: resources of a rank.
+            variables: environment variables set by the user.
         """
         self._settings, self._policy, self._demand = settings, policy, demand
         self._variables = {"HOROVOD_ELASTIC_TIMEOUT": f"{policy.timeout_s + _LATER_S:g}", **variables}
-        self._slots = Slots(demand, least=policy.start_ranks, most=policy.max_ranks)
+        self._slots = WorkerSlots(demand, least=policy.start_ranks, most=policy.max_ranks)
         self._crew: RayCrew | None = None
         self._members: JobMembers | None = None
 
     @property
     def actors(self) -> list[Any]:
-        """Ray's handles of those that are members now, by rank; from any thread."""
+        """Return Ray's handles of current members, in rank order. Thread-safe."""
         if self._crew is None or self._members is None:
             return []
         actors = self._crew.actors
         return [actors[worker] for worker in self._members.member_list.members if worker in actors]
 
     def call(self, fn: Callable[[], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
-        """Calls the function on each rank that is there or comes, until those that are members have returned.
+        """Call the function on all ranks, current and new, until all members have returned.
 
         Returns:
-            The results of the last members, by rank.
+            The results of the last members, in rank order.
 
         Raises:
-            LaunchError: too few ranks were left.
-            Exception: what the function has raised on a rank, where none is left.
+            LaunchError: too few ranks are left.
+            Exception: error of the function on a rank, if no rank is left.
         """
         settings = self._settings
         environ = actor_environ(os.environ, self._variables, self._demand, settings)
         interface = settings.interfaces or None
-        with heard_by(listeners) as log:
+        with receiving_log(listeners) as log:
             self._crew = crew = RayCrew(
                 self._slots,
                 new_endpoint([LOOPBACK, *own_addresses(interface)]),
@@ -596,20 +600,21 @@ class ElasticRanks:
                 call=ray.put(fn),
                 log=log,
             )
-            self._members = members = JobMembers(self._policy, crew, _say, random.Random(time.time_ns()))
-            exit_code = run_job(crew, members, _say, self._slots.ask(), self._asking(members))
+            self._members = members = JobMembers(self._policy, crew, _print, random.Random(time.time_ns()))
+            exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):  # no rank ends so: Ray kills
+        # ranks never end like this, because Ray kills them with SIGKILL
+        if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:
             errors = crew.errors
-            raise cause_of(errors) if errors else LaunchError("the job has failed; the lines above say why")
-        found = [crew.results.get(worker, Dismissal()) for worker in members.member_list.members or crew.results]
-        return [result for result in found if not isinstance(result, Dismissal)]
+            raise cause_of(errors) if errors else LaunchError("the job has failed; the lines above contain the reason")
+        found = [crew.results.get(worker, RankDismissed()) for worker in members.member_list.members or crew.results]
+        return [result for result in found if not isinstance(result, RankDismissed)]
 
     def _asking(self, members: JobMembers) -> Callable[[], Mapping[str, int]]:
-        """For discovery; tells once where a job does not begin since Ray has too little."""
+        """Return the discovery function. It informs the user once if the job cannot start for lack of resources."""
         note_s = time.monotonic() + _NOTICE_S
 
         def ask() -> Mapping[str, int]:
@@ -618,19 +623,19 @@ class ElasticRanks:
             if time.monotonic() > note_s:
                 note_s = float("inf")
                 if not members.member_list.generation and sum(found.values()) < wanted:
-                    there = f"Ray has room for {sum(found.values())} of {wanted} ranks"
-                    _say(f"{there}; waiting up to {self._policy.timeout_s:g} s for more (elastic_timeout)")
+                    there = f"Ray has resources for {sum(found.values())} of {wanted} ranks"
+                    _print(f"{there}; waiting up to {self._policy.timeout_s:g} s for more (elastic_timeout)")
             return found
 
         return ask
 
     def close(self) -> None:
-        """Gives the room back; again is harmless."""
+        """Return the resources. Idempotent."""
         self._slots.close()
 
 
 class RayExecutor:
-    """Starts ranks as actors, and calls functions on them. Its methods and their arguments have Horovod's names."""
+    """Starts ranks as actors, and calls functions on them. Methods and arguments have Horovod's names."""
 
     @classmethod
     def create_settings(
@@ -641,14 +646,14 @@ class RayExecutor:
         placement_group_timeout_s: float = 100.0,
         nics: str | Iterable[str] | None = None,
     ) -> RaySettings:
-        """What the executor is given; no ssh is used, so two arguments have no effect.
+        """Return settings for the executor. ssh is not used, so two arguments have no effect.
 
         Args:
-            timeout_s: how long ranks wait for each other in `init()`.
+            timeout_s: seconds that ranks wait for each other in `init()`.
             ssh_identity_file: no effect.
             ssh_str: no effect.
-            placement_group_timeout_s: how long to wait for Ray to find room.
-            nics: names of the network interfaces that join the hosts; None = any.
+            placement_group_timeout_s: seconds to wait for resources.
+            nics: names of the network interfaces that connect the hosts. None for any.
 
         Raises:
             ConfigError: a time is not positive.
@@ -678,28 +683,29 @@ class RayExecutor:
         elastic_timeout: float = 600.0,
         override_discovery: bool = True,
     ) -> None:
-        """Starts nothing.
+        """Configure the executor. `start` starts the ranks.
 
         Args:
-            settings: of `create_settings`; None = its defaults.
-            num_workers: how many ranks, wherever Ray has room, on as few hosts as it can. Where ranks come and go:
-                how many to begin with; None = `min_workers`.
-            num_hosts: instead, on so many hosts.
-            num_workers_per_host: ranks on each of them.
-            cpus_per_worker: of a rank; also its `OMP_NUM_THREADS`, unless that is set.
-            use_gpu: each rank has one, or what `gpus_per_worker` says.
-            gpus_per_worker: of a rank.
-            use_current_placement_group: if this process runs in a placement group, the ranks do, too; no effect where
-                ranks come and go.
-            min_workers: ranks come and go, and at least so many go on; None = they stay.
-            max_workers: at most so many; None = as many as Ray's nodes hold.
-            reset_limit: how many generations may follow the first one; None = any number.
-            cooldown_range: shortest and longest time in seconds that a host is left out where ranks keep failing.
-            elastic_timeout: how long to wait for enough ranks, in seconds.
+            settings: result of `create_settings`. None for its defaults.
+            num_workers: number of ranks, packed on few hosts. In elastic jobs: initial number of ranks, None for
+                `min_workers`.
+            num_hosts: number of hosts, instead of `num_workers`.
+            num_workers_per_host: ranks per host, with `num_hosts`.
+            cpus_per_worker: CPUs of a rank. Also its `OMP_NUM_THREADS`, unless that is set.
+            use_gpu: each rank has a GPU, or `gpus_per_worker` GPUs.
+            gpus_per_worker: GPUs of a rank.
+            use_current_placement_group: place the ranks in the placement group of this process, if it has one. No
+                effect
+                in elastic jobs.
+            min_workers: minimum number of ranks of an elastic job. None for a fixed number of ranks.
+            max_workers: maximum number of ranks. None for as many as Ray's nodes can hold.
+            reset_limit: maximum number of generations after the first. None for no limit.
+            cooldown_range: shortest and longest time in seconds for which a host is excluded after repeated failures.
+            elastic_timeout: seconds to wait for enough ranks.
             override_discovery: no effect: hosts are always Ray's nodes.
 
         Raises:
-            ConfigError: arguments that contradict each other.
+            ConfigError: arguments contradict each other.
         """
         del override_discovery
         if gpus_per_worker and not use_gpu:
@@ -713,7 +719,7 @@ class RayExecutor:
         self._ranks: FixedRanks | ElasticRanks | None = None
         if min_workers is not None:
             if num_hosts is not None:
-                raise ConfigError("num_hosts is for ranks that stay; leave out min_workers")
+                raise ConfigError("num_hosts and min_workers exclude each other: elastic jobs have no fixed hosts")
             self._policy = elastic_policy(
                 num_workers,
                 min_workers,
@@ -723,11 +729,9 @@ class RayExecutor:
                 timeout_s=elastic_timeout,
             )
         elif max_workers is not None or reset_limit is not None or cooldown_range is not None:
-            raise ConfigError(
-                "max_workers, reset_limit and cooldown_range are for ranks that come and go: min_workers="
-            )
+            raise ConfigError("max_workers, reset_limit and cooldown_range require an elastic job: set min_workers=")
         elif (num_workers is None) == (num_hosts is None):
-            raise ConfigError("give either num_workers or num_hosts (with num_workers_per_host)")
+            raise ConfigError("set either num_workers or num_hosts (with num_workers_per_host)")
         else:
             self._shape = Shape(
                 ranks=num_workers_per_host if num_workers is None else num_workers,
@@ -738,7 +742,7 @@ class RayExecutor:
 
     @property
     def workers(self) -> list[Any]:
-        """Ray's handles of the actors that are ranks now, by rank."""
+        """Return Ray's handles of the current ranks, in rank order."""
         return self._started.actors
 
     @property
@@ -750,7 +754,7 @@ class RayExecutor:
     def _staying(self, what: str) -> FixedRanks:
         started = self._started
         if isinstance(started, ElasticRanks):
-            raise ConfigError(f"{what} is for ranks that stay; where they come and go use run() or execute()")
+            raise ConfigError(f"{what} requires a fixed number of ranks; use run() or execute() in elastic jobs")
         return started
 
     def start(
@@ -760,22 +764,22 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Blocks until the ranks are there; Ray is started on this machine if it has not been.
+        """Start the ranks, and wait for them. Starts Ray on this machine if it is not running.
 
-        Where ranks come and go only room is asked for: each call has ranks of its own.
+        In elastic jobs, this only requests resources: each call starts its own ranks.
 
         Args:
-            executable_cls: of which each rank makes an object, which `execute` gives to its function.
-            executable_args: for it.
-            executable_kwargs: for it.
-            extra_env_vars: for the ranks; they begin with them.
+            executable_cls: class of an object to create on each rank. `execute` passes it to its function.
+            executable_args: positional arguments of the class.
+            executable_kwargs: keyword arguments of the class.
+            extra_env_vars: environment variables of the ranks.
 
         Raises:
-            LaunchError: Ray has no room, or the ranks are there already.
-            Exception: what the class has raised on a rank.
+            LaunchError: Ray lacks resources, or the ranks are running already.
+            Exception: error of the class on a rank.
         """
         if self._ranks is not None:
-            raise LaunchError("the ranks are there already; call shutdown() first")
+            raise LaunchError("the ranks are running already; call shutdown() first")
         variables = extra_env_vars or {}
         self._executable = None
         if executable_cls is not None:
@@ -798,18 +802,18 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], object]] | None = None
     ) -> list[Any]:
-        """Calls `fn(executable)` on each rank, and waits.
+        """Call `fn(executable)` on each rank, and wait.
 
         Args:
-            fn: of the rank's object; of None, if `start` was given no class.
-            callbacks: called here with what rank 0 gives to `ray_logger.log`.
+            fn: function of the rank's object, or of None if `start` was called without a class.
+            callbacks: functions to call in this process with the values that rank 0 passes to `ray_logger.log`.
 
         Returns:
-            The results, by rank; where ranks come and go, of those that were left.
+            The results, in rank order. In elastic jobs, of the last members.
 
         Raises:
-            Exception: what the function has raised on a rank, of its own class.
-            LaunchError: where ranks come and go, too few were left.
+            Exception: error of the function on a rank, with its own class.
+            LaunchError: too few ranks are left in an elastic job.
         """
         started = self._started
         if isinstance(started, ElasticRanks):
@@ -824,27 +828,27 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Any], object]] | None = None,
     ) -> list[Any]:
-        """As `execute`, of `fn(*args, **kwargs)`."""
+        """Like `execute`, with `fn(*args, **kwargs)`."""
         given, named = tuple(args or ()), dict(kwargs or {})
         return self.execute(lambda _: fn(*given, **named), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """As `run`, but does not wait.
+        """Like `run`, without waiting.
 
         Returns:
-            References for `ray.get`, by rank.
+            References for `ray.get`, in rank order.
         """
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._staying("run_remote()").run_remote(lambda _: fn(*given, **named))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Calls `fn(executable)` on rank 0 alone, so it must not communicate; its result."""
+        """Call `fn(executable)` on rank 0 only, and return its result. The function must not communicate."""
         return self._staying("execute_single()").execute_single(fn)
 
     def shutdown(self) -> None:
-        """Ends the ranks, whatever they do; again is harmless. `start` may follow."""
+        """End the ranks, even if they are busy. Idempotent. `start` may be called again."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

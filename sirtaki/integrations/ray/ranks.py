@@ -1,7 +1,7 @@
-"""Ranks that are Ray's actors: what they are to have, where Ray puts them, what they find there, and what runs in them.
+"""Ranks that are Ray actors: their resources, placement, environment variables, and code.
 
-An actor's process goes on when the user's function fails in it, so the other ranks must be told; a script's process
-ends then, which they notice by themselves.
+An actor's process survives an error of the user's function, so the other ranks must be notified. The process of a
+script ends with the error, which other ranks detect themselves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from . import ray_logger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
-    """For `RayExecutor`.
+    """Settings of `RayExecutor`.
 
     Attributes:
-        timeout_s: how long ranks wait for each other in `init()`, and an elastic job for a rank's process.
-        placement_group_timeout_s: how long to wait for Ray to find room.
-        interfaces: network interfaces that join the hosts, with commas; "" = any.
+        timeout_s: seconds that ranks wait for each other in `init()`, and an elastic job for a rank's process.
+        placement_group_timeout_s: seconds to wait for resources.
+        interfaces: comma-separated network interfaces that connect the hosts. "" for any.
     """
 
     timeout_s: float = 120.0
@@ -49,7 +49,7 @@ class RaySettings:
 
 
 def interface_names(nics: str | Iterable[str] | None) -> str:
-    """`"eth0"`, `"eth0,eth1"` or any collection of names, in one word."""
+    """Join names such as `"eth0"`, `"eth0,eth1"` or a collection with commas."""
     if nics is None:
         return ""
     return nics if isinstance(nics, str) else ",".join(sorted(nics))
@@ -57,10 +57,10 @@ def interface_names(nics: str | Iterable[str] | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a rank is to have.
+    """Resources of a rank.
 
     Attributes:
-        cpus, gpus: of a rank; fractions are allowed.
+        cpus, gpus: CPUs and GPUs of a rank. Fractions are allowed.
     """
 
     cpus: float = 1
@@ -71,24 +71,24 @@ class Demand:
             raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
 
     def bundle(self, ranks: int = 1) -> dict[str, float]:
-        """What Ray reserves for so many."""
+        """Return the resources of `ranks` ranks, as a bundle for Ray."""
         wanted = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
         return {name: amount for name, amount in wanted.items() if amount}
 
     def fitting(self, resources: Mapping[str, float]) -> int:
-        """How many ranks a node of these resources could hold."""
+        """Return how many ranks a node with these resources can hold."""
         return min(int(resources.get(name, 0) // amount) for name, amount in self.bundle().items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many ranks there are, and where.
+    """Number and placement of ranks.
 
     Attributes:
-        ranks: of the job; of a host, where `hosts` is given.
-        hosts: so many different ones; None = wherever there is room, on few hosts.
-        demand: of each rank.
-        uses_current_group: where this process runs in a placement group of Ray's, ranks are put into that.
+        ranks: ranks of the job, or ranks per host if `hosts` is set.
+        hosts: number of different hosts. None for any placement, packed on few hosts.
+        demand: resources of each rank.
+        uses_current_group: place the ranks in the placement group of this process, if it has one.
     """
 
     ranks: int
@@ -98,16 +98,16 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or (self.hosts is not None and self.hosts < 1):
-            raise ConfigError(f"there cannot be {self.ranks} ranks on {self.hosts or 'any'} hosts")
+            raise ConfigError(f"the numbers must be positive: {self.ranks} ranks on {self.hosts or 'any'} hosts")
 
     @property
     def size(self) -> int:
-        """Ranks of the job."""
+        """Return the number of ranks of the job."""
         return self.ranks * (self.hosts or 1)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray reserves together: a host's ranks, else each rank's."""
+        """Return the bundles that Ray reserves: one per host, or one per rank."""
         if self.hosts is None:
             return [self.demand.bundle() for _ in range(self.ranks)]
         return [self.demand.bundle(self.ranks) for _ in range(self.hosts)]
@@ -122,26 +122,26 @@ def elastic_policy(
     cooldown_s: tuple[float, float] | None = None,
     timeout_s: float = 600.0,
 ) -> Policy:
-    """The rules for ranks that come and go.
+    """Return the membership policy of an elastic job.
 
     Args:
-        start: how many to begin with; None = `least`.
-        least: how many go on.
-        most: how many there may be; None = any number.
+        start: initial number of ranks. None for `least`.
+        least: minimum number of ranks.
+        most: maximum number of ranks. None for no limit.
         reset_limit: see `Policy`.
         cooldown_s: see `Policy`.
         timeout_s: see `Policy`.
 
     Raises:
-        ConfigError: numbers that contradict each other.
+        ConfigError: numbers contradict each other.
     """
     start = least if start is None else start
     if not 1 <= least <= start <= (most or start):
         raise ConfigError(
-            f"min_workers={least}, num_workers={start}, max_workers={most}: each must be at least the one before"
+            f"min_workers={least}, num_workers={start}, max_workers={most}: the numbers must not decrease"
         )
     if cooldown_s is not None and not 0 <= cooldown_s[0] <= cooldown_s[1]:
-        raise ConfigError(f"cooldown_range={cooldown_s}: the first is the shorter one")
+        raise ConfigError(f"cooldown_range={cooldown_s}: the first must not exceed the second")
     return Policy(
         start_ranks=start,
         min_ranks=least,
@@ -157,12 +157,12 @@ _CARRIED = ("SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorPlace:
-    """Where an actor is.
+    """Placement of an actor.
 
     Attributes:
         host: equal for actors that share memory and loopback.
-        address: under which Ray knows its node.
-        gpus: that Ray has given it.
+        address: address of the node in Ray.
+        gpus: GPUs that Ray has assigned.
     """
 
     host: tuple[str, ...]
@@ -171,20 +171,20 @@ class ActorPlace:
 
 
 def in_rank_order(places: Sequence[ActorPlace]) -> list[int]:
-    """Positions in `places`, by rank: those of a host are neighbours, hosts come as they were found first."""
+    """Return positions in `places` in rank order: ranks of a host are adjacent, hosts in order of first appearance."""
     first: dict[tuple[str, ...], int] = {}
     for number, place in enumerate(places):
         first.setdefault(place.host, number)
-    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # stable
+    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # sorted() is stable
 
 
 def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
-    """What each rank finds about its place: Horovod's and torchrun's variables, and the GPUs of its host.
+    """Return the variables of each rank: those of Horovod and torchrun, and the GPUs of its host.
 
-    Ranks see all GPUs that the job has on their host, so that `cuda.set_device(hvd.local_rank())` is right.
+    Ranks see all GPUs of the job on their host, so that `cuda.set_device(hvd.local_rank())` works.
 
     Args:
-        places: by rank.
+        places: placements, in rank order.
     """
     ranks_of = Counter(place.host for place in places)
     gpus_of: dict[tuple[str, ...], list[str]] = {}
@@ -198,8 +198,8 @@ def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
         local_rank = seen[place.host]
         seen[place.host] += 1
         beside = [host for host in hosts if ranks_of[host] > local_rank]
-        told = {"RANK": rank, "SIZE": len(places), "LOCAL_RANK": local_rank, "LOCAL_SIZE": ranks_of[place.host]}
-        variables = {names[each]: str(told[each]) for names in (HOROVOD_NAMES, TORCH_NAMES) for each in told}
+        numbers = {"RANK": rank, "SIZE": len(places), "LOCAL_RANK": local_rank, "LOCAL_SIZE": ranks_of[place.host]}
+        variables = {names[each]: str(numbers[each]) for names in (HOROVOD_NAMES, TORCH_NAMES) for each in numbers}
         variables["HOROVOD_CROSS_RANK"] = str(beside.index(place.host))
         variables["HOROVOD_CROSS_SIZE"] = str(len(beside))
         variables["HOROVOD_HOSTNAME"] = place.address
@@ -215,17 +215,17 @@ def actor_environ(
     demand: Demand,
     settings: RaySettings,
 ) -> dict[str, str]:
-    """What an actor's process begins with, beside what Ray gives it.
+    """Return the environment variables of an actor's process, in addition to Ray's.
 
     Args:
-        environ: of this process, whose settings the ranks get, too.
-        added: by the user; they count more.
-        demand: of a rank.
-        settings: of the executor.
+        environ: environment of this process. Its settings are passed on.
+        added: variables set by the user, with higher priority.
+        demand: resources of a rank.
+        settings: settings of the executor.
     """
     interfaces = settings.interfaces
     own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
-    own.pop("SIRTAKI_SECRET", None)  # Ray shows this environment to whoever may see its dashboard
+    own.pop("SIRTAKI_SECRET", None)  # because Ray's dashboard shows the environment
     named = dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces) if interfaces else {}
     shim = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
     return {
@@ -243,8 +243,8 @@ def actor_environ(
 _T = TypeVar("_T")
 
 
-def call_telling_others(fn: Callable[[], _T]) -> _T:
-    """Calls it; where it raises this rank leaves the job, and the others' collectives fail with the reason."""
+def call_reporting_errors(fn: Callable[[], _T]) -> _T:
+    """Call `fn`. If it raises, leave the job, so that collectives of the other ranks fail with the reason."""
     try:
         return fn()
     except BaseException as err:
@@ -253,29 +253,29 @@ def call_telling_others(fn: Callable[[], _T]) -> _T:
 
 
 def leave_job(reason: str) -> None:
-    """Not collective: ends this rank's part in the job. Harmless where there is none.
+    """End this rank's part in the job. Not collective. Does nothing without a job.
 
     Args:
-        reason: what the others are told.
+        reason: reason to report to the other ranks.
     """
-    if "sirtaki.torch" not in sys.modules:  # then nobody has called init(), and it takes seconds to load
+    if "sirtaki.torch" not in sys.modules:  # init() has not been called, and importing sirtaki.torch takes seconds
         return
     from sirtaki.engine import job
-    from sirtaki.torch.basics import let_go
+    from sirtaki.torch.basics import detach_all
 
     job.leave(together=False, reason=reason)
-    let_go()
+    detach_all()
 
 
 class Rank:
-    """An actor, which Ray names in what it shows of its output."""
+    """Actor of a rank. Ray prints the class name in front of the rank's output."""
 
     def __init__(self) -> None:
         self._store: Any = None  # a TCPStore
-        self._executable: Any = None  # of the user's class
+        self._executable: Any = None  # an object of the user's class
 
     def place(self) -> ActorPlace:
-        """Where Ray has put this process."""
+        """Return where Ray has placed this process."""
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -284,43 +284,44 @@ class Rank:
         )
 
     def prepare(self, variables: Mapping[str, str]) -> None:
-        """Before anything of the user's runs: sets environment variables."""
+        """Set environment variables, before code of the user runs."""
         os.environ.update(variables)
 
     def open_store(self, *, one_host: bool, interfaces: str) -> tuple[str, int]:
-        """On rank 0: opens the store in which the ranks meet, at a port that is free, and says where it is."""
+        """Open the store for the rendezvous at a free port, and return its address. Rank 0 only."""
         import ray
 
         addresses = own_addresses(interfaces) if interfaces else [ray.util.get_node_ip_address()]
         host = LOOPBACK if one_host else addresses[0]
-        # multi_tenant: `init()` opens it once more, and so may the user's `init_process_group()`
+        # multi_tenant: `init()` opens the store again, and `init_process_group()` of the user may
         self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
     def make_executable(self, make: Callable[[], Any]) -> None:
-        """Makes the user's object, which functions are given."""
-        self._executable = call_telling_others(make)
+        """Create the user's object, which is passed to functions."""
+        self._executable = call_reporting_errors(make)
 
     def execute(self, call: int, fn: Callable[[Any], Any], log: Any = None) -> Any:
-        """Calls the function with the user's object, None if there is none.
+        """Call the function with the user's object, or with None.
 
         Args:
-            call: names this one; all ranks of a call have the same number.
-            fn: of the user.
-            log: Ray's queue for what `ray_logger.log` is given; None = nobody listens.
+            call: number of the call, equal on all ranks.
+            fn: function of the user.
+            log: Ray's queue for values passed to `ray_logger.log`. None without listeners.
         """
         ray_logger.configure(log)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)  # who did not come to the last meeting misses that only
-        return call_telling_others(lambda: fn(self._executable))
+        # so that a rank that missed one rendezvous can join the next
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)
+        return call_reporting_errors(lambda: fn(self._executable))
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissal:
-    """What a rank returns that is not wanted any more."""
+class RankDismissed:
+    """Result of a rank that the job does not need any more."""
 
 
 class ElasticRank:
-    """An actor, which Ray names in what it shows of its output; used for one call."""
+    """Actor of an elastic rank, used for one call. Ray prints the class name in front of the rank's output."""
 
     def train(
         self,
@@ -330,17 +331,17 @@ class ElasticRank:
         fn: Callable[[], Any],
         log: Any = None,
     ) -> Any:
-        """Calls the function as a member of the job.
+        """Call the function as a member of the job.
 
         Args:
             reach: connects to the executor's process.
-            host: of this rank, as the job calls it.
-            interface: network interface that joins the hosts; None = any.
-            fn: of the user.
+            host: host of this rank, as named by the job.
+            interface: network interface that connects the hosts. None for any.
+            fn: function of the user.
             log: see `ray_logger.configure`.
 
         Returns:
-            What it returns, or `Dismissal`.
+            The result of the function, or `RankDismissed`.
         """
         from sirtaki.engine import job
 
@@ -354,7 +355,7 @@ class ElasticRank:
             if err.code:
                 leave_job(f"a rank ended with exit code {err.code}")
                 raise RuntimeError(f"the function ended with exit code {err.code}") from err
-            return Dismissal()
+            return RankDismissed()
         except BaseException as err:
             leave_job(f"a rank raised {type(err).__name__}: {err}")
             raise

@@ -1,4 +1,4 @@
-"""What ranks tell the process of the executor while they run: `ray_logger.log({"loss": 0.1})`, heard by `callbacks`."""
+"""Send values from rank 0 to the callbacks of the executor: `ray_logger.log({"loss": 0.1})`."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ _queue: Any = None
 
 
 def log(values: Any) -> None:
-    """Give values to the executor's callbacks; nothing happens on ranks but 0, or where nobody listens.
+    """Pass values to the executor's callbacks. Does nothing on other ranks than 0, or without callbacks.
 
     Args:
-        values: whatever can be pickled; as a rule numbers by name.
+        values: any picklable object, usually numbers by name.
     """
     if _queue is not None and os.environ.get("HOROVOD_RANK") == "0":
         _queue.put(values)
 
 
 def configure(queue: Any) -> None:
-    """From now on `log` writes there; None = nowhere."""
+    """Set the queue that `log` writes to. None to disable it."""
     global _queue
     _queue = queue
 
 
 class Log:
-    """The end at which ranks are heard.
+    """Receiving end of the log.
 
     Attributes:
-        queue: for `configure`; None = nobody listens.
+        queue: queue for `configure`. None without listeners.
     """
 
     def __init__(self, queue: Any, listeners: Sequence[Callable[[Any], object]]) -> None:
         self.queue, self._listeners = queue, listeners
 
     def deliver(self) -> None:
-        """Calls the listeners with all that has come."""
+        """Call the listeners with all received values."""
         while self.queue is not None and not self.queue.empty():
             values = self.queue.get()
             for listener in self._listeners:
@@ -45,8 +45,8 @@ class Log:
 
 
 @contextlib.contextmanager
-def heard_by(listeners: Sequence[Callable[[Any], object]]) -> Iterator[Log]:
-    """Within it ranks are heard, if there is a listener."""
+def receiving_log(listeners: Sequence[Callable[[Any], object]]) -> Iterator[Log]:
+    """Receive values within the context, if there is a listener."""
     if not listeners:
         yield Log(None, ())
         return

@@ -1,7 +1,7 @@
 """Ray Train: `TorchTrainer(loop, torch_config=SirtakiConfig(), …)`.
 
-Ray starts the ranks, restarts them, and keeps checkpoints. In the loop `hvd.init()` finds them, and PyTorch's process
-group, which `prepare_model` uses, is Sirtaki's.
+Ray starts and restarts the ranks, and keeps checkpoints. `hvd.init()` in the loop connects them, and PyTorch's process
+group, which `prepare_model` uses, has Sirtaki's backend.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ class SirtakiConfig(TorchConfig):  # type: ignore[misc]
     """Ray Train's `TorchConfig` with Sirtaki's process group.
 
     Attributes:
-        backend: of PyTorch's process group; "gloo" or "nccl" leave it to PyTorch, and `hvd.init()` works as well.
+        backend: backend of PyTorch's process group. "gloo" and "nccl" are PyTorch's own. `hvd.init()` works with all.
     """
 
     backend: str | None = NAME
 
     @property
     def backend_cls(self) -> type[Any]:
-        """For Ray Train."""
+        """Return the backend class for Ray Train."""
         return SirtakiBackend
 
 
 class SirtakiBackend(_TorchBackend):  # type: ignore[misc]
-    """What Ray Train's controller does with the workers before and after the loop."""
+    """Actions of Ray Train's controller on the workers before and after the loop."""
 
     def on_start(self, worker_group: Any, backend_config: SirtakiConfig) -> None:
-        """Makes the process group."""
+        """Create the process group."""
         secret = os.environ.get("SIRTAKI_SECRET") or secrets.token_hex(32)
         worker_group.execute(_prepare, {"SIRTAKI_SECRET": secret, "SIRTAKI_CONTROL": "mesh"})
         super().on_start(worker_group, backend_config)
 
     def on_shutdown(self, worker_group: Any, backend_config: SirtakiConfig) -> None:
-        """Ends what the loop has not ended."""
+        """End the job if the loop has not ended it."""
         worker_group.execute(leave_job, "the loop has ended")
         super().on_shutdown(worker_group, backend_config)
 
 
 def _prepare(variables: Mapping[str, str]) -> None:
-    """On each worker."""
+    """Set the variables and register the backend, on each worker."""
     os.environ.update(variables)
     register()

@@ -1,4 +1,4 @@
-"""What a script's names mean in training: expressions, calls, and which values differ between ranks."""
+"""Meaning of a script's names in training: expressions, calls, and values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sirtaki.errors import TranslationError
 from .source import (
     Edits,
     Flows,
-    Kind,
     Site,
     Symbol,
+    TrackedKind,
     argument,
     called_attribute,
     dotted,
@@ -34,10 +34,10 @@ class Training:
     """The parts of a script that train.
 
     Attributes:
-        loops: loops over loaders whose body computes gradients, comprehensions too, in the order of the text.
-        other_loops: those over loaders whose body does not.
-        relays: those of generators that yield a loader's batches to a loop elsewhere.
-        divided: the loaders that the former read.
+        loops: loops over loaders whose body computes gradients, including comprehensions, in text order.
+        other_loops: loops over loaders whose body does not compute gradients.
+        relays: loops in generators that yield a loader's batches to another loop.
+        divided: loaders read by `loops`.
     """
 
     def __init__(self, flows: Flows) -> None:
@@ -50,20 +50,20 @@ class Training:
         for loop in walk(source.module):
             if not isinstance(loop, cst.For | cst.CompFor) or loop in self.relays:
                 continue
-            if flows.holds(loop.iter, Kind.LOADER) and not _counts(loop.iter):
+            if flows.holds(loop.iter, TrackedKind.LOADER) and not _counts(loop.iter):
                 body = loop.body if isinstance(loop, cst.For) else source.parent(loop)
                 (self.loops if self.trains(body) else self.other_loops).append(loop)
         self.reads = [
             call
             for call in source.all(cst.Call)
-            if dotted(call.func) == "next" and flows.holds(call, Kind.LOADER) and self._is_read_in_training(call)
+            if dotted(call.func) == "next" and flows.holds(call, TrackedKind.LOADER) and self._is_read_in_training(call)
         ]
-        loaders = [site for loop in self.loops for site in flows.holds(loop.iter, Kind.LOADER)]
-        loaders += [site for call in self.reads for site in flows.holds(call, Kind.LOADER)]
+        loaders = [site for loop in self.loops for site in flows.holds(loop.iter, TrackedKind.LOADER)]
+        loaders += [site for call in self.reads for site in flows.holds(call, TrackedKind.LOADER)]
         self.divided = list(dict.fromkeys(loaders))
 
     def trains(self, node: cst.CSTNode) -> bool:
-        """Whether a backward pass happens in a part of the script, or in a function that it calls."""
+        """Return whether a part of the script, or a function that it calls, runs a backward pass."""
         return any(
             called_attribute(call) == "backward"
             or any(self.source.name_of(function) in self._functions for function in self.flows.callees(call))
@@ -71,17 +71,17 @@ class Training:
         )
 
     def backward_passes(self, within: cst.CSTNode | None = None) -> list[cst.Call]:
-        """All calls of `backward()`."""
+        """Return all calls of `backward()`."""
         return [call for call in self.source.all(cst.Call, within) if called_attribute(call) == "backward"]
 
     def steps(self) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
-        """Calls that let an optimizer step, itself or by a scaler, and the optimizer."""
+        """Yield calls that step an optimizer, directly or through a scaler, with the optimizer."""
         for call in self.source.all(cst.Call):
             if called_attribute(call) != "step" or not isinstance(call.func, cst.Attribute):
                 continue
-            if self.flows.holds(call.func.value, Kind.OPTIMIZER):
+            if self.flows.holds(call.func.value, TrackedKind.OPTIMIZER):
                 yield call, call.func.value
-            elif call.args and self.flows.holds(call.args[0].value, Kind.OPTIMIZER):
+            elif call.args and self.flows.holds(call.args[0].value, TrackedKind.OPTIMIZER):
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
@@ -95,7 +95,7 @@ class Training:
     def _all_step_after(self, call: cst.Call) -> bool:
         """Return whether each optimizer steps after a backward pass in each case, and before the next pass."""
         source = self.source
-        waiting = {site for site in self.flows.made(Kind.OPTIMIZER) if not self._is_made_later(site.call, call)}
+        waiting = {site for site in self.flows.made(TrackedKind.OPTIMIZER) if not self._is_made_later(site.call, call)}
         for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
                 return waiting <= self._optimizers_of(step, optimizer, ())  # the closure that a step calls
@@ -129,7 +129,7 @@ class Training:
 
     def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
         """Return the optimizers that certainly step in a call: the only one of its name, or all that a loop yields."""
-        sites = set(self.flows.holds(optimizer, Kind.OPTIMIZER))
+        sites = set(self.flows.holds(optimizer, TrackedKind.OPTIMIZER))
         symbol = self.source.symbol(optimizer)
         if any(self.source.symbol(name) == symbol for loop in loops for name in self.source.all(cst.Name, loop.target)):
             return sites
@@ -164,7 +164,7 @@ class Training:
             if node in self.flows.sites:
                 return [node]
             return [name for arg in node.args for name in self.loader_names(arg.value)]
-        if not self.flows.holds(node, Kind.LOADER):
+        if not self.flows.holds(node, TrackedKind.LOADER):
             return []
         symbol, found = self.source.symbol(node), list[cst.BaseExpression]()
         for assign in self.source.all(cst.Assign):
@@ -186,11 +186,11 @@ class Training:
         return any(self.source.symbol(name) == symbol for name in self.source.all(cst.Name, node))
 
     def is_divided(self, node: cst.BaseExpression) -> bool:
-        """Whether an expression may be a loader that is divided."""
-        return bool(set(self.flows.holds(node, Kind.LOADER)) & set(self.divided))
+        """Return whether an expression may be a loader that is divided."""
+        return bool(set(self.flows.holds(node, TrackedKind.LOADER)) & set(self.divided))
 
     def epoch(self, loop: cst.CSTNode) -> str:
-        """The variable that counts passes around a loop; empty if there is none."""
+        """Return the variable of an enclosing loop that counts passes. "" if there is none."""
         counters = []
         for there in self.source.above(loop):
             if isinstance(there, cst.FunctionDef):
@@ -219,7 +219,7 @@ class Training:
 
 
 def _counts(node: cst.BaseExpression) -> bool:
-    """Whether that is a range, or a bar around one."""
+    """Return whether a node is a range, or a progress bar around one."""
     if not isinstance(node, cst.Call):
         return False
     name = node.func.value if isinstance(node.func, cst.Name) else called_attribute(node)
@@ -229,7 +229,7 @@ def _counts(node: cst.BaseExpression) -> bool:
 
 
 class Over(Enum):
-    """What a value of a rank is over the samples of its part of a batch."""
+    """Relation of a rank's value to the samples of its part of a batch."""
 
     ALL = "the same on all ranks"
     ZERO = "nothing yet: a sum begins with it"
@@ -251,15 +251,15 @@ REDUCED = {Over.MEAN, Over.SUM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What is known of an expression.
+    """Knowledge about an expression.
 
     Attributes:
-        over: what it is over the samples of a rank.
-        sure: it has been followed from the batch to here; if not, `over` is what such a thing usually is.
-        number: it is Python's, not a tensor.
-        dims: axes that it has at least, the samples' included.
-        container: it may be a tuple, list or dictionary of such values.
-        items: of a tuple.
+        over: relation to the samples of a rank.
+        sure: derived from the batch. Otherwise `over` is a guess from common usage.
+        number: a Python number, not a tensor.
+        dims: minimum number of axes, including the samples' axis.
+        container: may be a tuple, list or dictionary of such values.
+        items: values of the elements of a tuple.
     """
 
     over: Over = Over.ALL
@@ -271,7 +271,7 @@ class Value:
 
     @property
     def own(self) -> bool:
-        """It differs between ranks."""
+        """Return whether the value differs between ranks."""
         return self.over not in SHARED or any(item.own for item in self.items)
 
 
@@ -283,7 +283,7 @@ MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
 
 
 def either(one: Value, other: Value) -> Value:
-    """What is one or the other."""
+    """Return the value of an expression that is one of two values."""
     if one == other:
         return one
     if not one.own and not other.own:
@@ -306,7 +306,7 @@ def either(one: Value, other: Value) -> Value:
 
 
 def all_alike(values: Sequence[Value]) -> Value:
-    """Of a container of such values."""
+    """Return the value of a container of these values."""
     own = [value for value in values if value.own]
     if not own:
         return ALL
@@ -315,7 +315,7 @@ def all_alike(values: Sequence[Value]) -> Value:
 
 
 def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
-    """Of an arithmetical operation, element by element."""
+    """Return the value of an element-wise arithmetic operation."""
     own = [value for value in (left, right) if value.own]
     kinds, over = {value.over for value in own}, Over.UNKNOWN
     adds = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign)
@@ -351,7 +351,9 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 
 
 def collected(value: Value) -> Value:
-    """In a list: a count of samples there is a number like others, and no shape."""
+    """Return the value as an element of a list. A count of samples becomes an ordinary number, a shape is not
+    tracked.
+    """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
 
@@ -367,7 +369,7 @@ SHOWS = {
     "print", "format", "info", "debug", "warning", "error", "log", "add_scalar", "add_scalars", "set_postfix", "write",
     "set_postfix_str", "set_description", "append", "extend", "update", "put",
 }  # fmt: skip
-"""Functions and methods that take what they are given out of the computation."""
+"""Functions and methods whose arguments leave the computation."""
 
 ABOUT = {"isinstance", "type", "hasattr", "id", "callable", "range", "issubclass"}
 
@@ -378,7 +380,7 @@ ELEMENTWISE = {
     "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "nan_to_num", "add", "sub",
     "mul", "div", "lerp", "atan", "logit", "xlogy", "round", "floor", "ceil", "fmod", "dropout", "relu6", "mish",
 }  # fmt: skip
-"""Functions and methods that compute each element by itself."""
+"""Element-wise functions and methods."""
 
 AXIS_AT = {
     "mean": 1, "sum": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1, "std": 1, "var": 1, "argmax": 1, "argmin": 1,
@@ -386,10 +388,10 @@ AXIS_AT = {
     "flip": 1, "gather": 1, "index_select": 1, "cat": 1, "concat": 1, "stack": 1, "flatten": 1, "norm": 2, "select": 1,
     "narrow": 1, "topk": 2, "sort": 1, "normalize": 2, "cosine_similarity": 2, "chunk": 2, "split": 2,
 }  # fmt: skip
-"""Where the axis stands among the arguments, the tensor itself being the first."""
+"""Position of the axis among the arguments. The tensor is the first argument."""
 
 ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
-"""Functions along an axis, and whether they leave samples apart if none is given."""
+"""Functions along an axis, and whether they keep samples separate if no axis is given."""
 
 FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
          "select", "cosine_similarity"}  # fmt: skip
@@ -400,55 +402,55 @@ NUMPY_CREATES = CREATES | {"uniform", "random", "standard_normal"}
 TENSOR_TYPE = re.compile(r"torch\.(cuda\.)?\w*Tensor")
 SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer",
              "TransformerDecoder", "TransformerDecoderLayer"}  # fmt: skip
-"""Modules whose samples stand along the second axis unless they are told otherwise."""
+"""Modules whose samples are along the second axis by default."""
 
 WEIGHED = {"crossentropy", "crossentropyloss", "nllloss"}
-"""Losses that divide by the weight of the targets, which is not the same on all ranks."""
+"""Losses that divide by the total weight of the targets, which differs between ranks."""
 
 UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are -100, give it `ignore_index=-100`"
 
 
 class RankValues:
-    r"""Follows values through a script, and notes in `edits` where those of all ranks have to be put together.
+    r"""Follows values through a script, and records in `edits` where values of all ranks must be combined.
 
     An abstract interpreter: it runs the script with a `Value` for every name and expression, each branch of an `if`,
-    each loop twice (what one turn leaves behind is there in the next), and each function once for each combination of
-    arguments. A `Value` says what something is over the samples that a rank has; where branches meet and differ,
-    nothing is known (UNKNOWN). In
+    each loop twice (because an iteration starts with the values of the one before), and each function once for each
+    combination of arguments. A `Value` is the relation to the samples of a rank. If branches give different values,
+    the result is UNKNOWN. Example:
 
         for x, y in loader:                      x, y: ROWS, something of each sample
-            each = (model(x) - y) ** 2           ROWS: a model is taken to compute each sample by itself
+            each = (model(x) - y) ** 2           ROWS: a model is assumed to process each sample separately
             loss = each.mean()                   MEAN
-            total += loss.item() * len(x)        MEAN * COUNT = SUM, which nobody reads in the loop
+            total += loss.item() * len(x)        MEAN * COUNT = SUM, not read in the loop
         print(total / len(data))                 the same on all ranks
 
-    `total = ranks.total(total)` is put behind the loop, since what leaves the computation has to be the same for all.
-    An UNKNOWN that is shown is noted, and one that decides (`if x.max() > 3: break`) is refused.
+    `total = ranks.total(total)` is inserted after the loop, because values that leave the computation must be equal on
+    all ranks. An UNKNOWN value that is printed causes a note. One in a condition (`if x.max() > 3: break`) is refused.
 
-    What is trained on has to be right on average: gradients are averaged, so the *mean over the ranks* of what they
-    begin from must be what one process has, or their sum if all losses are sums. A MEAN or SUM is; so is a sum of
-    MEANs, or a MEAN times what all ranks have alike. Where a MEAN or SUM goes through anything else, ranks put it
-    together there, by `ranks.average` and `ranks.total`, through which gradients flow back to all ranks:
+    Losses must be right on average: gradients are averaged, so the *mean over the ranks* of the losses must equal the
+    loss of one process, or their sum if all losses are sums. This holds for a MEAN or SUM, a sum of MEANs, and a MEAN
+    times a value that is equal on all ranks. If a MEAN or SUM is used in another way, the ranks combine it there, with
+    `ranks.average` and `ranks.total`, through which gradients flow back to all ranks:
 
         torch.sqrt(each.mean())                  torch.sqrt(ranks.average(each.mean()))
         (each * mask).sum() / mask.sum()         (each * mask).sum() / ranks.average(mask.sum())
         F.mse_loss(out[mask], y[mask])           ranks.weighted(F.mse_loss)(out[mask], y[mask])
 
-    What mixes samples (`z @ z.t()`, `each.topk(8)`) is UNKNOWN. A loss that was made from such things is a loss of each
-    rank's batch, and is named as such.
+    Functions that mix samples (`z @ z.t()`, `each.topk(8)`) give UNKNOWN. A loss computed from such values is a loss of
+    each rank's batch, and a note says so.
 
     Attributes:
-        batches: expressions that are a rank's part of a batch; others may be added before `follow()`.
-        losses: whether backward passes begin from means or from sums, each with the line of one.
+        batches: expressions that are a rank's part of a batch. More may be added before `follow()`.
+        losses: kinds of losses (means or sums) from which backward passes begin, each with a line.
     """
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
-        """`ranks` is the name that `sirtaki.torch.ranks` has in the script."""
+        """`ranks`: name of `sirtaki.torch.ranks` in the script."""
         self._training, self._flows, self._source = training, training.flows, training.source
         self._edits, self._ranks = edits, ranks
         self.batches: set[cst.CSTNode] = set()
         self.losses: dict[Over, int] = {}
-        self._env: dict[Symbol, Value] = {}  # what names hold at the place that is looked at
+        self._env: dict[Symbol, Value] = {}  # values of names at the current place
         self._wrapped: dict[cst.CSTNode, Over] = {}
         self._meant: set[cst.Call] = set()
         self._losses = {
@@ -457,13 +459,13 @@ class RankValues:
             if isinstance(call.func, cst.Attribute)
             for name in self._source.all(cst.Name, call.func.value)
         }
-        self._calling: list[str] = []  # the functions under way that were given values of one rank
+        self._calling: list[str] = []  # functions being followed that were called with values of one rank
         self._fresh: set[Symbol] = set()
-        self._in_loop: list[cst.For] = []  # that train
+        self._in_loop: list[cst.For] = []  # enclosing training loops
         self._branches = 0
         self._called: dict[tuple[str, tuple[Value, ...]], Value] = {}
         self._returned: list[Value] = []
-        self._begun: dict[cst.Call, set[Value]] = {}  # what backward passes begin from
+        self._begun: dict[cst.Call, set[Value]] = {}  # values from which backward passes begin
         self._models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -472,7 +474,7 @@ class RankValues:
         }
 
     def follow(self) -> None:
-        """The whole script."""
+        """Follow the whole script."""
         self._block(self._source.module)
         called = {name for name, _ in self._called}
         for name, function in self._source.functions.items():
@@ -490,7 +492,9 @@ class RankValues:
                     f"`{text}` is not seen to be a mean or sum of what each sample gives: it stays a loss of each "
                     "rank's part of a batch, and need not train as one process does",
                 )
-        if any(site.kind is Kind.LOADER and argument(site.call, "collate_fn") for site in self._flows.sites.values()):
+        if any(
+            site.kind is TrackedKind.LOADER and argument(site.call, "collate_fn") for site in self._flows.sites.values()
+        ):
             self._edits.note(0, "where `collate_fn` pads, it does so for each rank's part of a batch")
 
     def _block(self, node: cst.CSTNode) -> None:
@@ -533,7 +537,7 @@ class RankValues:
             self._block(node)
 
     def _closure(self, node: cst.FunctionDef) -> None:
-        """A function within a function or loop, which knows what is known there."""
+        """Follow a nested function with the values known at its definition."""
         if self._training.trains(node.body):
             kept, self._returned = self._returned, []
             self._block(node.body)
@@ -542,7 +546,7 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        for _ in range(2):  # what one turn leaves behind is there in the next
+        for _ in range(2):  # twice, because an iteration starts with the values of the one before
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
                 self._put(loop.target.elements[1].value, BATCH if trains else value)
@@ -607,7 +611,7 @@ class RankValues:
             self._edits.refuse(line, f"cannot tell whether `{self._source.code(node.value)}` is a mean or a sum")
 
     def _sums_up_in(self, node: cst.AugAssign) -> cst.For | None:
-        """The loop behind which a sum may be put together: it begins before that, and nobody reads it inside."""
+        """Return the loop after which a sum may be combined: the sum starts before the loop, and is not read inside."""
         if not self._in_loop or not isinstance(node.target, cst.Name):
             return None
         loop, name = self._in_loop[-1], node.target.value
@@ -624,7 +628,7 @@ class RankValues:
         return None
 
     def _function(self, function: cst.FunctionDef, given: dict[str, Value]) -> Value:
-        """What a function returns for such arguments."""
+        """Return the value that a function returns for these arguments."""
         scope = self._source.name_of(function)
         names = [param.name.value for param in parameters(function)]
         key = (scope, tuple(given.get(name, ALL) for name in names))
@@ -652,7 +656,7 @@ class RankValues:
     # ── expressions ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _put(self, target: cst.BaseExpression, value: Value) -> None:
-        """Something is assigned."""
+        """Record an assignment."""
         if isinstance(target, cst.Tuple | cst.List):
             for position, element in enumerate(target.elements):
                 known = len(value.items) == len(target.elements)
@@ -667,25 +671,27 @@ class RankValues:
                 self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
 
     def _is_placed_by_samples(self, node: cst.BaseExpression) -> bool:
-        """Whether something is changed at a place that samples say: `counts[label] += 1`."""
+        """Return whether a statement changes elements selected by samples, such as `counts[label] += 1`."""
         return (
             isinstance(node, cst.Subscript)
             and self._any(*(self._value(part) for element in node.slice for part in _parts(element))).own
         )
 
     def _is_differentiated(self, node: cst.BaseExpression) -> bool:
-        """Whether backward passes begin from what has this name."""
+        """Return whether backward passes begin from a variable with this name."""
         return isinstance(node, cst.Name) and node.value in self._losses
 
     def _decide(self, test: cst.BaseExpression) -> None:
-        """What all ranks must find alike."""
+        """Require that all ranks evaluate a condition equally."""
         value = self._value(test)
         if value.own and not self._share(test):
             text = self._source.code(test)
             self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
-        """Puts together the largest parts of an expression that are means or sums; False if anything else is left."""
+        """Combine the largest parts of an expression that are means or sums. Return False if another rank-dependent
+        part is left.
+        """
         value = self._value(node)
         if not value.own:
             return True
@@ -706,11 +712,11 @@ class RankValues:
         self._edits.wrap(node, f"{self._function_for(over)}({{it}})")
 
     def _function_for(self, over: Over) -> str:
-        """What puts such values of all ranks together."""
+        """Return the function that combines such values of all ranks."""
         return f"{self._ranks}.average" if over is Over.MEAN else f"{self._ranks}.total"
 
     def _value(self, node: cst.BaseExpression) -> Value:
-        """Of an expression."""
+        """Return the value of an expression."""
         if node in self.batches:
             return BATCH
         if isinstance(node, cst.Name):
@@ -755,7 +761,9 @@ class RankValues:
         return replace(value, number=isinstance(node, cst.FormattedString))
 
     def _of_operation(self, node: cst.BinaryOperation) -> Value:
-        """Of an arithmetical one, for which ranks put together what has to be whole."""
+        """Return the value of an arithmetic operation. Operands that must cover the whole batch are combined over
+        ranks.
+        """
         left, right = self._value(node.left), self._value(node.right)
         if isinstance(node.operator, cst.MatrixMultiply):
             return _multiplied(left, right)
@@ -769,14 +777,14 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """What ranks put together if it is a mean, a sum or a count; anything else as it is."""
+        """Combine a mean, a sum or a count over the ranks. Other values are unchanged."""
         if value.over not in REDUCED | {Over.COUNT}:
             return value
         self._wrap(node, value.over)
         return replace(value, over=Over.WHOLE)
 
     def _any(self, *values: Value) -> Value:
-        """Of what is computed from such values in a way that is not known."""
+        """Return the value of an unknown computation with these values."""
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
@@ -833,7 +841,7 @@ class RankValues:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _of_call(self, call: cst.Call) -> Value:
-        """What a call returns."""
+        """Return the value of a call."""
         if call in self._training.reads:
             return BATCH
         name = called_attribute(call) or (call.func.value if isinstance(call.func, cst.Name) else "")
@@ -846,7 +854,11 @@ class RankValues:
                 return ALL
             if base.own and not self._flows.callees(call):
                 return self._of_method(call, name, base)
-        if name == "scale" and isinstance(call.func, cst.Attribute) and self._flows.holds(call.func.value, Kind.SCALER):
+        if (
+            name == "scale"
+            and isinstance(call.func, cst.Attribute)
+            and self._flows.holds(call.func.value, TrackedKind.SCALER)
+        ):
             return values[0]
         if not own:
             for function in self._flows.callees(call):
@@ -854,7 +866,7 @@ class RankValues:
                     return self._function(function, {})
             base = self._value(call.func.value) if isinstance(call.func, cst.Attribute) else ALL
             return Value(over=Over.WHOLE) if any(value.over is Over.WHOLE for value in (base, *values)) else ALL
-        own_function = bool(self._flows.callees(call) or self._flows.holds(call.func, Kind.INSTANCE))
+        own_function = bool(self._flows.callees(call) or self._flows.holds(call.func, TrackedKind.INSTANCE))
         if name in SHOWS and not own_function and name != "log":
             return self._shown(call, name, values)
         full = self._source.full_name(call.func)
@@ -896,7 +908,7 @@ class RankValues:
             kinds = {value.over for value in values if value.own and not value.items}
             over = Over.ROWS if kinds <= EACH else Over.PART
             return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
-        if any(value.number and value.over is not Over.COUNT for value in values):  # of numbers: outlives the batch
+        if any(value.number and value.over is not Over.COUNT for value in values):  # numbers outlive the batch
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
@@ -933,8 +945,8 @@ class RankValues:
         return Value(items=(Value(over=Over.ROWS, dims=2, sure=value.sure),)) if apart else OWN
 
     def _is_model(self, call: cst.Call) -> bool:
-        """Whether a call is one of a module, which is taken to compute each sample by itself."""
-        made = self._flows.holds(call.func, Kind.MODULE)
+        """Return whether a node calls a module. Modules are assumed to process each sample separately."""
+        made = self._flows.holds(call.func, TrackedKind.MODULE)
         for site in made:
             kind = site.name.rpartition(".")[2]
             where = self._source.text if kind.endswith("coder") else self._source.code(site.call)
@@ -945,10 +957,10 @@ class RankValues:
         return bool(made) or in_module or self._source.code(call.func) in self._models
 
     def _of_method(self, call: cst.Call, name: str, base: Value) -> Value:
-        """Of a method of something that differs between ranks."""
+        """Return the value of a method call on a rank-dependent object."""
         if name in ("items", "values", "get", "keys"):  # a container of such values
             return base
-        if name in ("format", "append", "extend"):  # no tensor's
+        if name in ("format", "append", "extend"):  # methods that tensors do not have
             return self._shown(call, name, [self._value(arg.value) for arg in call.args])
         if name in ("item", "tolist", "numpy"):
             return replace(base, number=True, items=())
@@ -968,7 +980,7 @@ class RankValues:
     def _of_tensors(
         self, call: cst.Call, name: str, given: list[cst.BaseExpression], args: Sequence[cst.Arg]
     ) -> Value | None:
-        """Of torch's functions and methods, the tensor itself first; None for one that is not known."""
+        """Return the value of a torch function or method, with the tensor as first argument. None for unknown ones."""
         value = self._value(given[0])
         if isinstance(given[0], cst.ListComp | cst.GeneratorExp) and name in ("stack", "cat", "array", "tensor"):
             over = self._value(given[0].for_in.iter).over
@@ -1030,7 +1042,7 @@ class RankValues:
         return None
 
     def _elementwise(self, given: Sequence[cst.BaseExpression]) -> Value:
-        """Of a function of the elements of these: what is over all samples already has to be whole."""
+        """Return the value of an element-wise function of these nodes. Means and sums among them are combined first."""
         values = [self._value(node) for node in given]
         kinds = {value.over for value in values if value.own}
         rest = kinds - REDUCED - {Over.COUNT}
@@ -1045,7 +1057,7 @@ class RankValues:
     def _of_reduction(
         self, call: cst.Call, name: str, value: Value, given: list[cst.BaseExpression], axis: cst.BaseExpression | None
     ) -> Value:
-        """Of `mean()` and `sum()`, over the samples or along other axes."""
+        """Return the value of `mean()` or `sum()`, over samples or along other axes."""
         over = Over.MEAN if name == "mean" else Over.SUM
         if value.over in REDUCED:
             return value
@@ -1062,7 +1074,7 @@ class RankValues:
         return Value(over=over, sure=value.sure and followed)
 
     def _axes(self, node: cst.BaseExpression, dims: int) -> tuple[int, ...]:
-        """The axes that an expression names, if none of them is that of the samples; else nothing."""
+        """Return the axes in an expression, if none is the samples' axis. Otherwise nothing."""
         text = self._source.code(node).strip("()[]").rstrip(",").replace(" ", "")
         try:
             axes = tuple(map(int, text.split(",")))
@@ -1071,8 +1083,8 @@ class RankValues:
         return axes if all(axis > 0 or -dims < axis < 0 for axis in axes) else ()
 
     def _of_loss(self, call: cst.Call, full: str, name: str) -> Value | None:
-        """Of a call of a loss, whose reduction is a mean unless it says otherwise."""
-        made = self._flows.holds(call.func, Kind.LOSS)
+        """Return the value of a loss. Its reduction is a mean unless specified."""
+        made = self._flows.holds(call.func, TrackedKind.LOSS)
         is_torchs = full.startswith("torch.nn.functional.") and (
             "loss" in name or "entropy" in name or name == "kl_div"
         )
@@ -1111,7 +1123,9 @@ class RankValues:
         return "mean" if given is None else self._source.code(given).strip("\"'")
 
     def _of_own_function(self, call: cst.Call, functions: list[cst.FunctionDef], values: list[Value]) -> Value:
-        """Of the script's own: it is followed inside, unless all it gets is numbers to remember."""
+        """Return the value of a function of the script. Its body is followed, unless all arguments are plain
+        numbers.
+        """
         is_module = any(self._source.derives(self._source.class_of(function), "Module") for function in functions)
         own = [value for value in values if value.own]
         if (
@@ -1155,7 +1169,7 @@ def _has_batch_size(values: Sequence[Value]) -> bool:
 
 
 def _element(value: Value) -> Value:
-    """Of what a loop over such a value yields."""
+    """Return the value of the elements that a loop over this value yields."""
     if value.items:
         return all_alike(value.items)
     one_sample = value.over in EACH | {Over.PART} and not value.container
@@ -1163,7 +1177,7 @@ def _element(value: Value) -> Value:
 
 
 def _at(value: Value, position: int) -> Value:
-    """What stands at a place of a tuple of such values; in a shape the first is the number of samples."""
+    """Return the value at a position of a tuple. In a shape, the first element is the number of samples."""
     if value.over is not Over.SHAPE:
         return replace(value, items=(), container=False)
     if position:
@@ -1172,7 +1186,7 @@ def _at(value: Value, position: int) -> Value:
 
 
 def _multiplied(left: Value, right: Value) -> Value:
-    """Of a product of matrices, which leaves samples apart if it goes along other axes than theirs."""
+    """Return the value of a matrix product. Samples stay separate if the product is along other axes."""
     if not left.own and not right.own:
         return combined(cst.Multiply(), left, right)
     if left.over is not Over.ROWS or (right.own and right.over is not Over.ROWS):
@@ -1182,15 +1196,15 @@ def _multiplied(left: Value, right: Value) -> Value:
 
 
 def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
-    """The template of a tensor in the place of `tensor.mean()` or `torch.mean(tensor)`."""
+    """Fill a template with the tensor of `tensor.mean()` or `torch.mean(tensor)`."""
     assert isinstance(call, cst.Call)
     inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute
     return cst.helpers.parse_template_expression(template, it=inner)
 
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """The expressions that one consists of immediately."""
-    if isinstance(node, cst.Attribute | cst.Arg):  # not the name behind the dot, or before the `=`
+    """Return the direct sub-expressions of a node."""
+    if isinstance(node, cst.Attribute | cst.Arg):  # not the name after the dot or before the `=`
         return [node.value]
     found: list[cst.BaseExpression] = []
     for child in node.children:
@@ -1210,7 +1224,7 @@ def _are_items(node: cst.BaseExpression) -> bool:
 
 
 def _is_enumerated(node: cst.BaseExpression) -> bool:
-    """Whether the first of what a loop yields is a number that counts."""
+    """Return whether the first element that a loop yields is a counter."""
     if not isinstance(node, cst.Call) or not node.args:
         return False
     return dotted(node.func) == "enumerate" or (dotted(node.func) != "zip" and _is_enumerated(node.args[0].value))

@@ -1,4 +1,4 @@
-"""A script that is translated: its source, edits of it, values and how they flow."""
+"""Source of a translated script: syntax tree, edits, and data flow of tracked values."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from sirtaki.errors import TranslationError
 Node = TypeVar("Node", bound=cst.CSTNode)
 
 Symbol = tuple[str, str]
-"""Where a name belongs to, and the name: ("", x) of the module, ("f", x) of a function, ("class C", x) of `self`."""
+"""Scope and name of a variable: ("", x) in the module, ("f", x) in a function, ("class C", x) for an attribute of
+self."""
 
 
 class Source:
-    """What can be asked about the text of a script without knowing what it does."""
+    """Queries about the syntax of a script, independent of its meaning."""
 
     def __init__(self, text: str, *, as_written: bool = False) -> None:
-        """Parses it.
+        """Parse the script.
 
         Args:
-            text: of the script.
-            as_written: statements that share a line do not get lines of their own, so that none can stand between them.
+            text: text of the script.
+            as_written: do not move statements that share a line to separate lines. No statement can be inserted between
+                them.
 
         Raises:
-            TranslationError: it is no Python.
+            TranslationError: the text is not valid Python.
         """
         try:
             written = MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as err:
-            raise TranslationError.of([(err.raw_line, f"is no Python: {err.message}")]) from err
+            raise TranslationError.of([(err.raw_line, f"invalid Python: {err.message}")]) from err
         apart = text if as_written else written.module.visit(_Apart()).code
         wrapper = written if apart == text else MetadataWrapper(cst.parse_module(apart))
         self._starts = list(zip(_statement_lines(wrapper), _statement_lines(written), strict=True))
@@ -58,59 +60,61 @@ class Source:
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def line(self, node: cst.CSTNode) -> int:
-        """Of its first character, in the script as it was written."""
+        """Return the line of a node's first character in the original script."""
         line = int(self._positions[node].start.line)
         behind = bisect.bisect_right(self._starts, line, key=lambda start: start[0])
         return line + self._starts[behind - 1][1] - self._starts[behind - 1][0] if behind else line
 
     def code(self, node: cst.CSTNode) -> str:
-        """Its text."""
+        """Return the text of a node."""
         return self.module.code_for_node(node).strip()
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
-        """Nodes of a kind, in the order of the text."""
+        """Yield nodes of a type, in text order."""
         for node in self._nodes if within is None else walk(within):
             if isinstance(node, kind):
                 yield node
 
     def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What a node stands in, the nearest first."""
+        """Yield the ancestors of a node, nearest first."""
         while node is not self.module:
             node = self._parents[node]
             yield node
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """What a node stands in immediately."""
+        """Return the parent of a node."""
         return self._parents[node]
 
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
-        """The line or the compound statement that a node is a part of, before and behind which others may stand."""
+        """Return the line or compound statement that contains a node. Other statements can be inserted before and after
+        it.
+        """
         for there in (node, *self.above(node)):
             if isinstance(there, cst.BaseStatement) and not isinstance(self.parent(there), cst.If):  # no `elif`
                 return there
         raise AssertionError("a node outside of all statements")
 
     def contains(self, outer: cst.CSTNode, inner: cst.CSTNode) -> bool:
-        """Whether one stands in the other."""
+        """Return whether `inner` is a descendant of `outer`."""
         return any(there is outer for there in self.above(inner))
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def function_of(self, node: cst.CSTNode) -> str:
-        """The function that a node's names belong to, as "f", "C.f" or "f.g"; empty for the module."""
+        """Return the function that contains a node, as "f", "C.f" or "f.g". "" for the module."""
         return next((self.name_of(there) for there in self.above(node) if isinstance(there, cst.FunctionDef)), "")
 
     def name_of(self, node: cst.FunctionDef | cst.ClassDef) -> str:
-        """Its name with those of the functions and classes that it stands in."""
+        """Return the qualified name of a function or class."""
         around = [there.name.value for there in self.above(node) if isinstance(there, cst.FunctionDef | cst.ClassDef)]
         return ".".join([*reversed(around), node.name.value])
 
     def class_of(self, node: cst.CSTNode) -> str:
-        """The class in one of whose methods a node stands; empty if none."""
+        """Return the class whose method contains a node. "" if there is none."""
         return next((there.name.value for there in self.above(node) if isinstance(there, cst.ClassDef)), "")
 
     def symbol(self, node: cst.BaseExpression) -> Symbol | None:
-        """What a name or `self.name` refers to; None for anything else."""
+        """Return the symbol of a name or of `self.name`. None for other expressions."""
         if isinstance(node, cst.Name):
             function = self.function_of(node)
             while function:
@@ -125,7 +129,9 @@ class Source:
         return None
 
     def full_name(self, node: cst.CSTNode) -> str:
-        """`torch.nn.Linear` of `nn.Linear`, by the script's imports; empty where that is no dotted name."""
+        """Resolve a dotted name with the script's imports: `nn.Linear` becomes `torch.nn.Linear`. "" for other
+        expressions.
+        """
         if isinstance(node, cst.Name):
             return self.imported.get(node.value, node.value)
         if isinstance(node, cst.Attribute):
@@ -134,15 +140,15 @@ class Source:
         return ""
 
     def names(self) -> set[str]:
-        """All that occur."""
+        """Return all names in the script."""
         return {node.value for node in self.all(cst.Name)}
 
     def imports(self, package: str) -> bool:
-        """Whether anything of a package is imported."""
+        """Return whether the script imports a package or a part of it."""
         return any(name == package or name.startswith(package + ".") for name in self.imported.values())
 
     def method(self, class_name: str, name: str) -> cst.FunctionDef | None:
-        """Of a class or those that it derives from in this script."""
+        """Return a method of a class or its base classes in this script."""
         found = self.methods.get((class_name, name))
         if found is not None or class_name not in self.classes:
             return found
@@ -152,14 +158,14 @@ class Source:
         return None
 
     def derives(self, class_name: str, from_name: str) -> bool:
-        """Whether a class of this script derives from one whose name ends so."""
+        """Return whether a class of this script derives from a class whose name ends with `from_name`."""
         if class_name not in self.classes:
             return False
         bases = [self.full_name(base.value) for base in self.classes[class_name].bases]
         return any(base.endswith(from_name) or self.derives(base, from_name) for base in bases)
 
     def is_builtin(self, name: str) -> bool:
-        """Whether a name is Python's own here."""
+        """Return whether a name is a Python builtin that the script does not redefine."""
         return hasattr(builtins, name) and name not in self.functions
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +206,7 @@ class Source:
 
 
 class _Apart(cst.CSTTransformer):
-    """`a; b` becomes two lines, `if x: a` a block."""
+    """Moves statements to separate lines: `a; b` becomes two lines, `if x: a` a block."""
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -224,7 +230,7 @@ def _lines_of(statements: Iterable[cst.BaseSmallStatement]) -> list[cst.SimpleSt
 
 
 def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
-    """Where each statement begins, simple ones and compound ones."""
+    """Return the first line of each statement, simple or compound."""
     positions, found = wrapper.resolve(PositionProvider), (cst.BaseSmallStatement, cst.BaseCompoundStatement)
     return [int(positions[node].start.line) for node in walk(wrapper.module) if isinstance(node, found)]
 
@@ -280,13 +286,13 @@ def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
 
 
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-"""Syntax that binds the name that it has."""
+"""Syntax nodes that bind their own name."""
 
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all below it, in the order of the text."""
+    """Yield a node and its descendants, in text order."""
     pending = [node]
     while pending:
         there = pending.pop()
@@ -295,7 +301,7 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def targets(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """What a statement assigns to."""
+    """Return the targets of an assignment."""
     if isinstance(node, cst.Assign):
         return [target.target for target in node.targets]
     if isinstance(node, cst.AnnAssign | cst.AugAssign | cst.For | cst.NamedExpr | cst.CompFor):
@@ -306,30 +312,30 @@ def targets(node: cst.CSTNode) -> list[cst.BaseExpression]:
 
 
 def parameters(function: cst.FunctionDef) -> list[cst.Param]:
-    """All that can be given by position, then all by name only."""
+    """Return the parameters of a function: positional ones, then keyword-only ones."""
     params = function.params
     return [*params.posonly_params, *params.params, *params.kwonly_params]
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
-    """The name that an import gives to what it brings."""
+    """Return the name that an import binds."""
     return alias.evaluated_alias or alias.evaluated_name
 
 
 def dotted(node: cst.BaseExpression) -> str:
-    """The text of a dotted name; empty if it is something else."""
+    """Return the text of a dotted name. "" for other expressions."""
     if isinstance(node, cst.Attribute):
         return f"{dotted(node.value)}.{node.attr.value}"
     return node.value if isinstance(node, cst.Name) else ""
 
 
 def called_attribute(call: cst.Call) -> str:
-    """`step` of `anything.step()`; empty for a call of something else."""
+    """Return `step` for `anything.step()`. "" for other calls."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
-    """What is given by that keyword, or in that position (from 0); None if nothing is."""
+    """Return the argument with this keyword or in this position (from 0). None if there is none."""
     for arg in call.args:
         if arg.keyword is not None and arg.keyword.value == keyword:
             return arg.value
@@ -341,11 +347,11 @@ Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 
 
 class Edits:
-    """What is to change.
+    """Planned changes of a script.
 
     Attributes:
-        notes: (line, text) of what a reader should know; line 0 is the whole script.
-        obstacles: (line, reason) of what is not understood.
+        notes: (line, text) of notes for the user. Line 0 is the whole script.
+        obstacles: (line, reason) of code that cannot be translated.
     """
 
     def __init__(self, source: Source) -> None:
@@ -360,21 +366,21 @@ class Edits:
         self._around: dict[cst.CSTNode, str] = {}
 
     def replace(self, node: cst.BaseExpression, code: str) -> None:
-        """By other code."""
+        """Replace an expression by other code."""
         self._changes[node] = [lambda _: cst.parse_expression(code)]
 
     def change(self, node: cst.BaseExpression, change: Change) -> None:
-        """By a function of what stands there once what is inside has changed."""
+        """Replace an expression by a function of its changed code."""
         self._changes[node].append(change)
 
     def wrap(self, node: cst.BaseExpression, template: str) -> None:
-        """In other code, such as `f({it})`, in which it is `it`. A second time does nothing."""
+        """Insert an expression into other code, such as `f({it})`, at `it`. Repeated calls do nothing."""
         if node not in self._wrapped:
             self._wrapped.add(node)
             self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
-        """Whether something in an expression changes."""
+        """Return whether an expression or a part of it changes."""
         return node in self._changes or any(self.changes_in(child) for child in node.children)
 
     def touches(self, node: cst.CSTNode) -> bool:
@@ -383,28 +389,28 @@ class Edits:
         return any(any(there in table for table in tables) for there in walk(node))
 
     def before(self, statement: cst.BaseStatement, *lines: str) -> None:
-        """Statements in front of one; what is there already does not come again."""
+        """Insert statements before a statement. Duplicates are skipped."""
         _add(self._before[statement], lines)
 
     def after(self, statement: cst.BaseStatement, *lines: str) -> None:
-        """Statements behind one; what is there already does not come again."""
+        """Insert statements after a statement. Duplicates are skipped."""
         _add(self._after[statement], lines)
 
     def remove(self, statement: cst.BaseStatement) -> None:
-        """A statement."""
+        """Remove a statement."""
         self._removed.add(statement)
 
     def put_into(self, statement: cst.BaseStatement, head: str) -> None:
-        """A statement into a block: `if hvd.rank() == 0`."""
+        """Move a statement into a block, such as `if hvd.rank() == 0`."""
         self._around[statement] = head
 
     def refuse(self, where: cst.CSTNode | int, reason: str) -> None:
-        """The script cannot be translated, for what stands in a node or a line."""
+        """Record that the script cannot be translated because of a node or a line."""
         if (obstacle := (self._line(where), reason)) not in self.obstacles:
             self.obstacles.append(obstacle)
 
     def note(self, where: cst.CSTNode | int, text: str) -> None:
-        """What a reader should know of a node, a line, or of the whole script, which is line 0."""
+        """Record a note about a node, a line, or the whole script (line 0)."""
         if (note := (self._line(where), text)) not in self.notes:
             self.notes.append(note)
 
@@ -412,7 +418,7 @@ class Edits:
         return where if isinstance(where, int) else self._source.line(where)
 
     def applied(self, module: cst.Module) -> str:
-        """The text with all changes."""
+        """Return the text with all changes."""
         return module.visit(_Applying(self)).code
 
 
@@ -453,18 +459,18 @@ def _add(lines: list[str], more: Iterable[str]) -> None:
 
 
 def keyword(name: str, code: str) -> cst.Arg:
-    """`name=code`, as an argument of a call."""
+    """Return an argument `name=code`."""
     return cst.ensure_type(cst.parse_expression(f"f({name}={code})"), cst.Call).args[0]
 
 
 def with_more(call: cst.BaseExpression, *added: cst.Arg) -> cst.Call:
-    """A call with more arguments behind its own."""
+    """Return a call with additional arguments."""
     whole = cst.ensure_type(call, cst.Call)
     return whole.with_changes(args=[*whole.args, *added])
 
 
 def parsed(lines: Iterable[str]) -> list[cst.BaseStatement]:
-    """Statements."""
+    """Parse statements."""
     return [cst.parse_statement(line) for line in lines]
 
 
@@ -477,16 +483,16 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
-"""Functions that hand on what they are given, by the last part of their names."""
+"""Functions that return their argument, by the last part of their names."""
 
 SAME_OBJECT = {
     "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
 }  # fmt: skip
-"""Methods after which it is still the same object."""
+"""Methods that return the same object."""
 
 
-class Kind(Enum):
-    """What is followed."""
+class TrackedKind(Enum):
+    """Kinds of objects that are tracked."""
 
     LOADER = auto()
     OPTIMIZER = auto()
@@ -500,15 +506,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A call that makes something that is followed; `name` is the full name of what is called."""
+    """A call that creates a tracked object. `name` is the full name of the called function."""
 
-    kind: Kind
+    kind: TrackedKind
     call: cst.Call
     name: str
 
 
 MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
-"""Syntax by which what is followed gets somewhere."""
+"""Syntax that moves a tracked object."""
 
 _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.Subscript: ("value",),
@@ -520,7 +526,7 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""The parts of an expression that it may be, or hold."""
+"""Parts of an expression that may be its value, or that it may contain."""
 
 Key = TypeVar("Key")
 
@@ -529,10 +535,10 @@ NOTHING: Values = frozenset()
 
 
 class Flows:
-    """What each name and expression of a script may hold.
+    """Tracked objects that each name and expression of a script may hold.
 
     Attributes:
-        sites: by call.
+        sites: creating calls, by call node.
         relays: loops over a loader in generators that yield its batches.
     """
 
@@ -550,16 +556,16 @@ class Flows:
             for node in moving:
                 self._follow(node)
 
-    def made(self, kind: Kind) -> list[Site]:
-        """All of a kind, in the order of the text."""
+    def made(self, kind: TrackedKind) -> list[Site]:
+        """Return all sites of a kind, in text order."""
         return [site for site in self.sites.values() if site.kind is kind]
 
-    def holds(self, node: cst.BaseExpression, kind: Kind) -> list[Site]:
-        """What of a kind an expression may be."""
+    def holds(self, node: cst.BaseExpression, kind: TrackedKind) -> list[Site]:
+        """Return the sites of a kind that an expression may hold."""
         return [site for site in self.values(node) if site.kind is kind]
 
     def values(self, node: cst.BaseExpression) -> Values:
-        """All that is followed that an expression may be."""
+        """Return all sites that an expression may hold."""
         symbol = self.source.symbol(node)
         if symbol is not None:
             return self._held.get(symbol, NOTHING)
@@ -567,7 +573,7 @@ class Flows:
             return self._union(
                 self._held.get((f"class {site.name}", node.attr.value), NOTHING)
                 for site in self.values(node.value)
-                if site.kind is Kind.INSTANCE
+                if site.kind is TrackedKind.INSTANCE
             ) | frozenset(site for site in self.values(node.value) if node.attr.value == "module")
         if isinstance(node, cst.Call):
             return self._of_call(node)
@@ -576,7 +582,7 @@ class Flows:
         return self._union(self.values(getattr(node, part)) for part in _MAY_BE.get(type(node), ()))
 
     def callees(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """The functions of this script that a call may enter; `forward` for a call of a module."""
+        """Return the functions of this script that a call may enter. For a call of a module, its `forward`."""
         source, func = self.source, call.func
         if isinstance(func, cst.Name):
             if func.value in source.classes:
@@ -584,7 +590,7 @@ class Flows:
                 return [] if init is None else [init]
             scopes = source.function_of(call).split(".")
             around = [".".join([*scopes[:depth], func.value]) for depth in range(len(scopes), 0, -1)]
-            for name in (*around, func.value):  # the nearest function of that name
+            for name in (*around, func.value):  # the innermost function with this name
                 if name in source.functions:
                     return [source.functions[name]]
         elif isinstance(func, cst.Attribute):
@@ -593,17 +599,17 @@ class Flows:
                 method = source.method(source.class_of(call), func.attr.value)
                 if method is not None:
                     return [method]
-            classes = [site.name for site in self.values(base) if site.kind is Kind.INSTANCE]
+            classes = [site.name for site in self.values(base) if site.kind is TrackedKind.INSTANCE]
             if isinstance(base, cst.Name) and base.value in source.classes:
                 classes.append(base.value)
             methods = [source.method(name, func.attr.value) for name in classes]
             if found_methods := [method for method in methods if method is not None]:
                 return found_methods
-        forwards = [source.method(s.name, "forward") for s in self.values(func) if s.kind is Kind.INSTANCE]
+        forwards = [source.method(s.name, "forward") for s in self.values(func) if s.kind is TrackedKind.INSTANCE]
         return [method for method in forwards if method is not None]
 
     def bound(self, call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-        """Which parameter of a function gets which argument of a call."""
+        """Map the parameters of a function to the arguments of a call."""
         names = [param.name.value for param in parameters(function)]
         decorated = {self.source.code(decorator.decorator) for decorator in function.decorators}
         if self.source.class_of(function) and "staticmethod" not in decorated:
@@ -631,14 +637,14 @@ class Flows:
                 self._assign(node.target, node.iter)
             else:  # also of `for i, optimizer in enumerate(optimizers)`
                 for each in self.source.all(cst.Name, node.target):
-                    self._put(each, frozenset(self.holds(node.iter, Kind.OPTIMIZER)))
+                    self._put(each, frozenset(self.holds(node.iter, TrackedKind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
             self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:
             self._return(self.source.function_of(node), node.value)
         elif isinstance(node, cst.Call):
             if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("append", "extend", "insert"):
-                given = (frozenset(self.holds(arg.value, Kind.OPTIMIZER)) for arg in node.args)
+                given = (frozenset(self.holds(arg.value, TrackedKind.OPTIMIZER)) for arg in node.args)
                 self._put(node.func.value, self._union(given))
             for function in self.callees(node):
                 scope = self.source.name_of(function)
@@ -646,14 +652,14 @@ class Flows:
                     self._add(self._held, (scope, name), self.values(value))
 
     def _relay(self, node: cst.Yield) -> None:
-        """A generator that yields what it gets from a loader counts as that loader."""
+        """Treat a generator that yields batches of a loader as a loader."""
         function = self.source.function_of(node)
         for there in self.source.above(node):
             if isinstance(there, cst.FunctionDef):
                 break
-            if isinstance(there, cst.For) and self.holds(there.iter, Kind.LOADER):
+            if isinstance(there, cst.For) and self.holds(there.iter, TrackedKind.LOADER):
                 self.relays[there] = None
-                self._add(self._returned, function, frozenset(self.holds(there.iter, Kind.LOADER)))
+                self._add(self._returned, function, frozenset(self.holds(there.iter, TrackedKind.LOADER)))
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, cst.Tuple | cst.List):
@@ -668,7 +674,7 @@ class Flows:
         self._put(target, self.values(value))
 
     def _at(self, value: cst.BaseExpression, position: int) -> Values:
-        """What the element of a tuple may be that an expression gives."""
+        """Return the sites that one element of a returned tuple may hold."""
         if isinstance(value, cst.Call) and (functions := self.callees(value)):
             return self._union(
                 self._returned_at.get((self.source.name_of(function), position), NOTHING) for function in functions
@@ -683,7 +689,7 @@ class Flows:
             self._put(target.value, values)
         elif isinstance(target, cst.Attribute):
             for site in self.values(target.value):
-                if site.kind is Kind.INSTANCE:
+                if site.kind is TrackedKind.INSTANCE:
                     self._add(self._held, (f"class {site.name}", target.attr.value), values)
 
     def _return(self, function: str, value: cst.BaseExpression) -> None:
@@ -693,7 +699,7 @@ class Flows:
             self._add(self._returned_at, (function, position), self.values(element.value))
 
     def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
-        """Into one of the tables; what is new in any of them has the script followed once more."""
+        """Add sites to a table. New sites cause another pass over the script."""
         known = table.get(key, NOTHING)
         if not values <= known:
             table[key] = known | values
@@ -703,7 +709,7 @@ class Flows:
         site = self.sites.get(call)
         given = self._union(self.values(arg.value) for arg in call.args)
         if site is not None:
-            return frozenset({site}) | (given if site.kind is Kind.WRAPPER else NOTHING)
+            return frozenset({site}) | (given if site.kind is TrackedKind.WRAPPER else NOTHING)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in SAME_OBJECT:
             return self.values(call.func.value)
         if functions := [function for function in self.callees(call) if function.name.value != "__init__"]:
@@ -719,32 +725,32 @@ class Flows:
     def _site(self, call: cst.Call) -> Site | None:
         name = self.source.full_name(call.func)
         package, _, last = name.rpartition(".")
-        kind: Kind | None = None
+        kind: TrackedKind | None = None
         if last == "DataLoader" or self.source.derives(name, "DataLoader"):
-            kind = Kind.LOADER
+            kind = TrackedKind.LOADER
         elif (
             package.startswith("torch.optim") and "lr_scheduler" not in package and last[:1].isupper()
         ) or self.source.derives(name, "Optimizer"):
-            kind = Kind.OPTIMIZER
+            kind = TrackedKind.OPTIMIZER
         elif last == "GradScaler":
-            kind = Kind.SCALER
+            kind = TrackedKind.SCALER
         elif last == "SummaryWriter":
-            kind = Kind.WRITER
+            kind = TrackedKind.WRITER
         elif package.startswith("torch.nn") and last.endswith("Loss"):
-            kind = Kind.LOSS
+            kind = TrackedKind.LOSS
         elif package.startswith("torch.nn") and last in ("DataParallel", "DistributedDataParallel"):
-            kind = Kind.WRAPPER
+            kind = TrackedKind.WRAPPER
         elif name in self.source.classes:
-            kind = Kind.INSTANCE
+            kind = TrackedKind.INSTANCE
         elif package in ("torch.nn", "torch.nn.modules", "torchvision.models") and (
             last[:1].isupper() or "vision" in name
         ):
-            kind = Kind.MODULE
+            kind = TrackedKind.MODULE
         return None if kind is None else Site(kind, call, name)
 
 
 def _is_container(node: cst.BaseExpression) -> bool:
-    """Whether looping over an expression yields what it holds, as a literal does, and not batches."""
+    """Return whether iterating over an expression yields its elements, as for a literal, rather than batches."""
     if isinstance(node, cst.Call):
         return called_attribute(node) in ("items", "values")
     return isinstance(node, cst.Tuple | cst.List | cst.Dict)

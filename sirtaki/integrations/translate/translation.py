@@ -1,4 +1,4 @@
-"""From a script of one process, of DistributedDataParallel's or of Horovod's to one of Sirtaki's."""
+"""Translate a script for one process, for DistributedDataParallel or for Horovod into a script for Sirtaki."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sirtaki.integrations.translate.meaning import Loop, Over, RankValues, Train
 from sirtaki.integrations.translate.source import (
     Edits,
     Flows,
-    Kind,
     Site,
     Source,
+    TrackedKind,
     argument,
     bound_name,
     called_attribute,
@@ -31,11 +31,11 @@ from sirtaki.integrations.translate.source import (
     with_more,
 )
 
-# ── the changes that make a script train on several ranks ─────────────────────────────────────────────────────────────
+# ── changes that make a script train on several ranks ─────────────────────────────────────────────────────────────────
 
 
 def free_name(source: Source, wanted: str) -> str:
-    """`wanted`, or another where the script has something of that name."""
+    """Return `wanted`, or another name if the script uses it."""
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
@@ -118,7 +118,7 @@ GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
 
 
 def _does_something(source: Source, guard: cst.If) -> bool:
-    """Whether code at the top level needs to know its rank: it makes, shows or trains something."""
+    """Return whether top-level code depends on the rank: it creates, prints or trains something."""
     for statement in source.module.body:
         if statement is guard or isinstance(statement, cst.FunctionDef | cst.ClassDef):
             continue
@@ -131,10 +131,10 @@ def _does_something(source: Source, guard: cst.If) -> bool:
 
 
 def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
-    """Edits what names a device.
+    """Edit the code that names devices.
 
     Returns:
-        What the script does at its beginning.
+        Lines for the beginning of the script.
     """
     for text in source.all(cst.SimpleString):
         if re.fullmatch(r"""["']cuda:0["']""", text.value):
@@ -149,7 +149,7 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
         visible = source.full_name(node.value) == "os.environ" and "CUDA_VISIBLE_DEVICES" in source.code(node)
         if visible and isinstance(source.parent(node), cst.AssignTarget):
             edits.refuse(node, "chooses the devices that all ranks see: leave that to who starts the script")
-    for site in flows.made(Kind.WRAPPER):
+    for site in flows.made(TrackedKind.WRAPPER):
         if site.name.endswith(".DataParallel"):
             undo_wrapper(source, flows, edits, site.call)
     uses_cuda = source.imported.get("torch") == "torch" and "cuda" in source.text
@@ -157,7 +157,7 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
 
 
 def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> None:
-    """`Wrapper(model, …)` becomes `model`, and `wrapped.module` what it was."""
+    """Replace `Wrapper(model, …)` by `model`, and `wrapped.module` by `wrapped`."""
     inner = call.args[0].value
     assign = source.parent(call)
     same = isinstance(assign, cst.Assign) and len(assign.targets) == 1
@@ -166,20 +166,20 @@ def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> 
     else:
         edits.change(call, lambda node: node.args[0].value)  # type: ignore[attr-defined]  # a call
     for node in source.all(cst.Attribute):
-        wrapped = node.attr.value == "module" and flows.holds(node.value, Kind.WRAPPER)
+        wrapped = node.attr.value == "module" and flows.holds(node.value, TrackedKind.WRAPPER)
         if wrapped and not isinstance(source.parent(node), cst.AssignTarget):
             edits.change(node, lambda there: there.value)  # type: ignore[attr-defined]  # an attribute
     edits.note(call, "the model is not wrapped: its states have no `module.` before each name any more")
 
 
 AT_STEP = 1_000_000
-"""Backward passes before a step that nobody reaches: gradients are reduced when the step is made."""
+"""A number of backward passes before a step that no script reaches, so that gradients are reduced in `step()`."""
 
 READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "unscale_", "get_total_norm"}
 
 
 class Optimizers:
-    """Edits what makes optimizers and what uses them."""
+    """Edits the code that creates and uses optimizers."""
 
     def __init__(self, training: Training, edits: Edits, *, hvd: str, ranks: str) -> None:
         """Keep the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
@@ -192,7 +192,7 @@ class Optimizers:
         self._source: Source = training.source
 
     def distribute(self, losses: dict[Over, int]) -> None:
-        """All of them; `losses` are what backward passes begin from, with a line of each."""
+        """Distribute all optimizers. `losses`: kinds of losses of backward passes, with a line of each."""
         options, counted = "", self._training.passes_are_counted()
         if not counted:
             options += f", backward_passes_per_step={AT_STEP:_}"
@@ -205,7 +205,7 @@ class Optimizers:
                 self._require_cleared()
             if Over.MEAN in losses:
                 self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
-        for site in self._flows.made(Kind.OPTIMIZER):
+        for site in self._flows.made(TrackedKind.OPTIMIZER):
             self._distribute(site, options)
         self._synchronise(sums=Over.SUM in losses)
 
@@ -216,7 +216,7 @@ class Optimizers:
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        if _binder(source, call) is not None:  # where no line can stand in front that has the same names
+        if _binder(source, call) is not None:  # no statement can be inserted where the names are bound
             self.uses_ranks = True
             self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
             return
@@ -256,16 +256,16 @@ class Optimizers:
         )
         of_modules = by_hand or any(not self._cleared_by(call) for call in clears)
         for call, optimizer in self._training.steps():
-            mine = set(self._flows.holds(optimizer, Kind.OPTIMIZER))
+            mine = set(self._flows.holds(optimizer, TrackedKind.OPTIMIZER))
             if not of_modules and not any(mine & self._cleared_by(clear) for clear in clears):
                 self._edits.refuse(call, "gradients of sums are added up over steps: clear them, or take means")
 
     def _cleared_by(self, call: cst.Call) -> set[Site]:
         func = call.func
-        return set(self._flows.holds(func.value, Kind.OPTIMIZER)) if isinstance(func, cst.Attribute) else set()
+        return set(self._flows.holds(func.value, TrackedKind.OPTIMIZER)) if isinstance(func, cst.Attribute) else set()
 
     def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
-        """Whose parameters an optimizer gets."""
+        """Yield the models whose parameters an optimizer gets."""
         given = argument(call, "params", 0)
         if given is None:
             return
@@ -285,16 +285,16 @@ class Optimizers:
                 yield from self._receivers(origin, seen)
 
     def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """`model` of `model.head`, since a part cannot be made alike without the rest."""
+        """Return `model` for `model.head`, because a part cannot be synchronised without the rest."""
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-            made = self._flows.holds(node.value, Kind.INSTANCE)
+            made = self._flows.holds(node.value, TrackedKind.INSTANCE)
             if made and not any(self._source.derives(site.name, "Module") for site in made):
-                break  # an object that has models
+                break  # an object that contains models
             node = node.value
         return node
 
     def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
-        """What a name was made from in its function: assigned, appended to, or looped over."""
+        """Yield the sources of a name in its function: expressions that are assigned, appended, or looped over."""
         source, symbol = self._source, self._source.symbol(name)
         for assign in source.all(cst.Assign):
             if any(source.symbol(target.target) == symbol for target in assign.targets):
@@ -305,14 +305,14 @@ class Optimizers:
                 if grows and any(source.symbol(there) == symbol for there in source.all(cst.Name, call.func)):
                     yield loop.iter
 
-    # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
+    # ── code that reads gradients ─────────────────────────────────────────────────────────────────────────────────────
 
     def _synchronise(self, *, sums: bool) -> None:
-        """In front of what reads gradients, and around the step that follows."""
+        """Insert a synchronisation before code that reads gradients, and around the step that follows."""
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # a closure: reduced after each call of it
+                continue  # a closure, after each call of which gradients are reduced
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
@@ -340,7 +340,7 @@ class Optimizers:
                 self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
 
     def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
-        """A line of the optimizer that a call names, for a place outside of the loops that give it its name."""
+        """Return a line for the optimizer of a call, at a place outside of the loops that bind its name."""
         names = {node.value for node in self._source.all(cst.Name, call)}
         for there in self._source.above(call):
             if there is place or self._source.contains(there, place):
@@ -354,7 +354,7 @@ class Optimizers:
         return self._flows.callees(node) if isinstance(node, cst.Call) else []
 
     def _reads_before(self, step: cst.Call, within: tuple[cst.CSTNode, ...] = ()) -> list[cst.CSTNode]:
-        """What reads gradients between a backward pass and a step, in its function."""
+        """Return the code between a backward pass and a step, in the same function, that reads gradients."""
         source, found = self._source, list[cst.CSTNode]()
         here: cst.CSTNode = source.statement(step)
         while not isinstance(here, cst.FunctionDef):
@@ -372,7 +372,7 @@ class Optimizers:
         return found
 
     def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
-        """Where gradients are to be reduced: before the branches and loops around a read that end before the step."""
+        """Return where to reduce gradients: before the branches and loops around a read that end before the step."""
         here = self._source.statement(read)
         for there in self._source.above(here):
             if self._source.contains(there, step) or self._training.trains(there):
@@ -381,7 +381,9 @@ class Optimizers:
         return here
 
     def _reads(self, part: cst.CSTNode, within: tuple[cst.FunctionDef, ...] = ()) -> list[cst.CSTNode]:
-        """What reads gradients in a part of the script, behind its last backward pass; also in functions it calls."""
+        """Return the code in a part of the script, after its last backward pass, that reads gradients. Includes called
+        functions.
+        """
         found: list[cst.CSTNode] = []
         for node in walk(part):
             if isinstance(node, cst.Call):
@@ -425,7 +427,7 @@ def _is_gradient(node: cst.CSTNode) -> bool:
 
 
 def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
-    """What a call's value is assigned to, if it is just that."""
+    """Return the target of an assignment that assigns only this call's value."""
     assign = source.parent(call)
     alone = isinstance(assign, cst.Assign) and len(assign.targets) == 1
     target = assign.targets[0].target if alone else None  # type: ignore[attr-defined]  # an Assign
@@ -439,7 +441,7 @@ WRITES = {
     "sys.stderr.write",
     "matplotlib.pyplot.savefig", "matplotlib.pyplot.show",
 }  # fmt: skip
-"""Calls that only rank 0 makes."""
+"""Calls that only rank 0 executes."""
 
 WRITING_METHODS = {
     "savefig", "save_pretrained", "to_csv", "to_json", "write_text", "write_bytes", "unlink", "rmdir", "touch",
@@ -450,15 +452,15 @@ READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
 
 
 class Output:
-    """Keeps a script's output to rank 0."""
+    """Restricts a script's output to rank 0."""
 
     def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
-        """`hvd` and `ranks` are the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
+        """`hvd`, `ranks`: names of `sirtaki.torch` and `sirtaki.torch.ranks` in the script."""
         self._source, self._flows, self._edits, self._hvd, self._ranks = source, flows, edits, hvd, ranks
         self._writes = False
 
     def keep(self) -> None:
-        """The whole script."""
+        """Edit the whole script."""
         for call in self._source.all(cst.Call):
             name, method = self._source.full_name(call.func), called_attribute(call)
             if name in WRITES or name.startswith(WRITING_PACKAGES) or method in WRITING_METHODS:
@@ -470,7 +472,7 @@ class Output:
                 self._open(call)
             elif name.rpartition(".")[2] in ("tqdm", "trange"):
                 self._bar(call)
-            elif call in self._flows.sites and self._flows.sites[call].kind is Kind.WRITER:
+            elif call in self._flows.sites and self._flows.sites[call].kind is TrackedKind.WRITER:
                 self._edits.wrap(call.func, f"{self._ranks}.on_root({{it}})")
         for call in self._source.all(cst.Call):
             if self._writes and self._source.full_name(call.func) in READS:
@@ -478,7 +480,7 @@ class Output:
 
     @property
     def begins_with(self) -> list[str]:
-        """What the script does at its beginning, so that others keep silent."""
+        """Return lines for the beginning of the script that disable output on other ranks."""
         lines = []
         if "print" in self._source.names():
             lines.append(f"print = {self._ranks}.on_root(print)")
@@ -487,7 +489,9 @@ class Output:
         return lines
 
     def _on_root(self, call: cst.Call) -> None:
-        """A plain call into a block of rank 0's; one whose value is used, or that may communicate, by a function."""
+        """Move a plain call into a block for rank 0. Wrap a call whose value is used, or that may communicate, in a
+        function.
+        """
         parent = self._source.parent(call)
         line = self._source.parent(parent) if isinstance(parent, cst.Expr) else None
         calls_own = any(self._flows.callees(inner) for inner in self._source.all(cst.Call, call))
@@ -502,7 +506,7 @@ class Output:
             self._on_root(call)
 
     def _open(self, call: cst.Call) -> None:
-        """Ranks other than the first write into nothing."""
+        """Make ranks other than 0 write to /dev/null."""
         receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
         if isinstance(receiver, cst.Name) and receiver.value in self._source.imported:  # gzip.open
             receiver = None
@@ -527,7 +531,7 @@ class Output:
 
 
 def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
-    """`open(where, …)` for `path.open(…)`."""
+    """Replace `path.open(…)` by `open(where, …)`."""
     assert isinstance(call, cst.Call)
     return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])
 
@@ -553,7 +557,7 @@ CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime
 
 
 def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
-    """Notes obstacles."""
+    """Record obstacles."""
     source = training.source
     for name, title in FRAMEWORKS.items():
         if source.imports(name):
@@ -567,7 +571,7 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
         edits.refuse(1, "`import torch` is missing")
     if not training.backward_passes():
         edits.refuse(1, "nowhere is `backward()` called: there is nothing to average")
-    elif not training.flows.made(Kind.OPTIMIZER):
+    elif not training.flows.made(TrackedKind.OPTIMIZER):
         edits.refuse(training.backward_passes()[0], "no optimizer of torch.optim is made for these gradients")
     for call in source.all(cst.Call):
         name = source.full_name(call.func)
@@ -594,7 +598,7 @@ def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
         if called_attribute(call) != "step" or call in known or not isinstance(call.func, cst.Attribute):
             continue
         stepped = call.func.value
-        if training.flows.holds(stepped, Kind.SCALER) and call.args:
+        if training.flows.holds(stepped, TrackedKind.SCALER) and call.args:
             stepped = call.args[0].value
         text = source.code(stepped)
         if text in clears or re.search(r"optim(?!\w*sched)|(?<![a-z])opt(?![a-z])", text, re.IGNORECASE):
@@ -608,7 +612,9 @@ IN_PLACE = {
 
 
 def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
-    """Refuse `p -= lr * p.grad` and its like: each rank would use the gradient of its own part of the batch."""
+    """Refuse updates such as `p -= lr * p.grad`, because each rank would use the gradient of its own part of the
+    batch.
+    """
 
     def has_gradient(node: cst.CSTNode) -> bool:
         return any(_is_gradient(there) for there in source.all(cst.Attribute, node))
@@ -640,11 +646,11 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
 
 
 COUNTS = r"grad|norm|total|sum|loss|count"
-"""In names of what gradients are added up in, which is no parameter."""
+"""Parts of names of gradient accumulators, which are not parameters."""
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:
-    """Loops that end when time is over end at different times on different ranks."""
+    """Refuse loops that end after a time limit, because they would end at different iterations on different ranks."""
     source = training.source
     timed = {
         node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)
@@ -681,19 +687,19 @@ SPLITS = {"split", "chunk", "array_split"}
 
 
 class HandCut:
-    """Finds what a batch is cut from, and divides it among the ranks."""
+    """Finds the data from which batches are taken, and divides it among the ranks."""
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
-        """`ranks` is the name that `sirtaki.torch.ranks` has in the script."""
+        """`ranks`: name of `sirtaki.torch.ranks` in the script."""
         self._training, self._edits, self._ranks = training, edits, ranks
         self._source: Source = training.source
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Tells `values` which expressions are parts of batches from now on."""
+        """Divide the data, and tell `values` which expressions are parts of batches."""
         flows = self._training.flows
-        read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, Kind.LOADER)}
-        for site in flows.made(Kind.LOADER):
+        read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
+        for site in flows.made(TrackedKind.LOADER):
             if site not in read:
                 self._edits.refuse(site.call, "cannot see which loop trains on this loader")
         cut = [*self._slices(), *self._draws()]
@@ -722,14 +728,14 @@ class HandCut:
         self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
 
     def _trains(self, node: cst.CSTNode) -> bool:
-        """Whether a node is run while the script trains."""
+        """Return whether a node is executed during training."""
         if self._source.function_of(node) in self._functions:
             return True
         around = (there for there in self._source.above(node) if isinstance(there, cst.For | cst.While))
         return any(self._training.trains(loop) for loop in around)
 
     def _called_in_training(self) -> set[str]:
-        """The functions that loops which train call, or that train themselves."""
+        """Return the functions that training loops call, or that contain training loops."""
         found: set[str] = set()
         loops = [
             loop
@@ -747,7 +753,7 @@ class HandCut:
         return found
 
     def _slices(self) -> Iterator[cst.Subscript]:
-        """`X[i : i + size]`, where `i` is counted by a loop around."""
+        """Divide slices such as `X[i : i + size]`, where an enclosing loop counts `i`."""
         for node in self._source.all(cst.Subscript):
             if not self._trains(node) or not isinstance(node.slice[0].slice, cst.Slice):
                 continue
@@ -756,7 +762,7 @@ class HandCut:
                 yield node
 
     def _stepped(self, node: cst.CSTNode) -> set[str]:
-        """Variables of the loops around a node, and names that are computed from these in them."""
+        """Return the variables of the loops around a node, and names computed from them in the loops."""
         names: set[str] = set()
         for there in self._source.above(node):
             if isinstance(there, cst.FunctionDef):
@@ -801,7 +807,9 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """All data in one batch: names of what a model or a loss gets that is not made in the loop, where it trains."""
+        """Divide data that is a single batch: names outside of the training loop that are passed to a model or a
+        loss.
+        """
         found = {self._source.symbol(name) for name in self._whole_arguments()}
         made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
         for name in self._source.all(cst.Name):
@@ -817,7 +825,7 @@ class HandCut:
                 yield name
 
     def _whole_arguments(self) -> Iterator[cst.Name]:
-        """What a model or a loss gets that is not made in the loop: a loss as its first two arguments."""
+        """Yield arguments of a model or a loss that are not created in the loop. Of a loss, the first two arguments."""
         models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -830,7 +838,7 @@ class HandCut:
             given, into = call.args, to_models
             if self._source.code(call.func) not in models:
                 name = self._source.full_name(call.func)
-                made = bool(self._training.flows.holds(call.func, Kind.LOSS))
+                made = bool(self._training.flows.holds(call.func, TrackedKind.LOSS))
                 is_named = any(word in name.lower() for word in ("loss", "entropy", "criterion"))
                 given, into = given[:2] if made or is_named else (), to_losses
             for arg in given:
@@ -842,14 +850,14 @@ class HandCut:
         yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
-        """Whether a backward pass stands in the same function, or loop."""
+        """Return whether the enclosing function or loop contains a backward pass."""
         for there in self._source.above(node):
             if isinstance(there, cst.FunctionDef | cst.For | cst.While):
                 return bool(self._training.backward_passes(there.body))
         return False
 
     def _made_around(self, name: cst.Name) -> bool:
-        """Whether the loop or closure around assigns to a name."""
+        """Return whether the enclosing loop or closure assigns to a name."""
         symbol = self._source.symbol(name)
         for there in self._source.above(name):
             if isinstance(there, cst.FunctionDef) and any(p.name.value == name.value for p in parameters(there)):
@@ -874,7 +882,7 @@ def _takes_all_rows(node: cst.Subscript) -> bool:
 
 
 def _receiver(node: cst.BaseExpression) -> cst.Name | None:
-    """`Y` of `Y`, `Y[:, 0]` or `Y.flip(1)`."""
+    """Return `Y` for `Y`, `Y[:, 0]` or `Y.flip(1)`."""
     if isinstance(node, cst.Call):
         return _receiver(node.func.value) if isinstance(node.func, cst.Attribute) else None
     if isinstance(node, cst.Attribute | cst.Subscript):
@@ -882,7 +890,7 @@ def _receiver(node: cst.BaseExpression) -> cst.Name | None:
     return node if isinstance(node, cst.Name) else None
 
 
-# ── from a script of one process, of DistributedDataParallel's or of Horovod's to one of Sirtaki's ────────────────────
+# ── translations of scripts for one process, for DistributedDataParallel and for Horovod ──────────────────────────────
 
 CALLS = {
     "get_rank": "rank",
@@ -891,7 +899,7 @@ CALLS = {
     "barrier": "barrier",
     "destroy_process_group": "shutdown",
 }
-"""Functions of torch.distributed without arguments that matter, and ours."""
+"""Functions of torch.distributed, called without relevant arguments, and their counterparts."""
 
 OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 VARIABLES = {
@@ -901,13 +909,13 @@ VARIABLES = {
     "LOCAL_WORLD_SIZE": "local_size",
 }
 PLACES = (("num_replicas", "size"), ("rank", "rank"))
-"""What a sampler is given behind its data, and our functions."""
+"""Arguments of a sampler besides its data, and the counterparts of their values."""
 
 PACKAGE = "torch.distributed."
 
 
 class FromDdp:
-    """The changes of one script."""
+    """Translation of one script for DistributedDataParallel."""
 
     def __init__(self, source: Source, edits: Edits) -> None:
         self._source, self._edits, self._hvd = source, edits, free_name(source, "hvd")
@@ -915,7 +923,7 @@ class FromDdp:
         self._training = Training(self._flows)
 
     def change(self) -> None:
-        """Collects them, and what stands in their way."""
+        """Collect the changes and the obstacles."""
         look_for_what_cannot_be(self._training, self._edits)
         if self._edits.obstacles:
             return
@@ -923,7 +931,7 @@ class FromDdp:
             self._call(call)
         for node in self._source.all(cst.Subscript):
             self._variable(node, self._source.code(node.slice[0].slice))
-        for site in self._flows.made(Kind.WRAPPER):
+        for site in self._flows.made(TrackedKind.WRAPPER):
             undo_wrapper(self._source, self._flows, self._edits, site.call)
         ranks = free_name(self._source, "ranks")
         optimizers = Optimizers(self._training, self._edits, hvd=self._hvd, ranks=ranks)
@@ -984,7 +992,7 @@ class FromDdp:
             self._edits.note(call, "nobody calls this sampler's `set_epoch`: all epochs have one order")
 
     def _variable(self, node: cst.BaseExpression, text: str) -> None:
-        """`int(os.environ["LOCAL_RANK"])`."""
+        """Replace `int(os.environ["LOCAL_RANK"])` and similar expressions."""
         name = text.strip("\"'")
         if name not in VARIABLES or (
             "environ" not in self._source.code(node) and "getenv" not in self._source.code(node)
@@ -1000,7 +1008,7 @@ class FromDdp:
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
     def _imports(self, ranks: str) -> None:
-        """Ours in the place of torch.distributed's and the wrapper's."""
+        """Replace the imports of torch.distributed and of the wrapper."""
         gone, placed = {"torch.distributed", "torch.nn.parallel.DistributedDataParallel"}, False
         for statement in self._source.module.body:
             if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
@@ -1038,7 +1046,7 @@ def _is_import(statement: cst.CSTNode) -> bool:
 
 
 def change_imports(source: Source, edits: Edits) -> None:
-    """Collects the changes, and what stands in their way."""
+    """Collect the changes and the obstacles of a script for Horovod."""
     for node in walk(source.module):
         if isinstance(node, cst.ImportAlias) and _is_horovod(node.name):
             _change(source, edits, node, node.name)
@@ -1059,7 +1067,7 @@ def _change(source: Source, edits: Edits, node: cst.CSTNode, name: cst.BaseExpre
 
 
 def distribute(source: Source, edits: Edits) -> None:
-    """Collects the changes, and what stands in their way."""
+    """Collect the changes and the obstacles of a script for one process."""
     flows = Flows(source)
     training = Training(flows)
     hvd, ranks = free_name(source, "hvd"), free_name(source, "ranks")
@@ -1129,19 +1137,19 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """An endless generator begins passes itself; who loops over another one has done so."""
+    """Begin passes in an endless generator. For other generators, the consuming loop begins them."""
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):
         return
     for name in training.loader_names(relay.iter):
         text = source.code(name)
         edits.before(relay, f"{text}.sampler.set_epoch({text}.sampler.epoch + 1)")
-        if not set(training.flows.holds(name, Kind.LOADER)) <= set(training.divided):
+        if not set(training.flows.holds(name, TrackedKind.LOADER)) <= set(training.divided):
             edits.refuse(relay, "yields batches of a loader that is trained on, and of one that is not")
 
 
 def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
-    """What a loop that does not train has summed up is the same on all ranks, but for the last bits."""
+    """Combine the sums of a loop that does not train, so that they are equal on all ranks except for rounding."""
     source = training.source
     if not isinstance(loop, cst.For):
         return
@@ -1152,7 +1160,7 @@ def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
 
 
 def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
-    """The size of a batch elsewhere in what trains: a tensor of so many rows does not fit a rank's part."""
+    """Handle the batch size in other training code: a tensor with so many rows does not match a rank's part."""
     source = training.source
     text = source.code(size)
     if isinstance(size, cst.Integer):
@@ -1165,7 +1173,9 @@ def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) ->
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
-    """Ranks that nobody seeds agree on a seed, so that they split data and begin alike."""
+    """Return lines that make ranks agree on a seed if the script sets none, so that they split data and start
+    equally.
+    """
     lines = []
     names = {source.full_name(call.func) for call in source.all(cst.Call)}
     seeded = any(name.rpartition(".")[2] in ("manual_seed", "seed_everything", "set_seed") for name in names)
@@ -1182,12 +1192,12 @@ def _seeds(source: Source, ranks: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """What a script becomes.
+    """Result of a translation.
 
     Attributes:
-        before: its text.
-        after: the text that trains on several ranks; the same where it does so already.
-        notes: (line, text) of what a reader should know; line 0 is the whole script.
+        before: original text.
+        after: text that trains on several ranks. Equal to `before` if it does so already.
+        notes: (line, text) of notes for the user. Line 0 is the whole script.
     """
 
     before: str
@@ -1195,16 +1205,16 @@ class Translation:
     notes: tuple[tuple[int, str], ...]
 
     def diff(self, name: str) -> str:
-        """The changes, as a unified diff; empty if there are none."""
+        """Return the changes as a unified diff. "" if there are none."""
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
         return "".join(difflib.unified_diff(before, after, fromfile=name, tofile=name))
 
 
 def translate(text: str) -> Translation:
-    """Turns a script of one process, for DistributedDataParallel or for Horovod into one for Sirtaki.
+    """Translate a script for one process, for DistributedDataParallel or for Horovod into a script for Sirtaki.
 
     Raises:
-        TranslationError: it holds what is not understood.
+        TranslationError: the script contains code that cannot be translated.
     """
     source = Source(text)
     edits = Edits(source)
@@ -1234,7 +1244,7 @@ def _require_sound(before: str, after: str) -> None:
     try:
         known = undefined_names(before)
     except SyntaxError as err:
-        raise TranslationError.of([(err.lineno or 1, f"is no Python: {err.msg}")]) from err
+        raise TranslationError.of([(err.lineno or 1, f"invalid Python: {err.msg}")]) from err
     try:
         new = undefined_names(after) - known
     except SyntaxError as err:

@@ -1,1 +1,1 @@
-"""Starts jobs whose ranks come and go: a driver, an agent on each host, discovery, and the rules of membership."""
+"""Launching of elastic jobs: a driver, an agent on each host, host discovery, and the membership rules."""

@@ -1,6 +1,6 @@
-"""The parent of the ranks of one host: `python -m sirtaki.run.elastic.agent`, started by the driver.
+"""Agent of an elastic job: parent of the ranks on one host. The driver starts `python -m sirtaki.run.elastic.agent`.
 
-Where the driver is lost an agent starts another one, and all others find it.
+If the driver is lost, an agent starts another one, which the other agents connect to.
 """
 
 from __future__ import annotations
@@ -32,90 +32,90 @@ from sirtaki.machine import LOOPBACK, own_addresses
 
 from ..host_check import PROBLEM, Need, problem_here
 from ..leftovers import Janitor, kill, session_members
-from ..rank_channel import PATTERN, UNFINISHED, Event, Message
+from ..rank_channel import PATTERN, UNFINISHED, ChannelLine, RankEvent
 from .job_members import (
     KILL_GRACE_S,
     NO_GENERATION,
+    AgentAddress,
     Agents,
-    Beat,
     EndAll,
-    Ended,
-    Form,
+    FormGeneration,
     FromAgent,
+    GenerationAck,
+    Heartbeat,
+    KeepGenerations,
     KillRank,
     KnownAgents,
-    Phase,
-    Place,
     Policy,
+    ProcessPhase,
     RankEnd,
+    RankEnded,
+    RankRecord,
+    RegisterAgent,
     Relay,
     Relayed,
-    Settle,
     StartRank,
     ToAgent,
-    Told,
-    Up,
-    Worker,
 )
 
 BEAT_S = 2.0
-"""How often agent and driver tell each other that they are there."""
+"""Interval of heartbeats between agent and driver, in seconds."""
 
 DRIVER_SILENT_S = 60.0
-"""After which a driver is given up: it may have been stopped for a while by its terminal."""
+"""Seconds of silence after which a driver is given up. A terminal may stop the driver for a while."""
 
 DRIVER_WANTED_S = 30.0
-"""The same where ranks that have trained wait for it to tell who goes on: its host may be lost with some of theirs."""
+"""Same limit while ranks wait for a next generation: the driver's host may be lost together with some ranks."""
 
 LEAVE_GRACE_S = 30.0
-"""As `KILL_GRACE_S`, where SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
+"""Replaces `KILL_GRACE_S` if SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
 
 
 def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
-    """How long ranks in `environ` may take to end because of a signal, if it is one."""
+    """Return how many seconds ranks in `environ` may take to end because of signal `number`. None for no signal."""
     writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
     return LEAVE_GRACE_S if writes else KILL_GRACE_S
 
 
-# ── what an agent does about what it hears: without sockets, processes or a clock ────────────────────────────────────
+# ── rules of an agent, without sockets, processes or clocks ───────────────────────────────────────────────────────────
 
 
 class AgentActions(Protocol):
-    """Carries out what the rules decide: processes and connections of a real, a simulated or Ray's host."""
+    """Carries out what the rules decide, with real or simulated processes and connections, or with Ray."""
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Starts a process; OSError if it cannot."""
+        """Start a process. Raises OSError if this fails."""
         ...
 
     def ask_to_end(self, worker: int) -> None:
-        """Asks a rank to end, with SIGTERM."""
+        """Send SIGTERM to a rank."""
         ...
 
     def kill(self, worker: int) -> None:
-        """Kills a rank at once; its end is told as any other's."""
+        """Kill a rank immediately. Its end is reported as usual."""
         ...
 
-    def tell_rank(self, worker: int, message: ToRank) -> None:
-        """Nothing happens if it is gone."""
+    def send_to_rank(self, worker: int, message: ToRank) -> None:
+        """Send a message to a rank. Ignored if the rank has exited."""
         ...
 
-    def tell_driver(self, message: FromAgent) -> None:
-        """What is told to a driver that is gone is dropped."""
+    def send_to_driver(self, message: FromAgent) -> None:
+        """Send a message to the driver. Ignored if the driver has exited."""
         ...
 
 
 class AgentRules:
-    """Decides what the agent of one host does about each message and each end of a rank.
+    """Decides how the agent of one host reacts to messages and to the ends of ranks.
 
     Attributes:
-        ranks: that are there, by worker.
-        agents: as the driver has told last, this one too.
-        ends: no rank is to be left, nor this agent.
+        ranks: running ranks, by worker number.
+        agents: list of agents last received from the driver, including this one.
+        ends: all ranks and this agent must end.
     """
 
     def __init__(self, actions: AgentActions, *, host: str, proof: Proof, now_s: float) -> None:
         self._actions, self._host, self._proof = actions, host, proof
-        self.ranks: dict[int, Worker] = {}
+        self.ranks: dict[int, RankRecord] = {}
         self._kill_at_s: dict[int, float] = {}
         self._patience_s = 0.0
         self.agents: Agents = []
@@ -123,71 +123,76 @@ class AgentRules:
         self._generation = NO_GENERATION
         self._heard_s = self._beat_s = self._looked_s = now_s
 
-    def meet_driver(self, places: Sequence[Place], now_s: float) -> None:
-        """There is a driver: it hears all that one has to know that knows nothing of this agent.
+    def meet_driver(self, places: Sequence[AgentAddress], now_s: float) -> None:
+        """Send the complete state of this agent to a new driver.
 
         Args:
-            places: where a driver would listen that this agent has started.
-            now_s: the time.
+            places: addresses at which a driver started by this agent would listen.
+            now_s: current time.
         """
         self._heard_s = now_s
-        up = Up(
+        up = RegisterAgent(
             host=self._host,
             places=places,
-            ranks=[*map(replace, self.ranks.values())],  # copies: they change before they are heard
+            # copies, because the records may change before the message is processed
+            ranks=[*map(replace, self.ranks.values())],
             patience_s=self._patience_s,
             generation=self._generation,
         )
-        self._actions.tell_driver(up)
+        self._actions.send_to_driver(up)
 
     def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
-        """Ends all ranks; the agent is to follow.
+        """End all ranks. The agent must end afterwards.
 
         Args:
-            now_s: the time.
-            grace_s: after which ranks are killed that train and have not ended themselves.
+            now_s: current time.
+            grace_s: seconds after which training ranks are killed if they have not ended.
         """
         self.ends = True
         for worker, there in self.ranks.items():
             if worker not in self._kill_at_s:
-                self._kill_at_s[worker] = now_s + (grace_s if there.phase is Phase.MEMBER else KILL_GRACE_S)
+                self._kill_at_s[worker] = now_s + (grace_s if there.phase is ProcessPhase.MEMBER else KILL_GRACE_S)
                 self._actions.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
-        """Time has passed, to be told at least twice a second; False = the driver is to be given up."""
+        """Check time limits. Call at least twice a second.
+
+        Returns:
+            False if the driver must be given up.
+        """
         for worker, at_s in list(self._kill_at_s.items()):
             if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            self._heard_s = now_s  # this process was stopped, or the machine slept
+            self._heard_s = now_s  # this process was stopped, or the machine was suspended
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
             self._beat_s = now_s
-            self._actions.tell_driver(Beat())
-        is_wanted = any(there.phase is Phase.WAITING and there.generation for there in self.ranks.values())
+            self._actions.send_to_driver(Heartbeat())
+        is_wanted = any(there.phase is ProcessPhase.WAITING and there.generation for there in self.ranks.values())
         return now_s - self._heard_s <= (DRIVER_WANTED_S if is_wanted else DRIVER_SILENT_S)
 
-    def hear_driver(self, message: ToAgent, now_s: float) -> None:
-        """It wants something done; what concerns ranks that are not here does not concern this agent."""
+    def driver_message(self, message: ToAgent, now_s: float) -> None:
+        """Carry out an order of the driver. Orders for ranks on other hosts are ignored."""
         self._heard_s, act = now_s, self._actions
         match message:
             case StartRank(worker=worker, slot=slot):
                 try:
                     act.start_rank(worker, slot)
                 except OSError as err:
-                    act.tell_driver(Ended(worker=worker, end=RankEnd(exit_code=127, reason=str(err))))
+                    act.send_to_driver(RankEnded(worker=worker, end=RankEnd(exit_code=127, reason=str(err))))
                 else:
-                    self.ranks[worker] = Worker(number=worker, host=self._host, slot=slot)
+                    self.ranks[worker] = RankRecord(number=worker, host=self._host, slot=slot)
             case KillRank(worker=worker, at_once=at_once) if worker in self.ranks:
                 self._kill_at_s[worker] = now_s + (0.0 if at_once else KILL_GRACE_S)
                 (act.kill if at_once else act.ask_to_end)(worker)
             case KnownAgents(agents):
                 self.agents = agents
-            case Form():
+            case FormGeneration():
                 self._generation = msgspec.structs.replace(message, members=(), attendees=(), older=message.older or ())
                 for rank, worker in enumerate(message.workers):
                     if (there := self.ranks.get(worker)) is not None:
-                        there.phase, there.generation, there.rank = Phase.MEMBER, message.number, rank
+                        there.phase, there.generation, there.rank = ProcessPhase.MEMBER, message.number, rank
                         formed = Formed(
                             number=message.number,
                             rank=rank,
@@ -195,73 +200,73 @@ class AgentRules:
                             attendees=message.attendees,
                             proof=self._proof,
                         )
-                        act.tell_rank(worker, formed)
+                        act.send_to_rank(worker, formed)
                 if message.older is not None:
-                    act.tell_driver(Told(message.number))
-            case Settle(number=number, older=older) if number == self._generation.number:
+                    act.send_to_driver(GenerationAck(message.number))
+            case KeepGenerations(number=number, older=older) if number == self._generation.number:
                 self._generation = msgspec.structs.replace(self._generation, older=older)
             case Relay(workers, told):
                 for worker in self.ranks.keys() & set(workers):
                     if isinstance(told, Dismissal):
-                        self.ranks[worker].phase = Phase.DISMISSED
-                    act.tell_rank(worker, told)
+                        self.ranks[worker].phase = ProcessPhase.DISMISSED
+                    act.send_to_rank(worker, told)
             case EndAll(grace_s):
                 self.end(now_s, grace_s=grace_s)
 
-    def hear_rank(self, worker: int, message: FromRank) -> None:
-        """It asks for something."""
+    def rank_message(self, worker: int, message: FromRank) -> None:
+        """Process a message of a rank, and forward it to the driver."""
         there = self.ranks[worker]
         match message:
             case Join(has_state=has_state, attendee=attendee):
-                there.phase, there.has_state, there.attendee = Phase.WAITING, has_state, attendee
-                if self.ends:  # there will be nobody to train with
+                there.phase, there.has_state, there.attendee = ProcessPhase.WAITING, has_state, attendee
+                if self.ends:  # because there will be no rank to train with
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
             case Finished():
-                there.phase = Phase.FINISHED
-        self._actions.tell_driver(Relayed(worker, message))
+                there.phase = ProcessPhase.FINISHED
+        self._actions.send_to_driver(Relayed(worker, message))
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
-        """A process is there no more."""
+        """Report the end of a rank's process."""
         del self.ranks[worker]
         self._kill_at_s.pop(worker, None)
-        self._actions.tell_driver(Ended(worker=worker, end=end))
+        self._actions.send_to_driver(RankEnded(worker=worker, end=end))
 
 
-# ── how agents find a driver ─────────────────────────────────────────────────────────────────────────────────────────
+# ── how agents find a driver ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECT_S = 20.0
-"""How long to try to reach a driver that is there, or is about to be."""
+"""Seconds to try to reach a driver that runs or is about to."""
 
 CANDIDATE_S = 6.0
-"""How long to try to reach an agent that may be the next driver."""
+"""Seconds to try to reach an agent that may start the next driver."""
 
 DRIVER = 0
-"""The driver's number in the handshake; agents count from 1."""
+"""Number of the driver in the handshake. Agents count from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticJob:
-    """A job as its launcher has decided it: what its drivers and agents are told.
+    """Job of an elastic launch, as sent to its drivers and agents.
 
     Attributes:
-        command: what each rank runs.
-        script: the file among its words that must be there; "" = none.
-        carried: variables that ranks elsewhere get.
-        interface: network interface that joins the hosts; None = any.
-        one_host: there will never be a host besides this one.
-        agent_command: starts an agent, a command with `{host}` and `{command}`; "" = ssh, or srun.
-        slurm_hosts: those of the allocation that the launcher runs in.
+        command: command line of each rank.
+        script: file in the command that must exist. "" for none.
+        carried: environment variables for ranks on other hosts.
+        interface: network interface that connects the hosts. None for any.
+        one_host: the job will never have another host.
+        agent_command: command that starts an agent, with `{host}` and `{command}`. "" for ssh or srun.
+        slurm_hosts: hosts of the allocation in which the launcher runs.
         ssh: arguments for ssh.
-        agent_start_s: how long an agent may take to connect.
-        policy: rules of membership.
-        discovery: script that prints the hosts; "" = they stay.
-        slots: of a host that the script gives no number for.
-        hosts: those that stay.
+        agent_start_s: seconds that an agent may take to connect.
+        policy: membership policy.
+        discovery: script that prints the hosts. "" for fixed hosts.
+        slots: slots of hosts for which the script prints no number.
+        hosts: slots of fixed hosts.
         prefix: console lines begin with the rank.
-        timestamps: and with the time.
-        folder: also write one file a place and stream below it; None = console only.
+        timestamps: console lines begin with the time.
+        folder: also write one file per process slot and stream below this folder. None for console only.
     """
 
     command: tuple[str, ...]
@@ -283,28 +288,28 @@ class ElasticJob:
 
     @property
     def addresses(self) -> list[str]:
-        """Where drivers of it listen on this host."""
+        """Return the addresses at which drivers of the job listen on this host."""
         return [LOOPBACK, *([] if self.one_host else own_addresses(self.interface))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """What an agent is told on its standard input, as a line of JSON.
+    """Configuration of an agent, sent to its standard input as a line of JSON.
 
     Attributes:
-        need: what its host must have; ranks run in its folder.
-        host: as the job calls it.
-        number: of the agent; no other one of the job has had it.
-        places: where the driver listens.
-        proof: with which the job's processes prove themselves.
-        environ: what is added to this process's environment for ranks.
-        job: that it serves.
+        need: requirements for its host. Ranks run in the folder named there.
+        host: host name as used by the job.
+        number: id of the agent, unique in the job.
+        places: addresses at which the driver listens.
+        proof: credentials of the job.
+        environ: additions to this process's environment for ranks.
+        job: job of the agent.
     """
 
     need: Need
     host: str
     number: int
-    places: tuple[Place, ...]
+    places: tuple[AgentAddress, ...]
     proof: Proof
     environ: Mapping[str, str]
     job: ElasticJob
@@ -312,13 +317,13 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverEndpoint:
-    """Where agents reach a driver, and how they prove themselves: made by the first driver, passed on to the next.
+    """Addresses and credentials with which agents reach a driver. Created by the first driver, passed on to the next.
 
     Attributes:
-        proof: name and secret of the job.
-        listeners: descriptors of the sockets at which agents look for it.
-        agents: numbers of those that should come.
-        numbers: of agents, that have been given.
+        proof: id and secret of the job.
+        listeners: descriptors of listening sockets.
+        agents: numbers of agents that should connect.
+        numbers: highest number that was given to an agent.
     """
 
     proof: Proof
@@ -329,12 +334,12 @@ class DriverEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """What a driver is told, as JSON on its standard input, that an agent starts in the place of a lost one.
+    """State for a driver that an agent starts after the loss of the last one, sent to its standard input as JSON.
 
     Attributes:
-        job: of the lost one.
-        environ: what is added to the agent's environment for ranks.
-        endpoint: its own.
+        job: job of the lost driver.
+        environ: additions to the agent's environment for ranks.
+        endpoint: endpoint of the new driver.
     """
 
     job: ElasticJob
@@ -343,19 +348,21 @@ class Inheritance:
 
 
 def agents_key(proof: Proof) -> bytes:
-    """With which agents and driver prove themselves; ranks of a generation have other ones."""
+    """Return the key with which agents and driver authenticate. Ranks of a generation have other keys."""
     return job_key(proof.secret, f"{proof.job}/agents")
 
 
-def reach_driver(places: Sequence[Place], *, proof: Proof, number: int, timeout_s: float = CONNECT_S) -> socket.socket:
-    """A connection to the driver, at the first of its places that answers.
+def reach_driver(
+    places: Sequence[AgentAddress], *, proof: Proof, number: int, timeout_s: float = CONNECT_S
+) -> socket.socket:
+    """Connect to the driver, at the first of its addresses that answers.
 
     Raises:
-        CommError: none does.
+        CommError: no address answers.
     """
 
     def reach() -> socket.socket:
-        problem = "it listens nowhere"
+        problem = "it has no address"
         for place in places:
             try:
                 return connect(place, key=agents_key(proof), own=number, other=DRIVER)
@@ -374,45 +381,48 @@ def reach_driver(places: Sequence[Place], *, proof: Proof, number: int, timeout_
     return sock
 
 
-def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[Place], float]]:
-    """Agents at which one looks for the next driver, one after the other: number, places, and for how long.
+def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[AgentAddress], float]]:
+    """Yield agents that may start the next driver, in order: number, addresses, and seconds to try to connect.
 
     Args:
-        agents: as the lost driver has told last.
-        own: number of the one that looks; when it is its own turn, it is for it to start the driver.
+        agents: list of agents last received from the lost driver.
+        own: number of this agent. When it is yielded, this agent must start the driver.
     """
     for number, places in sorted(agents):
         yield number, places, CONNECT_S if number == own else CANDIDATE_S
 
 
 def expected_by_successor(agents: Agents, own: int) -> tuple[int, ...]:
-    """Numbers of agents that come to a driver that `own` starts: they have not tried to start one before."""
+    """Return the numbers of agents that connect to a driver started by agent `own`: those that come after it in
+    order.
+    """
     return tuple(number for number, _ in agents if number >= own)
 
 
 class Succession:
-    """Finds an agent another driver when its own is lost, and starts that driver where it is this agent's turn."""
+    """Finds another driver when the current one is lost, and starts it when it is this agent's turn."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Opens the port.
+        """Open the port.
 
         Raises:
-            OSError: it cannot.
+            OSError: opening failed.
         """
         self._config = config
         self._listeners = listen(config.job.addresses)
         self._driver: subprocess.Popen[bytes] | None = None
 
     @property
-    def places(self) -> list[Place]:
-        """Where a driver would listen that this agent has started."""
+    def places(self) -> list[AgentAddress]:
+        """Return the addresses at which a driver started by this agent would listen."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
     def find_driver(self, agents: Agents) -> socket.socket | None:
-        """Blocks, up to some seconds for each agent that is gone; None = there is none.
+        """Connect to the next driver. Blocks for some seconds for each agent that has exited. None if there is no
+        driver.
 
         Args:
-            agents: as the driver has told last.
+            agents: list of agents last received from the driver.
         """
         own = self._config.number
         for number, places, timeout_s in candidates(agents, own):
@@ -424,7 +434,7 @@ class Succession:
         return None
 
     def close(self) -> None:
-        """Closes the port; a driver that this agent has started ends by itself, and is waited for."""
+        """Close the port. Wait for a driver that this agent has started; it ends by itself."""
         for listener in self._listeners:
             listener.close()
         if self._driver is not None:
@@ -433,7 +443,7 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            return  # it goes on, and has done without this agent, which was stopped meanwhile
+            return  # the driver runs, and continued without this agent while the agent was stopped
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         endpoint = DriverEndpoint(
@@ -449,40 +459,40 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # a pipe
+        assert self._driver.stdin is not None  # it is a pipe
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
 
-# ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the process ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 1.0
-"""How long what a failed rank has written may take to come."""
+"""Seconds to wait for the output of a failed rank."""
 
 _writing = threading.Lock()
 
 
 class RankProcess:
-    """A process that has been started.
+    """Process of a rank.
 
     Attributes:
-        worker: names it in the job.
-        channel: to it.
-        pid: of the process, of its session, and of its first group.
+        worker: id of the process in the job.
+        channel: connection to the rank.
+        pid: id of the process, of its session, and of its first process group.
     """
 
     def __init__(self, worker: int, command: Sequence[str], environ: Mapping[str, str], *, hosts: str) -> None:
-        """Starts it.
+        """Start the process.
 
         Args:
-            worker: names it in the job.
-            command: what it runs.
-            environ: its whole environment.
-            hosts: "one" if the job will never have another one, else "many".
+            worker: id of the process in the job.
+            command: command line.
+            environ: complete environment.
+            hosts: "one" if the job will never have another host, otherwise "many".
 
         Raises:
-            OSError: it cannot be started.
+            OSError: starting failed.
         """
         self.worker = worker
         own, its = socket.socketpair()
@@ -514,20 +524,20 @@ class RankProcess:
             pump.start()
 
     def has_ended(self) -> bool:
-        """Whether the process, not all that it has started, is gone."""
+        """Return whether the process has ended. Its children may still run."""
         return self._process.poll() is not None
 
     def ask_to_end(self) -> None:
-        """SIGTERM to its process group."""
+        """Send SIGTERM to the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all that is left of its session."""
+        """Send SIGKILL to all processes of the session."""
         kill(session_members({self.pid}))
 
-    def bury(self) -> RankEnd:
-        """After its end: ends what it has left behind, and says how it ended itself."""
+    def reap(self) -> RankEnd:
+        """Kill the children of the ended process. Return how the process ended."""
         returncode = self._process.wait()
         self.kill()
         if returncode > 0:
@@ -536,12 +546,12 @@ class RankProcess:
         return RankEnd(exit_code=returncode if returncode >= 0 else 128 - returncode, reason=self._reason)
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until its output has been passed on."""
+        """Wait until the output has been forwarded."""
         for pump in self._pumps:
             pump.join(timeout_s)
 
     def _pump(self, source: IO[bytes], sink: int) -> None:
-        """Passes lines on, each with the worker's number before it; a very long one in pieces."""
+        """Forward lines, each prefixed with the worker number. Very long lines are split."""
         head = b"[%d] " % self.worker
         with source:
             while line := source.readline(_LONGEST_LINE):
@@ -549,27 +559,28 @@ class RankProcess:
                 if line and not line.endswith(b"\n"):
                     line += UNFINISHED
                 rest = memoryview(head + line if line else b"")
-                with _writing, contextlib.suppress(OSError):  # at once; what nobody reads any more is dropped
+                # without buffering; a write error is ignored, because the reader has exited
+                with _writing, contextlib.suppress(OSError):
                     while rest:
                         rest = rest[os.write(sink, rest) :]
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        """What the rank says about itself: its reason is kept, and whose error it is is written into it."""
-        message = Message.decode(found)
-        if message.event is Event.FAILED:
+        """Keep the reason in a message of the rank, and insert the worker number."""
+        message = ChannelLine.decode(found)
+        if message.event is RankEvent.FAILED:
             self._reason = message.reason
         return replace(message, rank=self.worker).encode().encode()
 
 
 ALONE_S = 3.0
-"""How much longer an agent looks for its driver once its standard input has ended."""
+"""Seconds for which an agent looks for its driver after its standard input has ended."""
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
 
 
 class Agent:
-    """Starts and ends ranks as the driver says, and passes on what they ask and what they are told."""
+    """The agent process: starts and ends ranks, and forwards messages between ranks and the driver."""
 
     def __init__(self, config: AgentConfig, driver: socket.socket) -> None:
         self._config = config
@@ -583,13 +594,13 @@ class Agent:
         self._meet(driver)
 
     def run(self) -> None:
-        """Returns when the driver says so, or is gone; no rank is left."""
+        """Run until the driver ends this agent or is lost. No rank is left."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._end)
         if self._succession is not None:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of an ssh whose other end is gone
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when ssh loses its connection
         while not self._rules.ends or self._ranks:
-            self._look()
+            self._poll()
         self._driver.close()
         if self._succession is not None:
             self._succession.close()
@@ -601,7 +612,7 @@ class Agent:
         self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
-        """Finds another one, or ends."""
+        """Find another driver, or end."""
         self._driver.close()
         if not self._rules.ends and self._succession is not None:
             self._write_to_file()
@@ -611,7 +622,7 @@ class Agent:
         self._end()
 
     def _write_to_file(self) -> None:
-        """Nobody reads any more what this process and its ranks write."""
+        """Redirect output of this process and its ranks to a file, because the driver does not read it any more."""
         with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
@@ -621,41 +632,41 @@ class Agent:
         environ = {**os.environ, **self._config.environ}
         self._rules.end(time.monotonic(), grace_s=end_grace_s(number, environ))
 
-    def _look(self) -> None:
-        """Waits for something to happen, and sees to it."""
+    def _poll(self) -> None:
+        """Wait for events, and process them."""
         for chosen, _ in self._events.select(self._poll_s):
             if chosen.data is self._driver:
-                self._hear_driver()
+                self._receive_from_driver()
             elif isinstance(chosen.data, RankProcess) and chosen.data.worker in self._ranks:
-                self._hear_rank(chosen.data)
+                self._receive_from_rank(chosen.data)
         for rank in [rank for rank in self._ranks.values() if rank.has_ended()]:
-            self._bury(rank)
+            self._reap(rank)
         has_driver = self._rules.tick(time.monotonic())
         if not has_driver and self._driver.fileno() >= 0:
             self._lose_driver()
 
-    def _hear_driver(self) -> None:
+    def _receive_from_driver(self) -> None:
         try:
             messages = self._driver.receive()
         except ConnectionError:
             self._lose_driver()
             return
         for message in messages:
-            self._rules.hear_driver(message, time.monotonic())
+            self._rules.driver_message(message, time.monotonic())
 
-    def _hear_rank(self, rank: RankProcess) -> None:
+    def _receive_from_rank(self, rank: RankProcess) -> None:
         try:
             messages = rank.channel.receive()
-        except ConnectionError:  # it has closed the socket, or is about to be found dead
+        except ConnectionError:  # the rank has closed the socket, or has died
             rank.channel.close()
             return
         for message in messages:
-            self._rules.hear_rank(rank.worker, message)
+            self._rules.rank_message(rank.worker, message)
 
-    # ── what the rules have done ──────────────────────────────────────────────────────────────────────────────────────
+    # ── actions of the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Starts the process of a worker in that slot; OSError if it cannot be started."""
+        """Start the process of a worker in a slot. Raises OSError if this fails."""
         config = self._config
         environ = {
             **os.environ,
@@ -671,32 +682,32 @@ class Agent:
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
-        except (OSError, AttributeError):  # a sandbox without it
+        except (OSError, AttributeError):  # a sandbox may lack pidfd
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
-        """Sends SIGTERM to the worker's process group."""
+        """Send SIGTERM to the worker's process group."""
         self._ranks[worker].ask_to_end()
 
     def kill(self, worker: int) -> None:
-        """Kills all processes of the worker's session."""
+        """Kill all processes of the worker's session."""
         self._ranks[worker].kill()
 
-    def tell_rank(self, worker: int, message: ToRank) -> None:
-        """Sends the message to a rank."""
+    def send_to_rank(self, worker: int, message: ToRank) -> None:
+        """Send a message to a rank. Ignored if the rank has exited."""
         if (rank := self._ranks.get(worker)) is not None:
             rank.channel.send(message)
 
-    def tell_driver(self, message: FromAgent) -> None:
-        """Sends the message to the driver."""
+    def send_to_driver(self, message: FromAgent) -> None:
+        """Send a message to the driver."""
         self._driver.send(message)
 
-    def _bury(self, rank: RankProcess) -> None:
-        self._hear_rank(rank)  # its last words
+    def _reap(self, rank: RankProcess) -> None:
+        self._receive_from_rank(rank)  # process its last messages
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
-        end = rank.bury()
+        end = rank.reap()
         self._janitor.forget(rank.pid)
         del self._ranks[rank.worker]
         self._rules.rank_ended(rank.worker, end)
@@ -705,7 +716,7 @@ class Agent:
 
 
 def _leave_with_input(arrived: threading.Event) -> None:
-    """Ends this process where its starter has gone before it has found the driver."""
+    """End this process if its starter ends before the process has found the driver."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
@@ -715,15 +726,16 @@ def _leave_with_input(arrived: threading.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Needing:
-    """Of what an agent is told what any version understands."""
+    """Part of `AgentConfig` that all versions can decode."""
 
     need: Need
 
 
 def main() -> int:
-    """The agent's process; its exit code says whether it has come as far as to be used."""
+    """Run the agent. Exit code 1 if the host cannot be used or the driver cannot be reached."""
     line = sys.stdin.buffer.readline()
-    if problem := problem_here(msgspec.json.decode(line, type=_Needing).need):  # before the rest is understood
+    # check before the rest is decoded, because versions may differ
+    if problem := problem_here(msgspec.json.decode(line, type=_Needing).need):
         print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
         return 1
     config = msgspec.json.decode(line, type=AgentConfig)

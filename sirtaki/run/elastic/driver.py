@@ -1,6 +1,6 @@
-"""The driver of a job whose ranks come and go: agents as it has them, discovery, and the launch from parsed options.
+"""The driver of an elastic job: its agents, host discovery, and the launch from parsed options.
 
-Where it is lost an agent starts another one, as `python -m sirtaki.run.elastic.driver`.
+If the driver is lost, an agent starts another one with `python -m sirtaki.run.elastic.driver`.
 """
 
 from __future__ import annotations
@@ -47,67 +47,72 @@ from sirtaki.run.elastic.agent import (
 )
 from sirtaki.run.elastic.job_members import (
     COOLDOWN_S,
-    Beat,
+    AgentAddress,
+    AgentMessage,
     Crew,
     EndAll,
     FromAgent,
-    Heard,
+    Heartbeat,
     JobMembers,
     KnownAgents,
     Lost,
     OnFailure,
-    Place,
     Policy,
+    RegisterAgent,
     ToAgent,
-    Up,
     has_waited,
 )
 from sirtaki.run.host_check import PROBLEM, Need, versions_here
 from sirtaki.run.hosts import MOST_SLOTS, OPTIONS, Host, given_hosts, parse_hosts, remedy, ssh_arguments
 from sirtaki.run.launch import begin_environ, carried_variables, complete_environ, rank_command
 from sirtaki.run.output import OutputOptions, RankOutput, output_folder, say, standard_consoles
-from sirtaki.run.rank_channel import Event, Message
-from sirtaki.run.supervisor import signals_heard
+from sirtaki.run.rank_channel import ChannelLine, RankEvent
+from sirtaki.run.supervisor import handling_signals
 
-# ── the agents of an elastic job as its driver has them ───────────────────────────────────────────────────────────────
+# ── agents, as seen by the driver ─────────────────────────────────────────────────────────────────────────────────────
 
 AGENT_SILENT_S = 10.0
-"""After which the agent of a host, and its ranks with it, are given up."""
+"""Seconds of silence after which the agent of a host, and its ranks, are given up."""
 
 REMEMBERED_S = 120.0
-"""How long the others are told of an agent that is lost: it may live beyond a network that has come apart, and they
-must find each other where it is this driver that has to end."""
+"""Seconds for which agents are informed of a lost agent. It may be alive behind a network split, and agents must find
+each other if this driver is on the side that has to end."""
 
 
 class AgentRecord:
-    """What is known of an agent, of another driver's as long as it is no `StartedAgent`.
+    """State of an agent. Agents of another driver are plain `AgentRecord`s, own ones are `StartedAgent`s.
 
     Attributes:
-        host: "" = not known yet.
-        number: names it in the job.
-        channel: to it, None until it has proved itself.
-        started_s: when it was.
-        heard_s: when something has come from it last.
-        places: where a driver would listen that it has started.
+        host: host of the agent. "" if not known yet.
+        number: id of the agent in the job.
+        channel: connection to the agent. None until it has authenticated.
+        started_s: time at which it was started.
+        heard_s: time of its last message.
+        places: addresses at which a driver started by this agent would listen.
     """
 
     def __init__(self, host: str, number: int, *, now_s: float, problem: str = "") -> None:
         self.host, self.number, self._problem = host, number, problem
         self.channel: JsonChannel[FromAgent] | None = None
         self.started_s = self.heard_s = now_s
-        self.places: Sequence[Place] = ()
+        self.places: Sequence[AgentAddress] = ()
 
     def why_ended(self) -> str:
-        """Why the program that starts it has ended before the agent has come; "" = it runs, or nobody knows."""
+        """Return why the agent's start command has ended before the agent connected. "" if it runs or if unknown."""
         return self._problem
 
     def disconnect(self) -> None:
-        """The agent ends its ranks and itself as soon as it notices."""
+        """Close the connection. The agent ends its ranks and itself when it detects this."""
         if self.channel is not None:
             self.channel.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Until it has closed the connection, at most so long; `kills` is for those that this process has started."""
+        """Wait until the agent has closed the connection.
+
+        Args:
+            timeout_s: maximum wait in seconds.
+            kills: kill a process that has not ended. Used by `StartedAgent`.
+        """
 
         def has_closed() -> bool:
             if self.channel is None or self.channel.fileno() < 0:
@@ -121,23 +126,23 @@ class AgentRecord:
 
 
 class AgentList:
-    """The agents that a driver counts on, with the rules for when one is given up.
+    """The agents of a driver, and the rules for giving one up.
 
     Attributes:
-        agents: by host; who is given up is not among them.
-        expected: numbers of those that another driver has started and that have not come yet.
-        adopts: any other one of the job may come, too: the lost driver may have given it up.
+        agents: by host, without agents that were given up.
+        expected: numbers of agents that another driver started and that have not connected yet.
+        adopts: accept any agent of the job, because the lost driver may have given it up.
     """
 
     def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, tells: bool, now_s: float) -> None:
-        """Has no agent yet.
+        """Begin without agents.
 
         Args:
-            expected: numbers of those that another driver has started.
-            numbers: of agents, that have been given.
-            start_s: how long an agent may take to connect.
-            tells: agents are told of each other, since one of them may start the next driver.
-            now_s: the time.
+            expected: numbers of agents that another driver started.
+            numbers: highest number that was given to an agent.
+            start_s: seconds that an agent may take to connect.
+            tells: send agents the list of agents, because one of them may start the next driver.
+            now_s: current time.
         """
         self.agents: dict[str, AgentRecord] = {}
         self.expected = set(expected)
@@ -148,59 +153,59 @@ class AgentList:
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts of agents that have not been given up."""
+        """Return the hosts of agents that have not been given up."""
         return list(self.agents)
 
     def next_number(self) -> int:
-        """For an agent that is about to be started."""
+        """Return the number for the next agent."""
         self._numbers += 1
         return self._numbers
 
     def expect_no_more(self) -> None:
-        """Who has not come yet comes too late."""
+        """Accept only agents of this driver from now on."""
         self.expected.clear()
         self.adopts = False
 
     def wants(self, number: int) -> bool:
-        """Whether the agent of this number may come; one that was given up looks for a driver elsewhere."""
+        """Return whether agent `number` may connect. An agent that was given up looks for another driver."""
         return self.adopts or self.awaited(number) is not None
 
     def awaited(self, number: int) -> AgentRecord | None:
-        """That of this number which has not come yet; None = there is none."""
+        """Return the agent with this number that has not connected yet. None if there is none."""
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
-    def hear(self, agent: AgentRecord, message: FromAgent, now_s: float) -> Heard | None:
-        """An agent has said that; None = nothing for others."""
+    def receive(self, agent: AgentRecord, message: FromAgent, now_s: float) -> AgentMessage | None:
+        """Process a message of an agent. Return an event for the membership rules, or None."""
         agent.heard_s = now_s
         match message:
-            case Beat():
+            case Heartbeat():
                 self.send_to([agent.host], message)
                 return None
-            case Up(host=host, places=places):
+            case RegisterAgent(host=host, places=places):
                 agent.places = places
                 if not agent.host:
                     self.expected.discard(agent.number)
                     self._numbers = max(self._numbers, agent.number)
                     agent.host, self.agents[host] = host, agent
-        return Heard(agent.host, message) if agent.host else None
+        return AgentMessage(agent.host, message) if agent.host else None
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Sends the message to the agents of these hosts; nothing happens where there is none."""
+        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
         text = encoded(message)
         for host in hosts:
             agent = self.agents.get(host)
             if agent is not None and agent.channel is not None:
                 agent.channel.send(text)
 
-    def tell_each_other(self) -> None:
-        """Lets all agents know who may be the next driver."""
+    def broadcast_agents(self) -> None:
+        """Send all agents the list of agents that may start the next driver."""
         if self._tells:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
     def tick(self, now_s: float) -> Iterator[Lost]:
-        """Those that have not come, or say nothing any more."""
-        if now_s - self._looked_s > AGENT_SILENT_S / 2:  # this process was stopped, or the machine slept
+        """Give up agents that have not connected in time or are silent. Yield them."""
+        if now_s - self._looked_s > AGENT_SILENT_S / 2:  # this process was stopped, or the machine was suspended
             for agent in self.agents.values():
                 agent.heard_s = now_s
         self._looked_s = now_s
@@ -214,8 +219,10 @@ class AgentList:
             elif now_s - agent.started_s > self._start_s:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
-    def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent is gone") -> Iterator[Lost]:
-        """An agent is gone; nothing if it had been given up, or has never said its host."""
+    def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent has exited") -> Iterator[Lost]:
+        """Give up an agent whose connection has ended. Yields nothing if it was given up before or its host is
+        unknown.
+        """
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
         if is_known:
@@ -223,29 +230,31 @@ class AgentList:
             yield Lost(agent.host, why)
 
     def stop(self, host: str) -> None:
-        """The agent of that host is to end; nothing that it says counts any more."""
+        """End the agent of a host. Later messages from it are ignored."""
         if (agent := self.agents.get(host)) is not None:
             if agent.channel is not None:
                 agent.channel.send(EndAll())
             self._release(agent)
 
     def _release(self, agent: AgentRecord) -> None:
-        """Without a word, since it may be this side that has to end; an agent without a driver ends, or finds one."""
+        """Disconnect without a message, because this driver may be the one that has to end. The agent then finds a
+        driver or ends.
+        """
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
         agent.disconnect()
 
 
 def is_child(job: ElasticJob, host: str) -> bool:
-    """Whether the agent runs on this machine, and inherits its environment."""
+    """Return whether the agent runs on this machine and inherits its environment."""
     return not job.agent_command and Host(name=host, slots=1).is_local
 
 
 def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The command line that starts the agent of a host; the agent reads from its standard input.
+    """Return the command line that starts the agent of a host. The agent reads its configuration from standard input.
 
     Raises:
-        ConfigError: the user's command has no place for the agent's.
+        ConfigError: the user's command has no placeholder for the agent's command.
     """
     agent = [sys.executable, "-P", "-m", "sirtaki.run.elastic.agent"]
     if is_child(job, host):
@@ -255,17 +264,17 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
     if job.agent_command:
         if "{command}" not in job.agent_command:
             raise ConfigError(
-                f"--agent-command {job.agent_command!r} has no {{command}}; write for example "
+                f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
                 "'kubectl exec -i {host} -- {command}'"
             )
-        # `{command}` as a word of its own becomes the agent's words, within a word their quoted form.
+        # `{command}` as a separate word becomes the agent's words, within a word their quoted form.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
             for word in shlex.split(job.agent_command)
         ]
         return [*itertools.chain(*words)]
     if host in job.slurm_hosts:
-        # All that the job has there, whatever the site or the batch script has set for tasks of its own.
+        # Allow all CPUs and variables of the allocation, whatever the site or the batch script has set for tasks.
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
         unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
         return ["srun", *place, *unbound, "--unbuffered", *agent]
@@ -273,10 +282,10 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
 
 
 def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
-    """Opens the ports of a job's first driver at these addresses, and gives the job a name and a secret.
+    """Open the ports of a job's first driver at these addresses, and create the id and secret of the job.
 
     Raises:
-        LaunchError: it cannot listen.
+        LaunchError: listening failed.
     """
     try:
         listeners = tuple(listener.detach() for listener in listen(addresses))
@@ -289,14 +298,16 @@ Speaker = TypeVar("Speaker")
 
 
 class Switchboard(Generic[Speaker]):
-    """What a driver waits for: those who speak to it, newcomers at the ports where it listens, its own other threads.
+    """Event loop of a driver: messages of peers, new connections at its ports, and wake-ups from other threads.
 
     Attributes:
-        events: where the channel of a speaker is watched, with the speaker as the data.
+        events: selector for channels of peers, with the peer as data.
     """
 
     def __init__(self, endpoint: DriverEndpoint, *, is_wanted: Callable[[int], bool]) -> None:
-        """Listens at the ports that it inherits, which become its own; `is_wanted` says of a number who is let in."""
+        """Take ownership of the inherited sockets, and listen. `is_wanted` returns whether peer `number` may
+        connect.
+        """
         self.events = selectors.DefaultSelector()
         listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
         key = agents_key(endpoint.proof)
@@ -307,21 +318,21 @@ class Switchboard(Generic[Speaker]):
         self.events.register(self._woken, selectors.EVENT_READ)
 
     @property
-    def places(self) -> list[Place]:
-        """Where it listens."""
+    def places(self) -> list[AgentAddress]:
+        """Return the addresses at which the driver listens."""
         return self._door.places
 
     def wake(self) -> None:
-        """From any thread: `look` returns."""
+        """Make `poll` return. Thread-safe."""
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
-    def look(self, timeout_s: float, welcome: Callable[[int, socket.socket], None]) -> Iterator[Speaker]:
-        """Waits for something to happen, at most so long; those who may be heard now.
+    def poll(self, timeout_s: float, welcome: Callable[[int, socket.socket], None]) -> Iterator[Speaker]:
+        """Wait for an event. Yield peers whose channels are readable or writable.
 
         Args:
-            timeout_s: at most so long.
-            welcome: is given the number and the connection of each newcomer that has proved itself.
+            timeout_s: maximum wait in seconds.
+            welcome: called with the number and the connection of each peer that has authenticated.
         """
         for chosen, _ in self.events.select(timeout_s):
             if chosen.fileobj is self._woken:
@@ -336,7 +347,7 @@ class Switchboard(Generic[Speaker]):
         self._door.drop_late()
 
     def close(self) -> None:
-        """Listens no more; connections are their speakers'."""
+        """Stop listening. Connections of peers stay open."""
         self._door.close()
         self.events.close()
         for end in (self._woken, self._waker):
@@ -344,11 +355,11 @@ class Switchboard(Generic[Speaker]):
 
 
 Pump = Callable[[str, Iterable[bytes]], None]
-"""Shows all lines of "stdout" or "stderr", as they come."""
+"""Prints all lines of "stdout" or "stderr" as they arrive."""
 
 
 class StartedAgent(AgentRecord):
-    """One agent from its start to its end; used once."""
+    """An agent that this process has started. Used once."""
 
     def __init__(
         self,
@@ -359,15 +370,15 @@ class StartedAgent(AgentRecord):
         config: bytes,
         pump: Pump,
     ) -> None:
-        """Starts it.
+        """Start the agent.
 
         Args:
-            host: its host.
-            number: names it in the job.
-            words: the command line.
-            environ: of the command.
-            config: what the agent is told, a line.
-            pump: shows its output; called in a thread for each stream.
+            host: host of the agent.
+            number: id of the agent in the job.
+            words: command line that starts it.
+            environ: environment of the command.
+            config: configuration of the agent, as one line of JSON.
+            pump: prints the output. Called in a thread for each stream.
 
         Raises:
             OSError: the command cannot be run.
@@ -380,9 +391,9 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to the driver alone
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the driver
         )
-        assert self._process.stdout is not None  # pipes
+        assert self._process.stdout is not None  # they are pipes
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -391,8 +402,8 @@ class StartedAgent(AgentRecord):
         ]
         for thread in self._pumps:
             thread.start()
-        assert self._process.stdin is not None  # a pipe
-        with contextlib.suppress(OSError):  # it has ended already, which is found soon
+        assert self._process.stdin is not None  # it is a pipe
+        with contextlib.suppress(OSError):  # the command has ended, which `why_ended` reports
             self._process.stdin.write(config)
             self._process.stdin.flush()
 
@@ -401,7 +412,9 @@ class StartedAgent(AgentRecord):
             pump(name, stream if name == "stdout" else filter(self._is_shown, stream))
 
     def _is_shown(self, line: bytes) -> bool:
-        """Whether a line of standard error does not say why the agent does not come, which is kept."""
+        """Return whether to print a line of standard error. A line that explains why the agent does not start is kept
+        instead.
+        """
         text, problem = line.decode(errors="replace"), ""
         if self.channel is None and text.startswith(PROBLEM):
             problem = text.removeprefix(PROBLEM).strip()
@@ -412,21 +425,21 @@ class StartedAgent(AgentRecord):
         return not problem
 
     def why_ended(self) -> str:
-        """What the last lines of the command say of the problem, or else its exit code; "" while it runs."""
+        """Return why the command has ended: its last lines, or its exit code. "" while it runs."""
         if (code := self._process.poll()) is None:
             return ""
-        self._pumps[1].join(1.0)  # its last words
+        self._pumps[1].join(1.0)  # wait for its last lines
         return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
-        """Closes the connection and the command's input, so that the agent ends its ranks and itself."""
+        """Close the connection and the command's input, so that the agent ends its ranks and itself."""
         super().disconnect()
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """For its end and its output, at most so long; then the command is killed, if it is to be."""
+        """Wait for the end of the command and its output, up to `timeout_s`. Then kill the command if `kills`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
         self.disconnect()
@@ -443,7 +456,7 @@ class StartedAgent(AgentRecord):
 
 
 class AgentCrew(AgentList):
-    """All agents, one a host."""
+    """All agents of a driver, one per host."""
 
     def __init__(
         self,
@@ -452,13 +465,13 @@ class AgentCrew(AgentList):
         pump: Pump,
         environ: Mapping[str, str],
     ) -> None:
-        """Has none yet.
+        """Begin without agents.
 
         Args:
-            job: of the driver.
-            endpoint: where it listens, and who may come.
-            pump: shows the output of agents.
-            environ: of the ranks on this machine.
+            job: job of the driver.
+            endpoint: addresses of the driver, and agents that may connect.
+            pump: prints the output of agents.
+            environ: environment of ranks on this machine.
         """
         super().__init__(
             expected=endpoint.agents,
@@ -472,11 +485,11 @@ class AgentCrew(AgentList):
         self._leaving: list[AgentRecord] = []
 
     def wake(self) -> None:
-        """From any thread: `look` returns."""
+        """Make `poll` return. Thread-safe."""
         self._board.wake()
 
     def start(self, host: str) -> None:
-        """Starts the agent of a host; it is heard once it is up, or lost where its command cannot be run."""
+        """Start the agent of a host. The agent reports when it runs, or is reported as lost if its command fails."""
         job, number, places = self._job, self.next_number(), self._board.places
         here = is_child(job, host)
         need = Need(
@@ -501,49 +514,49 @@ class AgentCrew(AgentList):
             problem = f"its agent could not be started: {err}"
             self.agents[host] = AgentRecord(host, number, now_s=time.monotonic(), problem=problem)
 
-    def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
-        """Waits for something to happen, at most so long, and says what."""
-        for agent in self._board.look(timeout_s, self._welcome):
-            yield from self._hear(agent)
+    def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
+        """Wait for events, up to `timeout_s`, and yield them."""
+        for agent in self._board.poll(timeout_s, self._welcome):
+            yield from self._receive(agent)
         yield from self.tick(time.monotonic())
 
     def close(self, number: int | None = None) -> None:
-        """Has all agents end their ranks and themselves, and waits for it, within limits.
+        """End all agents and their ranks, and wait for them within time limits.
 
         Args:
-            number: the signal that is the reason; None = none is.
+            number: number of the signal that is the reason. None if there is none.
         """
         grace_s = end_grace_s(number, self._environ)
         self.send_to(self.agents, EndAll(grace_s))
         for each in self.agents.values():
             if each.channel is None:
-                each.disconnect()  # which it will find out by its standard input
+                each.disconnect()  # which the agent detects by its standard input
         deadline_s = time.monotonic() + grace_s + 2.0
         for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
-            # One that was heard, and lost, may have another driver by now: this one was stopped, or cut off.
+            # A lost agent may have another driver, because this one was stopped or disconnected.
             agent.wait(
                 deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
             )
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
-        """An agent has proved itself."""
-        # The host of one that is adopted is not known before it says it.
+        """Add an agent that has authenticated."""
+        # The host of an adopted agent is unknown until its first message.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         agent.channel.watch(self._board.events, agent)
 
-    def _hear(self, agent: AgentRecord) -> Iterator[Heard | Lost]:
-        assert agent.channel is not None  # which is why it is heard
+    def _receive(self, agent: AgentRecord) -> Iterator[AgentMessage | Lost]:
+        assert agent.channel is not None  # the channel was readable
         try:
             messages = agent.channel.receive()
         except ConnectionError:
             yield from self.lose(agent, time.monotonic())
             return
         for message in messages:
-            if (heard := self.hear(agent, message, time.monotonic())) is not None:
+            if (heard := self.receive(agent, message, time.monotonic())) is not None:
                 yield heard
 
     def _release(self, agent: AgentRecord) -> None:
@@ -551,13 +564,13 @@ class AgentCrew(AgentList):
         super()._release(agent)
 
 
-# ── the driver: asks discovery, tells the rules of membership what happens, does what they say ────────────────────────
+# ── the driver: runs discovery, passes events to the membership rules, and carries out their orders ───────────────────
 
 INTERVAL_S = 1.0
-"""Between one answer and the next question."""
+"""Seconds between an answer of discovery and the next query."""
 
 LIMIT_S, MOST_BYTES = 20.0, 1 << 20
-"""How long the script may take, and how much it may print."""
+"""Limits of the discovery script: run time in seconds, and size of its output."""
 
 MOST_HOSTS = 10_000
 
@@ -565,15 +578,15 @@ Hosts = Mapping[str, int]
 
 
 def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
-    """Runs the script once: one host a line, `name` or `name:slots`; blank lines and `#` comments are ignored.
+    """Run the discovery script once. It prints one host per line, `name` or `name:slots`, with `#` comments.
 
     Args:
-        script: of the user, with its path; anything that can be executed.
-        slots: of a host that the script gives no number for.
-        limit_s: how long it may take; then it is killed, with what it has started.
+        script: executable file, or a shell command.
+        slots: slots of hosts for which the script prints no number.
+        limit_s: maximum run time in seconds. Then the script and its children are killed.
 
     Raises:
-        LaunchError: it cannot be run, fails, hangs or prints what names no host.
+        LaunchError: the script cannot be run, fails, takes too long, or prints an invalid host.
     """
     deadline = Deadline.after(limit_s)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -604,11 +617,11 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        told, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
+        printed, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
     if process.returncode != 0:
         last = (complaint.strip().splitlines() or [""])[-1]
         raise LaunchError(f"it ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
-    return _hosts(told, slots)
+    return _hosts(printed, slots)
 
 
 def _hosts(text: str, slots: int) -> Hosts:
@@ -621,7 +634,7 @@ def _hosts(text: str, slots: int) -> Hosts:
             (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
         except (ConfigError, ValueError) as err:
             raise LaunchError(
-                f"it printed {entry[:80]!r}, which is no host; write name or name:slots, of {MOST_SLOTS} slots at most"
+                f"it printed {entry[:80]!r}; a line must be name or name:slots, with at most {MOST_SLOTS} slots"
             ) from err
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
         if len(found) > MOST_HOSTS:
@@ -630,17 +643,17 @@ def _hosts(text: str, slots: int) -> Hosts:
 
 
 class Discovery:
-    """Asks in a thread, since an answer may take long."""
+    """Runs host discovery in a thread, because an answer may take long."""
 
     def __init__(
         self, ask: Callable[[], Hosts], *, on_answer: Callable[[], None], interval_s: float = INTERVAL_S
     ) -> None:
-        """Begins at once.
+        """Start the thread.
 
         Args:
-            ask: for all hosts; LaunchError where there is no answer.
-            on_answer: called in the thread when `take` has something.
-            interval_s: between one answer and the next question.
+            ask: returns all hosts, or raises LaunchError.
+            on_answer: called in the thread when `take` has a new answer.
+            interval_s: seconds between an answer and the next query.
         """
         self._ask, self._on_answer, self._interval_s = ask, on_answer, interval_s
         self._answers: queue.SimpleQueue[Hosts | LaunchError] = queue.SimpleQueue()
@@ -649,12 +662,12 @@ class Discovery:
         self._thread.start()
 
     def take(self) -> Iterator[Hosts | LaunchError]:
-        """What has been answered, or why there was no answer, since the last time."""
+        """Yield new answers or errors since the last call."""
         while not self._answers.empty():
             yield self._answers.get()
 
     def close(self) -> None:
-        """Asks no more; a question that is being asked is not waited for."""
+        """Stop. Does not wait for a running query."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -665,28 +678,28 @@ class Discovery:
             except LaunchError as err:
                 answer = err
             found = str(answer) if isinstance(answer, LaunchError) else dict(answer)
-            if found != last:  # an error that stays is told once
+            if found != last:  # report a repeated error once
                 last = found
                 self._answers.put(answer)
                 self._on_answer()
 
 
 class RunningCrew(Crew, Protocol):
-    """Agents as a driver runs them: real ones, or Ray's."""
+    """Agents as run by a driver: real ones, or Ray actors."""
 
     def wake(self) -> None:
-        """From any thread: `look` returns."""
+        """Make `poll` return. Thread-safe."""
         ...
 
-    def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
-        """Waits for something to happen, at most so long, and says what."""
+    def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
+        """Wait for events, up to `timeout_s`, and yield them."""
         ...
 
     def close(self, number: int | None = None) -> None:
-        """Has all agents end their ranks and themselves, and waits for it, within limits.
+        """End all agents and their ranks, and wait for them within time limits.
 
         Args:
-            number: the signal that is the reason; None = none is.
+            number: number of the signal that is the reason. None if there is none.
         """
         ...
 
@@ -703,15 +716,15 @@ def run_job(
     *,
     finish_output: Callable[[], None] = lambda: None,
 ) -> int:
-    """Runs a job to its end; no process of it is left on hosts that can be reached.
+    """Run a job to its end. No process of the job is left on hosts that can be reached.
 
     Args:
-        crew: the agents, which end with this.
-        members: the rules.
-        say: shows a line to the user.
-        hosts: with which to begin.
-        ask: for all hosts, from now on; None = they stay.
-        finish_output: called once no rank writes anything any more, before the last line.
+        crew: agents. Closed at the end.
+        members: membership rules.
+        say: prints a line for the user.
+        hosts: initial hosts.
+        ask: host discovery. None for a fixed set of hosts.
+        finish_output: called before the last line, when no rank writes output any more.
 
     Returns:
         0, the exit code of the rank that failed first, or 128 + the signal that ended this process.
@@ -723,14 +736,14 @@ def run_job(
         crew.wake()
 
     discovery = None if ask is None else Discovery(ask, on_answer=crew.wake)
-    with signals_heard(remember):
+    with handling_signals(remember):
         try:
             members.found(hosts, time.monotonic())
             while members.end is None and not signals:
-                members.answer(list(crew.look(_TICK_S)), time.monotonic())
+                members.answer(list(crew.poll(_TICK_S)), time.monotonic())
                 for answer in () if discovery is None else discovery.take():
                     if isinstance(answer, LaunchError):
-                        say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
+                        say(f"host discovery script: {answer}; keeping the known hosts and trying again")
                     else:
                         members.found(answer, time.monotonic())
         finally:
@@ -747,17 +760,18 @@ def run_job(
 
 
 def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) -> Hosts | None:
-    """Goes on with a job whose driver is lost: the agents that come say what there is.
+    """Continue a job whose driver is lost, with the agents that connect.
 
     Returns:
-        The hosts that the job goes on with, as far as their agents tell; None = there are too few, and all have ended.
+        The hosts with which the job continues, as far as agents report them. None if too few agents connected, and all
+        have ended.
     """
-    reports: dict[str, Up] = {}
-    later: list[Heard | Lost] = []
+    reports: dict[str, RegisterAgent] = {}
+    later: list[AgentMessage | Lost] = []
     begin_s = time.monotonic()
     while not has_waited(time.monotonic() - begin_s, reports, crew.expected):
-        for event in crew.look(_TICK_S):
-            if isinstance(event, Heard) and isinstance(event.message, Up):
+        for event in crew.poll(_TICK_S):
+            if isinstance(event, AgentMessage) and isinstance(event.message, RegisterAgent):
                 reports[event.host] = event.message
             else:
                 later.append(event)
@@ -766,11 +780,11 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
     workers = members.member_list.workers.values()
     there = f"{len(workers)} ranks on {', '.join(crew.hosts)}"
     if not goes_on:
-        say(f"the driver is lost, and only {there} can be reached: too few to go on")
+        say(f"the driver is lost, and only {there} can be reached: too few to continue")
         crew.close()
         return None
     say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
-    crew.tell_each_other()
+    crew.broadcast_agents()
     members.answer(later, time.monotonic())
     slots = dict.fromkeys(crew.hosts, 1)
     for worker in members.member_list.workers.values():
@@ -778,20 +792,20 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
     return slots
 
 
-# ── a job from parsed options, and another driver in the place of one that is lost ────────────────────────────────────
+# ── a job from parsed options, and the successor of a lost driver ─────────────────────────────────────────────────────
 
 _LATER_S = 30.0
-"""How much longer than the launcher a rank waits for others: the launcher can say who is missing."""
+"""Seconds that a rank waits longer than the launcher, because the launcher can name missing ranks."""
 
 
 def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str], hosts: Hosts | None) -> int:
-    """Runs a job to its end.
+    """Run a job to its end.
 
     Args:
-        job: of which this process is the driver.
-        endpoint: where agents reach it.
-        environ: of the agents and ranks of this machine.
-        hosts: with which to begin; None = another driver is lost, whose agents come.
+        job: job of this driver.
+        endpoint: addresses at which agents reach this driver.
+        environ: environment of agents and ranks on this machine.
+        hosts: initial hosts. None to continue the job of a lost driver.
 
     Returns:
         The exit code for the launcher.
@@ -806,16 +820,17 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
     )
     consoles = standard_consoles()
 
-    def hear(message: Message) -> None:
-        if message.event is Event.PROGRESS:
+    def show_progress(message: ChannelLine) -> None:
+        if message.event is RankEvent.PROGRESS:
             consoles["stderr"].show_bar(message.reason)
 
     def say(line: str) -> None:
-        consoles["stderr"].show_bar("")  # its rank may be gone; one that tunes draws it again
+        consoles["stderr"].show_bar("")  # the rank may have exited; a rank that tunes draws the bar again
         consoles["stderr"].say(line)
 
     outputs = {
-        name: RankOutput(name, console=console, options=options, on_message=hear) for name, console in consoles.items()
+        name: RankOutput(name, console=console, options=options, on_message=show_progress)
+        for name, console in consoles.items()
     }
 
     def finish_output() -> None:
@@ -834,19 +849,19 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
 
 
 def launch_elastic(options: argparse.Namespace) -> int:
-    """Runs the job that `options` (of `parse`) describe to its end.
+    """Run the job described by `options` (from `parse`) to its end.
 
     Returns:
         The exit code for the launcher.
 
     Raises:
-        ConfigError: options that is invalid; nothing was started.
+        ConfigError: an option is invalid. Nothing was started.
         LaunchError: the launcher cannot listen.
     """
     environ, exported = begin_environ(options)
     for option, name in (("mpi_args", "--mpi-args"), ("binding_args", "--binding-args"), ("tcp", "--tcp")):
         if getattr(options, option):
-            say(f"{name} has no effect here: no mpiexec starts ranks that come and go")
+            say(f"{name} has no effect on elastic jobs, which do not use mpiexec")
     script, slots = options.host_discovery_script, options.slots_per_host or 1
     fixed: Hosts = {} if script else _fixed_hosts(options, environ)
     try:
@@ -858,8 +873,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
     )
     if options.as_horovod and not script and not options.on_failure:
         say(
-            "with --as-horovod a rank that fails takes its whole host out, as under horovodrun, and without discovery "
-            "no host comes in its place: give --host-discovery-script FILE, or --on-failure replace-rank"
+            "with --as-horovod the failure of a rank excludes its whole host, as under horovodrun, and without "
+            "discovery no host replaces it: use --host-discovery-script FILE, or --on-failure replace-rank"
         )
     job = ElasticJob(
         command=(),
@@ -876,7 +891,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
     if job.agent_command:
-        agent_words(job, "host")  # which refuses what cannot work
+        agent_words(job, "host")  # rejects an invalid command
     here = not script and all(is_child(job, host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
@@ -898,17 +913,17 @@ def launch_elastic(options: argparse.Namespace) -> int:
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
-    """What the options say about ranks that come and go.
+    """Return the membership policy of the options.
 
     Raises:
-        ConfigError: numbers that contradict each other.
+        ConfigError: numbers contradict each other.
     """
     start, least, most = options.ranks, options.min_ranks, options.max_ranks
     least = least or start or 1
     start = start or least
     if not least <= start <= (most or start):
         raise ConfigError(
-            f"--min-np {least}, -np {start}{f', --max-np {most}' if most else ''}: each must be at least the one before"
+            f"--min-np {least}, -np {start}{f', --max-np {most}' if most else ''}: the numbers must not decrease"
         )
     on_failure = OnFailure(options.on_failure) if options.on_failure else None
     if on_failure is None:
@@ -916,13 +931,13 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     cooldown_s = tuple(options.blacklist_cooldown_range or ())
     if cooldown_s and cooldown_s[0] > cooldown_s[1]:
         raise ConfigError(
-            f"--blacklist-cooldown-range {cooldown_s[0]:g} {cooldown_s[1]:g}: the first is the shorter one"
+            f"--blacklist-cooldown-range {cooldown_s[0]:g} {cooldown_s[1]:g}: the first must not exceed the second"
         )
     if options.reset_limit is not None and options.reset_limit < 0:
-        raise ConfigError(f"--reset-limit {options.reset_limit}: give a number from 0")
+        raise ConfigError(f"--reset-limit {options.reset_limit} must not be negative")
     if not options.host_discovery_script and (slots := sum(hosts.values())) < start:
         what = f"--min-np {least}" if slots < least else f"-np {start}"
-        raise ConfigError(f"{what}, but the hosts have {slots} slots and will not get more")
+        raise ConfigError(f"{what}, but the hosts have only {slots} slots, and discovery is off")
     default_s = None if on_failure is OnFailure.DROP_HOST else COOLDOWN_S
     return Policy(
         start_ranks=start,
@@ -949,13 +964,13 @@ def _fixed_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> Hos
 
 
 def inherit() -> int:
-    """Runs the job of a driver that is lost to its end; standard input says what that has left behind.
+    """Run the job of a lost driver to its end. Reads an `Inheritance` from standard input.
 
     Returns:
         The exit code of the job.
     """
-    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Inheritance)
-    return drive(told.job, told.endpoint, {**os.environ, **told.environ}, None)
+    inherited = msgspec.json.decode(sys.stdin.buffer.read(), type=Inheritance)
+    return drive(inherited.job, inherited.endpoint, {**os.environ, **inherited.environ}, None)
 
 
 if __name__ == "__main__":

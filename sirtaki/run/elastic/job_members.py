@@ -1,7 +1,8 @@
-"""The rules of membership of an elastic job: who starts, who is a member, who is given up, when the job has ended.
+"""Membership rules of an elastic job: which ranks start, are members, are given up, and when the job ends.
 
-The messages between a driver and its agents are the events and the orders of these rules: what agents say comes in as
-it is, and what the rules want done goes to the agent of a host as it is. No socket, process or clock is known here.
+The messages between a driver and its agents are the inputs and outputs of these rules. The driver passes messages of
+agents to the rules unchanged, and sends the rules' orders to agents unchanged. This module uses no sockets, processes
+or clocks.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, From
 from sirtaki.machine import signal_name
 
 
-class Phase(Enum):
-    """What a process is doing, from its start to its end."""
+class ProcessPhase(Enum):
+    """State of a rank's process, from its start to its end."""
 
-    STARTING = "starting"  # it has not asked for a generation yet
-    WAITING = "waiting"  # it has
-    MEMBER = "member"  # it was given one
-    FINISHED = "finished"  # it has done its work
-    DISMISSED = "dismissed"  # it was told, or made, to end
+    STARTING = "starting"  # has not requested a generation yet
+    WAITING = "waiting"  # has requested a generation
+    MEMBER = "member"  # is a member of a generation
+    FINISHED = "finished"  # has completed its work
+    DISMISSED = "dismissed"  # was asked or forced to end
 
 
 NOWHERE = Attendee(host=(), places=())
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker:
-    """A process of the job that has been started and has not ended.
+class RankRecord:
+    """A running process of the job.
 
     Attributes:
-        number: names it in this job.
-        rank: in the generation that it is or was in last; None = in none.
-        generation: that one's number, 0 = none.
-        has_state: it holds the job's state.
-        is_leaving: it is not wanted any more.
-        since_s: when its phase began.
-        verdict: why it was killed, as part of a sentence; "" = it was not.
-        attendee: where it listens, while it waits.
+        number: id of the process in this job.
+        rank: rank in its current or last generation. None before its first.
+        generation: number of this generation; 0 before the first.
+        has_state: the process holds the job's state.
+        is_leaving: the job does not need the process any more.
+        since_s: time at which its phase began, in seconds.
+        verdict: why it was killed, as a clause. "" if it was not killed.
+        attendee: addresses at which it listens while it waits for a generation.
     """
 
     number: int
     host: str
     slot: int
-    phase: Phase = Phase.STARTING
+    phase: ProcessPhase = ProcessPhase.STARTING
     rank: int | None = None
     generation: int = 0
     has_state: bool = False
@@ -62,46 +63,47 @@ class Worker:
 
     @property
     def label(self) -> str:
-        """Names the process to the user, by rank, host and slot."""
+        """Return a name for messages to the user, with rank, host and slot."""
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
         return f"{who} (host {self.host}, slot {self.slot})"
 
-    def enter(self, phase: Phase, now_s: float) -> None:
-        """From now on it is in that phase."""
+    def enter(self, phase: ProcessPhase, now_s: float) -> None:
+        """Begin a phase."""
         self.phase, self.since_s = phase, now_s
 
 
-def seniority(worker: Worker) -> tuple[bool, int, int, int]:
-    """Sorts those first that hold the state, of the newest generation, in the order of its ranks; new ones by age."""
+def seniority(worker: RankRecord) -> tuple[bool, int, int, int]:
+    """Sort key: processes with the job's state first, by newest generation and rank; then new processes by age."""
     return not worker.has_state, -worker.generation, 0 if worker.rank is None else worker.rank, worker.number
 
 
-def ranked(workers: Iterable[Worker], hosts: Sequence[str]) -> list[Worker]:
-    """The order of ranks: ranks of a host are neighbours; who holds the state comes first and keeps its order.
+def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankRecord]:
+    """Return workers in rank order: ranks of a host are adjacent, workers with the state come first in their former
+    order.
 
     Args:
-        workers: the members to be.
-        hosts: the order of hosts, as far as state and former ranks do not say otherwise.
+        workers: members of the next generation.
+        hosts: order of hosts where state and former ranks do not determine it.
     """
     place = {host: number for number, host in enumerate(hosts)}
 
-    def own(worker: Worker) -> tuple[bool, int, int, int, int]:
+    def own(worker: RankRecord) -> tuple[bool, int, int, int, int]:
         return *seniority(worker)[:3], place.get(worker.host, len(place)), worker.slot
 
     ordered = sorted(workers, key=own)
     first: dict[str, int] = {}
     for number, worker in enumerate(ordered):
         first.setdefault(worker.host, number)
-    return sorted(ordered, key=lambda worker: first[worker.host])  # stable
+    return sorted(ordered, key=lambda worker: first[worker.host])  # sorted() is stable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How a process has ended.
+    """How a process ended.
 
     Attributes:
-        exit_code: as a shell has it, 128 + the signal's number.
-        reason: what it has said of it, or what its agent has seen; "" = nothing.
+        exit_code: exit code as in a shell: 128 + the signal's number if a signal killed it.
+        reason: reason reported by the process or its agent. "" if there is none.
     """
 
     exit_code: int
@@ -109,12 +111,12 @@ class RankEnd:
 
     @property
     def is_signal(self) -> bool:
-        """It was killed."""
+        """Whether a signal killed the process."""
         return self.exit_code > 128
 
     @property
     def text(self) -> str:
-        """Says how the process ended, as part of a sentence."""
+        """Return how the process ended, as a clause."""
         if self.is_signal:
             return f"was killed by {signal_name(self.exit_code - 128)}"
         if not self.exit_code:
@@ -123,11 +125,12 @@ class RankEnd:
 
 
 COOLDOWN_S = (30.0, 600.0)
-"""How long a host is left out where failed ranks are replaced in place, unless the user says otherwise."""
+"""Default of the shortest and longest time for which a failed host is excluded, if failed ranks are replaced in
+place."""
 
 
 class OnFailure(Enum):
-    """What becomes of the place of a rank that has failed."""
+    """Action after the failure of a rank."""
 
     REPLACE_RANK = "replace-rank"
     DROP_HOST = "drop-host"
@@ -135,24 +138,24 @@ class OnFailure(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What holds for the whole job.
+    """Settings of the whole job.
 
     Attributes:
-        start_ranks: how many the first generation waits for.
-        min_ranks: below it nobody goes on.
-        max_ranks: above it nobody is started; None = as many as there are slots.
-        timeout_s: how long to wait for enough ranks.
-        reset_limit: how many generations may follow the first one; None = any number.
-        on_failure: what becomes of a failed rank's place.
-        cooldown_s: shortest and longest time that a dropped host is left out; None = for good.
-        leave_s: how long a member may take to ask for the next generation after another one has (or twice the longest
-            time that any rank has computed without looking for changes, up to `timeout_s`), and a rank that is
-            dismissed to end; then it is killed.
-        start_grace_s: how long the first generation waits for ranks that are starting, once enough are there.
-        strikes: failures in a row, of ranks that had not trained for long, after which a host is dropped.
-        has_successors: where the driver is lost an agent starts another one, so that of two sides one has to end.
-        hosts_stay: there will never be others.
-        settled_s: a rank that has trained for so long has cleared its host's failures.
+        start_ranks: number of ranks that the first generation waits for.
+        min_ranks: minimum size of later generations.
+        max_ranks: maximum number of ranks. None for the number of slots.
+        timeout_s: maximum wait for enough ranks.
+        reset_limit: maximum number of generations after the first. None for no limit.
+        on_failure: action after the failure of a rank.
+        cooldown_s: shortest and longest time for which a failed host is excluded. None to exclude it permanently.
+        leave_s: seconds after which a rank is killed that has not requested the next generation after another member
+            has, or that has not ended after its dismissal. The former limit is extended to twice the longest time that
+            any rank computed without polling, up to `timeout_s`.
+        start_grace_s: seconds that the first generation waits for starting ranks once enough ranks are ready.
+        strikes: number of consecutive failures of ranks with little training time after which a host is excluded.
+        has_successors: an agent starts another driver if the driver is lost. If the network splits, one side must end.
+        hosts_stay: the set of hosts is fixed.
+        settled_s: training time of a rank after which the failures of its host are cleared.
     """
 
     start_ranks: int
@@ -171,12 +174,12 @@ class Policy:
 
 
 LeftOut = dict[str, tuple[int, float | None]]
-"""By host how often it has been dropped, and for how many seconds it is left out; None = for good."""
+"""By host: how often it was excluded, and for how many more seconds it is. None for permanently."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """Failures of a host, and until when it is left out for them."""
+    """Failures of a host, and the time until which it is excluded."""
 
     strikes: int = 0
     drops: int = 0
@@ -185,7 +188,7 @@ class _Record:
 
 
 class HostPool:
-    """Hosts that discovery has found, oldest first, without those left out for their failures."""
+    """Hosts found by discovery, oldest first, with their failures and exclusions."""
 
     def __init__(self, policy: Policy, rng: random.Random) -> None:
         self._policy, self._rng = policy, rng
@@ -193,35 +196,35 @@ class HostPool:
         self._records: dict[str, _Record] = {}
 
     def find(self, hosts: Mapping[str, int]) -> None:
-        """What discovery says now, by host its slots; hosts keep their order, however it is told."""
+        """Set the hosts found by discovery, with their slots. Known hosts keep their order."""
         kept = {host: hosts[host] for host in self._found if host in hosts}
         self._found = kept | {host: slots for host, slots in hosts.items() if host not in kept}
 
     @property
     def usable(self) -> dict[str, int]:
-        """Slots by host."""
+        """Return the slots of hosts that are not excluded."""
         return {host: slots for host, slots in self._found.items() if not self._record(host).is_dropped}
 
     @property
     def known(self) -> dict[str, int]:
-        """Slots by host, dropped ones too."""
+        """Return the slots of all hosts."""
         return dict(self._found)
 
     def strike(self, host: str) -> bool:
-        """A rank has failed there before it had done much; whether that was once too often."""
+        """Count a failure of a rank with little training time. Return whether the host must be excluded."""
         record = self._record(host)
         record.strikes += 1
         return record.strikes >= self._policy.strikes
 
     def clear(self, host: str) -> None:
-        """A rank has done well there."""
+        """Clear the failures of a host, after a rank has trained there."""
         self._record(host).strikes = 0
 
     def drop(self, host: str, now_s: float) -> float | None:
-        """Leaves the host out.
+        """Exclude a host.
 
         Returns:
-            For how many seconds: twice as long each time, and up to a tenth more or less; None = for good.
+            Duration in seconds: doubled each time, with up to 10 % jitter. None for permanently.
         """
         record = self._record(host)
         record.is_dropped, record.strikes = True, 0
@@ -236,14 +239,14 @@ class HostPool:
         return cooldown_s
 
     def take_back(self, now_s: float) -> list[str]:
-        """Hosts that have been left out for long enough, and from now on are not any more."""
+        """End the exclusion of hosts whose time has passed, and return them."""
         back = [host for host in self._found if self._record(host).is_dropped and now_s >= self._record(host).until_s]
         for host in back:
             self._record(host).is_dropped = False
         return back
 
     def left_out(self, now_s: float) -> LeftOut:
-        """The hosts that are left out now."""
+        """Return the hosts that are excluded now."""
         return {
             host: (record.drops, None if record.until_s == float("inf") else max(0.0, record.until_s - now_s))
             for host, record in self._records.items()
@@ -251,7 +254,7 @@ class HostPool:
         }
 
     def remember(self, left_out: LeftOut, now_s: float) -> None:
-        """What `left_out` of another driver has said."""
+        """Set exclusions as returned by `left_out` of another driver."""
         for host, (drops, left_s) in left_out.items():
             record = self._record(host)
             record.is_dropped, record.drops = True, drops
@@ -263,13 +266,13 @@ class HostPool:
 
 @dataclass(slots=True, kw_only=True)
 class _Ballot:
-    """A generation that somebody may believe to be the newest.
+    """A generation that some process may consider the newest.
 
     Attributes:
-        members: by rank.
-        dead: of them, for certain.
-        unreachable: of them, dead or not.
-        informed: those whose agents know of a newer one.
+        members: members in rank order.
+        dead: members that have ended for certain.
+        unreachable: members that cannot be reached, dead or alive.
+        informed: members whose agents received a newer generation.
     """
 
     number: int
@@ -279,45 +282,48 @@ class _Ballot:
     informed: set[int] = field(default_factory=set)
 
     def is_decided_by(self, workers: Set[int]) -> bool:
-        """Whether these members of it would go on without the others."""
+        """Return whether `workers` are a majority of the members, so that they would continue without the rest.
+
+        With exactly half of the members, the half with rank 0 is the majority.
+        """
         twice = 2 * len(workers)
         return twice > len(self.members) or (twice == len(self.members) and self.members[0] in workers)
 
     def is_decided_without(self, *workers: Collection[int]) -> bool:
-        """Whether the members that are left would."""
+        """Return whether a majority remains without `workers` and the members known to be dead."""
         return self.is_decided_by(set(self.members).difference(self.dead, *workers))
 
 
 class Quorum:
-    """Decides whether a generation may begin without members that cannot be reached and may go on elsewhere."""
+    """Decides whether a generation may begin without members that cannot be reached and may continue elsewhere."""
 
     def __init__(self) -> None:
-        """Before the first generation there is nothing to decide."""
+        """Begin without generations."""
         self._ballots: list[_Ballot] = []
 
     @property
     def older(self) -> tuple[tuple[int, ...], ...]:
-        """Members of those generations before the newest that somebody may still believe in."""
+        """Return the members of generations before the newest that some process may still consider the newest."""
         return tuple(tuple(ballot.members) for ballot in self._ballots[:-1])
 
     @property
     def is_lost(self) -> bool:
-        """Those that cannot be reached may go on."""
+        """Return whether members that cannot be reached may continue as a majority."""
         return any(ballot.is_decided_by(ballot.unreachable - ballot.dead) for ballot in self._ballots)
 
     def permits(self, candidates: Collection[int]) -> bool:
-        """Whether a generation of these may begin: whoever is left out could not go on."""
+        """Return whether a generation of `candidates` may begin, because the remaining members could not continue."""
         return not any(ballot.is_decided_without(candidates) for ballot in self._ballots)
 
     def begin(self, number: int, members: Sequence[int]) -> None:
-        """A generation begins."""
+        """Add a new generation."""
         self._ballots.append(_Ballot(number=number, members=members))
 
-    def take_over(self, newest: Form, present: Collection[int]) -> None:
-        """Goes on where another driver has been lost, with that one's newest generation.
+    def take_over(self, newest: FormGeneration, present: Collection[int]) -> None:
+        """Continue with the newest generation of a lost driver.
 
         Args:
-            newest: with the members of it, and of those before it that may still count.
+            newest: newest generation, with members of older generations that may still count.
             present: workers that can be reached.
         """
         for members in [*(newest.older or ()), newest.workers]:
@@ -325,24 +331,29 @@ class Quorum:
             self._ballots.append(_Ballot(number=newest.number, members=members, unreachable=gone))
 
     def lose(self, workers: Collection[int]) -> None:
-        """They cannot be reached any more."""
+        """Record that workers cannot be reached any more."""
         for ballot in self._ballots:
             ballot.unreachable.update(set(workers).intersection(ballot.members))
 
     def died(self, worker: int) -> None:
-        """It has ended for certain."""
+        """Record that a worker has ended for certain."""
         for ballot in self._ballots:
             if worker in ballot.members:
                 ballot.dead.add(worker)
 
     def inform(self, number: int, is_there: Callable[[int], bool]) -> None:
-        """The agent of a host knows of that generation; the function says which workers are or were there."""
+        """Record that the agent of a host has received generation `number`.
+
+        Args:
+            number: number of the generation.
+            is_there: returns whether a worker runs or ran on the agent's host.
+        """
         for ballot in self._ballots:
             if ballot.number < number:
                 ballot.informed.update(filter(is_there, ballot.members))
 
-    def settle(self) -> bool:
-        """Forgets generations that nobody could go on with any more; whether there were any."""
+    def drop_decided(self) -> bool:
+        """Remove older generations that cannot continue any more. Return whether there were any."""
         older = [ballot for ballot in self._ballots[:-1] if ballot.is_decided_without(ballot.informed)]
         has_settled = len(older) < len(self._ballots) - 1
         if has_settled:
@@ -353,41 +364,41 @@ class Quorum:
 # ── messages between the driver and the agents ───────────────────────────────────────────────────────────────────────
 
 KILL_GRACE_S = 3.0
-"""Between asking a rank to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL for a rank."""
 
-Place = tuple[str, int]
-Agents = Sequence[tuple[int, Sequence[Place]]]
-"""Number of each agent, and places where a driver would listen that it has started."""
+AgentAddress = tuple[str, int]
+Agents = Sequence[tuple[int, Sequence[AgentAddress]]]
+"""Number of each agent, and addresses at which a driver started by this agent would listen."""
 
 
 class StartRank(Struct, tag=True, frozen=True, kw_only=True):
-    """To an agent: start a process, whose number no other one of the job has had."""
+    """Order to an agent: start a process. Its number is unique in the job."""
 
     worker: int
     slot: int
 
 
 class KillRank(Struct, tag=True, frozen=True, kw_only=True):
-    """To an agent: end a process with all it has started, after asking it first unless it is to be `at_once`."""
+    """Order to an agent: end a process and its children. `at_once` skips SIGTERM."""
 
     worker: int
     at_once: bool
 
 
 class Relay(Struct, tag=True, frozen=True):
-    """To agents: pass this on to those of these ranks that are there."""
+    """Order to agents: forward `message` to those of `workers` that run on their host."""
 
     workers: tuple[int, ...]
     message: Dismissal | Changed
 
 
-class Form(Struct, tag=True, frozen=True, kw_only=True):
-    """To agents: answer all that wait; this is their generation. All its lists are by rank.
+class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
+    """Order to agents: answer all waiting ranks with their generation. Its sequences are in rank order.
 
     Attributes:
-        older: see `Quorum`; None = nobody takes a lost driver's place.
+        older: see `Quorum`. None if no agent replaces a lost driver.
         has_state: a member holds the job's state.
-        left_out: hosts that are.
+        left_out: hosts that are excluded.
     """
 
     number: int
@@ -399,77 +410,77 @@ class Form(Struct, tag=True, frozen=True, kw_only=True):
     left_out: LeftOut = {}
 
 
-NO_GENERATION = Form(number=0, workers=())
-"""The newest generation before there is one."""
+NO_GENERATION = FormGeneration(number=0, workers=())
+"""Newest generation before the first."""
 
 
-class Settle(Struct, tag=True, frozen=True, kw_only=True):
-    """To all agents: which generations before the newest, of that number, may still count; see `Quorum`."""
+class KeepGenerations(Struct, tag=True, frozen=True, kw_only=True):
+    """Order to all agents: the older generations that may still count besides generation `number`. See `Quorum`."""
 
     number: int
     older: tuple[tuple[int, ...], ...]
 
 
 class KnownAgents(Struct, tag=True, frozen=True):
-    """To an agent: which ones there are, the receiver too."""
+    """Order to an agent: the list of all agents, including the receiver."""
 
     agents: Agents
 
 
 class EndAll(Struct, tag=True, frozen=True):
-    """To an agent: end all ranks, and yourself; who trains may take so long."""
+    """Order to an agent: end all ranks, then exit. Training ranks may take `grace_s` seconds."""
 
     grace_s: float = KILL_GRACE_S
 
 
-class Beat(Struct, tag=True, frozen=True):
-    """The sender, driver or agent, is there."""
+class Heartbeat(Struct, tag=True, frozen=True):
+    """The sender, driver or agent, is alive."""
 
 
-class Up(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver that knows nothing of this agent: all that one has to know.
+class RegisterAgent(Struct, tag=True, frozen=True, kw_only=True):
+    """Report of an agent to a driver that does not know it: the complete state of the agent.
 
     Attributes:
-        places: where a driver would listen that this agent has started.
-        ranks: that are there.
-        patience_s: the longest that any of them has computed without looking for changes; 0 = none for long.
-        generation: the newest.
+        places: addresses at which a driver started by this agent would listen.
+        ranks: ranks that run on the host.
+        patience_s: longest time that any rank computed without polling; 0 if none was long.
+        generation: newest generation.
     """
 
     host: str
-    places: Sequence[Place] = ()
-    ranks: Sequence[Worker] = ()
+    places: Sequence[AgentAddress] = ()
+    ranks: Sequence[RankRecord] = ()
     patience_s: float = 0.0
-    generation: Form = NO_GENERATION
+    generation: FormGeneration = NO_GENERATION
 
 
-class Told(Struct, tag=True, frozen=True):
-    """To a driver: the agent, and its ranks, know of the generation of that number."""
+class GenerationAck(Struct, tag=True, frozen=True):
+    """Report to a driver: the agent and its ranks have received generation `number`."""
 
     number: int
 
 
 class Relayed(Struct, tag=True, frozen=True):
-    """To a driver: a rank says this."""
+    """Report to a driver: a message of a rank."""
 
     worker: int
     message: FromRank
 
 
-class Ended(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver: a process of a rank is there no more."""
+class RankEnded(Struct, tag=True, frozen=True, kw_only=True):
+    """Report to a driver: the process of a rank has ended."""
 
     worker: int
     end: RankEnd
 
 
-ToAgent = StartRank | KillRank | Relay | Form | Settle | KnownAgents | EndAll | Beat
-FromAgent = Up | Told | Relayed | Ended | Beat
+ToAgent = StartRank | KillRank | Relay | FormGeneration | KeepGenerations | KnownAgents | EndAll | Heartbeat
+FromAgent = RegisterAgent | GenerationAck | Relayed | RankEnded | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """The agent of a host has said something."""
+class AgentMessage:
+    """A message of a host's agent."""
 
     host: str
     message: FromAgent
@@ -477,57 +488,57 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The agent of a host is given up; it ends its ranks and itself, if it lives, when it finds that out."""
+    """The agent of a host is given up. If it is alive, it ends its ranks and itself when it detects this."""
 
     host: str
     why: str
 
 
 class Crew(Protocol):
-    """Agents as they are given orders: real, simulated, or Ray's."""
+    """Controls the agents: real ones, simulated ones, or Ray actors."""
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts of agents that have not been given up."""
+        """Return the hosts of agents that have not been given up."""
         ...
 
     def start(self, host: str) -> None:
-        """Starts the agent of a host; one that cannot be started is lost soon."""
+        """Start the agent of a host. If this fails, the agent is reported as lost."""
         ...
 
     def stop(self, host: str) -> None:
-        """Has the agent of a host end, which is not used any more and has no rank."""
+        """End the agent of a host that is unused and has no rank."""
         ...
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Sends the message to the agents of these hosts; nothing happens where there is none."""
+        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
         ...
 
-    def tell_each_other(self) -> None:
-        """Lets all agents know who may be the next driver."""
+    def broadcast_agents(self) -> None:
+        """Send all agents the list of agents that may start the next driver."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The job has ended; `text` says why, "" = as it should."""
+    """End of the job. `text`: why it ended. "" if it completed."""
 
     exit_code: int
     text: str = ""
 
 
-# ── what the user is told ────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages to the user ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a text such as `1 rank` or `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """What discovery has changed, by host its slots."""
+    """Describe changes found by discovery, given slots by host."""
     parts = [f"host {host} with {count(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
-    parts += [f"host {host} is gone" for host in before if host not in after]
+    parts += [f"host {host} was removed" for host in before if host not in after]
     parts += [
         f"host {host} has {count(slots, 'slot')} instead of {before[host]}"
         for host, slots in after.items()
@@ -537,41 +548,43 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
 
 
 def shortened(text: str, limit: int = 2000) -> str:
-    """Cut a line for the user that tells of very many hosts."""
+    """Cut a message that lists very many hosts."""
     return text if len(text) <= limit else f"{text[:limit]} …"
 
 
-def announcement(form: Form) -> str:
-    """A generation, with its members by host."""
-    hosts = Counter(member.host for member in form.members)  # in the order of ranks
+def announcement(form: FormGeneration) -> str:
+    """Describe a generation, with its members by host."""
+    hosts = Counter(member.host for member in form.members)  # in rank order
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(member.is_new for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
     return f"generation {form.number}: {count(len(form.members), 'rank')} ({placed}){fresh}"
 
 
-def with_ranks(lost: Collection[Worker]) -> str:
-    """Which ranks are gone with a host; "" = none."""
-    ranks = [str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not Phase.DISMISSED]
+def with_ranks(lost: Collection[RankRecord]) -> str:
+    """Return a clause that lists the ranks lost with a host. "" if there are none."""
+    ranks = [
+        str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not ProcessPhase.DISMISSED
+    ]
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # no process has this number
+_NOBODY = 0  # invalid process number
 
 
 class MemberList:
-    """The processes of a job, and which of them are members of its present generation.
+    """Processes of a job, and members of its current generation.
 
     Attributes:
-        workers: by number; who has ended is not among them.
-        generation: the present one's number; 0 = none has begun.
-        members: of the present generation, by rank, dead ones too.
-        has_succeeded: a member of the present generation has done its work.
-        has_state: somebody has said that it holds the job's state.
+        workers: running processes, by number.
+        generation: number of the current generation; 0 before the first.
+        members: numbers of the current generation's members in rank order, including dead ones.
+        has_succeeded: a member of the current generation has completed its work.
+        has_state: some process has reported that it holds the job's state.
     """
 
     def __init__(self) -> None:
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, RankRecord] = {}
         self.generation = 0
         self.members: tuple[int, ...] = ()
         self.has_succeeded = False
@@ -580,22 +593,22 @@ class MemberList:
         self._places: dict[int, tuple[str, int]] = {}
         self._ranks: dict[int, int] = {}
 
-    def add(self, host: str, slot: int, now_s: float) -> Worker:
-        """A new process."""
+    def add(self, host: str, slot: int, now_s: float) -> RankRecord:
+        """Add a new process."""
         self._numbers += 1
         self._places[self._numbers] = host, slot
-        worker = self.workers[self._numbers] = Worker(number=self._numbers, host=host, slot=slot, since_s=now_s)
+        worker = self.workers[self._numbers] = RankRecord(number=self._numbers, host=host, slot=slot, since_s=now_s)
         return worker
 
-    def take_over(self, workers: Sequence[Worker], generation: int, members: Sequence[int]) -> None:
-        """Goes on where another driver has been lost; see `JobMembers.take_over`."""
+    def take_over(self, workers: Sequence[RankRecord], generation: int, members: Sequence[int]) -> None:
+        """Continue with the processes of a lost driver. See `JobMembers.take_over`."""
         for worker in workers:
             self.workers[worker.number] = worker
             self._places[worker.number] = worker.host, worker.slot
         self._numbers = max([0, *self.workers, *members])
         self.has_state = any(worker.has_state for worker in workers)
         there = [number for number in members if number in self.workers]
-        # Who had not been told of the generation when the driver was lost never was in it.
+        # A process that had not received the generation when the driver was lost was never a member.
         told = [number for number in there if self.workers[number].generation == generation]
         for rank, number in enumerate(members):
             if number in self.workers:
@@ -603,91 +616,97 @@ class MemberList:
                 self._ranks[number] = rank
         self.generation = generation
         self.members = tuple(number if number in told else _NOBODY for number in members)
-        self.has_succeeded = bool(self.of_generation(Phase.FINISHED))
+        self.has_succeeded = bool(self.of_generation(ProcessPhase.FINISHED))
 
-    def begin(self, members: list[Worker], now_s: float) -> None:
-        """The next generation, with these members in the order of their ranks."""
+    def begin(self, members: list[RankRecord], now_s: float) -> None:
+        """Begin the next generation, with members in rank order."""
         self.generation += 1
         self.members = tuple(worker.number for worker in members)
         self.has_succeeded = False
         for rank, worker in enumerate(members):
             worker.rank, worker.generation = rank, self.generation
             self._ranks[worker.number] = rank
-            worker.enter(Phase.MEMBER, now_s)
+            worker.enter(ProcessPhase.MEMBER, now_s)
 
     def label(self, number: int) -> str:
-        """How a process, which may have ended, is called in the output: its rank, as far as it has one."""
+        """Return the label of a process, which may have ended, in output lines: its rank, or host and slot if it has
+        none.
+        """
         host, slot = self._places.get(number, ("?", 0))
         return str(self._ranks.get(number, f"{host}:{slot}"))
 
     def is_of(self, host: str, number: int) -> bool:
-        """Whether the process is or was there."""
+        """Return whether the process runs or ran on `host`."""
         return self._places.get(number, ("", 0))[0] == host
 
     def place(self, number: int) -> str:
-        """Its host and slot as a name for a folder."""
+        """Return a folder name from the process's host and slot."""
         host, slot = self._places.get(number, ("unknown", 0))
         return f"{host}.{slot}"
 
-    def present(self, *phases: Phase) -> list[Worker]:
-        """Processes in one of these phases."""
+    def present(self, *phases: ProcessPhase) -> list[RankRecord]:
+        """Return the processes in one of these phases."""
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
-    def of_generation(self, *phases: Phase) -> list[Worker]:
-        """Members of the present generation that are there, in one of these phases; by rank."""
+    def of_generation(self, *phases: ProcessPhase) -> list[RankRecord]:
+        """Return the running members of the current generation in one of these phases, in rank order."""
         found = (self.workers[number] for number in self.members if number in self.workers)
         return [worker for worker in found if worker.phase in phases]
 
     @property
-    def survivors(self) -> list[Worker]:
-        """Members that go on."""
-        return [worker for worker in self.of_generation(Phase.MEMBER, Phase.WAITING) if not worker.is_leaving]
+    def survivors(self) -> list[RankRecord]:
+        """Return the members that continue."""
+        return [
+            worker for worker in self.of_generation(ProcessPhase.MEMBER, ProcessPhase.WAITING) if not worker.is_leaving
+        ]
 
     @property
-    def wanted(self) -> list[Worker]:
-        """Processes that are, or may become, members."""
-        active = self.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER)
+    def wanted(self) -> list[RankRecord]:
+        """Return the processes that are or may become members."""
+        active = self.present(ProcessPhase.STARTING, ProcessPhase.WAITING, ProcessPhase.MEMBER)
         return [worker for worker in active if not worker.is_leaving]
 
     def mark_leaving(self, usable: Mapping[str, int], most: int | None) -> None:
-        """Says of each process whether it is to leave.
+        """Set for each process whether it must leave.
 
         Args:
             usable: slots by host.
-            most: how many ranks there may be; the youngest leave where hosts have come back before those who replace
-                their ranks were there. None = any number.
+            most: maximum number of ranks, None for any. The youngest processes leave first.
         """
-        for worker in self.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER):
+        for worker in self.present(ProcessPhase.STARTING, ProcessPhase.WAITING, ProcessPhase.MEMBER):
             worker.is_leaving = worker.slot >= usable.get(worker.host, 0)
         for worker in sorted(self.wanted, key=seniority)[most:] if most is not None else ():
             worker.is_leaving = True
 
     @property
     def is_running(self) -> bool:
-        """Members of the present generation have not asked for another one."""
-        return bool(self.of_generation(Phase.MEMBER))
+        """Return whether some member of the current generation has not requested the next one."""
+        return bool(self.of_generation(ProcessPhase.MEMBER))
 
     @property
-    def newcomers(self) -> list[Worker]:
-        """Who waits, and was in no member of the present generation."""
-        waiting = self.present(Phase.WAITING)
+    def newcomers(self) -> list[RankRecord]:
+        """Return waiting processes that are not members of the current generation."""
+        waiting = self.present(ProcessPhase.WAITING)
         return [worker for worker in waiting if worker.number not in self.members and not worker.is_leaving]
 
     @property
     def is_diminished(self) -> bool:
-        """A member of the present generation has died, or is to leave while others stay."""
-        there = self.of_generation(*Phase)
+        """Return whether a member has died, or must leave while others stay."""
+        there = self.of_generation(*ProcessPhase)
         if len(there) < len(self.members):
             return True
         leave = any(worker.is_leaving for worker in there)
-        return leave and any(worker.phase is not Phase.STARTING for worker in self.wanted)
+        return leave and any(worker.phase is not ProcessPhase.STARTING for worker in self.wanted)
 
-    def candidates(self, most: int | None) -> list[Worker]:
-        """Of those who wait, who would be the members of the next generation, at most so many.
+    def candidates(self, most: int | None) -> list[RankRecord]:
+        """Return the members of the next generation, chosen from the waiting processes.
 
-        Who is to leave stays while nobody else holds the job's state: it hands it over first.
+        A process that must leave stays if no other process holds the job's state, to pass the state on first.
+
+        Args:
+            most: maximum number of ranks. None for any.
         """
-        waiting = self.present(Phase.WAITING)
+        waiting = self.present(ProcessPhase.WAITING)
         wanted = [worker for worker in waiting if not worker.is_leaving]
         if any(worker.has_state for worker in wanted):
             return wanted
@@ -697,67 +716,67 @@ class MemberList:
             wanted = wanted[: most - len(leaving)]
         return wanted + leaving
 
-    def dismissible(self) -> Iterator[Worker]:
-        """Those who are to leave and wait to be told so."""
+    def dismissible(self) -> Iterator[RankRecord]:
+        """Return the waiting processes that must leave and may be dismissed."""
         is_state_kept = any(worker.has_state for worker in self.wanted)
-        for worker in self.present(Phase.WAITING):
+        for worker in self.present(ProcessPhase.WAITING):
             if worker.is_leaving and (is_state_kept or not worker.has_state):
                 yield worker
 
     def free_slots(self, host: str, slots: int) -> list[int]:
-        """Places where no process is."""
+        """Return the slots of a host without a process."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == host}
         return [slot for slot in range(slots) if slot not in taken]
 
 
 class JobMembers:
-    """Decides who starts, who belongs to the next generation, who is given up, and when the job has ended.
+    """Decides which ranks start, belong to the next generation, and are given up, and when the job has ended.
 
-    Each method tells of events, in the order in which they have happened; the crew is told at once what follows.
+    Methods receive events in the order of their occurrence, and give the resulting orders to the crew immediately.
 
     Attributes:
-        policy: what holds for the whole job.
-        pool: hosts that discovery has found.
-        member_list: the processes.
-        agents: by host; False = being started.
-        end: of the job; None = it goes on.
+        policy: settings of the job.
+        pool: hosts found by discovery.
+        member_list: processes of the job.
+        agents: by host, whether the agent is running. False while it starts.
+        end: end of the job. None while it continues.
     """
 
     def __init__(self, policy: Policy, crew: Crew, say: Callable[[str], None], rng: random.Random) -> None:
-        """Nothing has happened yet.
+        """Begin without hosts and processes.
 
         Args:
-            policy: what holds for the whole job.
-            crew: does what is decided.
-            say: shows a line to the user.
-            rng: for how long hosts are left out.
+            policy: settings of the job.
+            crew: carries out the orders.
+            say: prints a line for the user.
+            rng: randomness of exclusion times.
         """
         self.policy, self.pool = policy, HostPool(policy, rng)
-        self._crew, self._say = crew, say
+        self._crew, self._print = crew, say
         self.member_list = MemberList()
         self.end: End | None = None
         self.agents: dict[str, bool] = {}
-        self._told = Change(0)  # of what members have been told in this generation
-        self._lost = self._told_lost = ""  # how the first member died
-        self._failure: tuple[str, RankEnd] | None = None  # of this generation, the first
+        self._notified = Change(0)  # changes that members of this generation were notified of
+        self._lost = self._notified_lost = ""  # how the first dead member ended
+        self._failure: tuple[str, RankEnd] | None = None  # the first failure in this generation
         self._ended_well = self._ended_badly = False  # a process has, before the first generation
-        self._host_problem = ""  # the newest, for the user
-        self._reasons: set[str] = set()  # of failures, that the user has been told
+        self._host_problem = ""  # the newest problem of a host, for the user
+        self._reasons: set[str] = set()  # reasons of failures that were printed
         self._short_since_s: float | None = None
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
 
-    def take_over(self, reports: Mapping[str, Up], now_s: float) -> bool:
-        """Before anything else: goes on where another driver has been lost.
+    def take_over(self, reports: Mapping[str, RegisterAgent], now_s: float) -> bool:
+        """Continue a job whose driver was lost. Call before any other method.
 
         Args:
-            reports: what agents have said that have come, by host; those of the crew's hosts can be reached.
-            now_s: the time.
+            reports: reports of agents, by host. Agents of the crew's hosts can be reached.
+            now_s: current time.
 
         Returns:
-            Whether this is the side of a network that may have come apart which goes on. Before the first generation
-            there is no such side.
+            Whether this driver may continue. If the network has split, only one side may. False before the first
+            generation.
         """
         newest = newest_generation(reports)
         there = [report for report in reports.values() if report.host in self._crew.hosts]
@@ -768,24 +787,24 @@ class JobMembers:
         self.pool.remember(newest.left_out, now_s)
         workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
         self.member_list.take_over(workers, newest.number, newest.workers)
-        # If somebody held the state when the generation began nobody goes on without it.
+        # If a member held the state when the generation began, the job cannot continue without it.
         self.member_list.has_state = self.member_list.has_state or newest.has_state
         self._quorum.take_over(newest, self.member_list.workers)
         return bool(newest.number) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Discovery says which hosts there are, with how many slots each."""
+        """Process an answer of discovery: hosts, with their slots."""
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
-            self._say(shortened(difference(before, self.pool.known)))
+            self._print(shortened(difference(before, self.pool.known)))
         self.tick(now_s)
 
-    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
-        """Agents have said something, or are given up, all at one time as far as anybody knows.
+    def answer(self, events: Iterable[AgentMessage | Lost], now_s: float) -> None:
+        """Process messages and losses of agents that happened at the same time.
 
-        What follows is decided once: a decision looks at all ranks, and one for each of a thousand that ask at the
-        same time would take many seconds.
+        Decisions are made once, after all events: a decision examines all ranks, so one decision for each of a thousand
+        simultaneous requests would take many seconds.
         """
         for event in events:
             if self.end is not None:
@@ -793,60 +812,60 @@ class JobMembers:
             if isinstance(event, Lost):
                 self._lose_agent(event.host, event.why, now_s)
             else:
-                self._hear(event.host, event.message, now_s)
+                self._process_message(event.host, event.message, now_s)
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Decides all that follows from what is known; to be called often, as limits are looked after here, too."""
-        for step in (self._start_and_end, self._advance, self._tell, self._wait_for_others):
+        """Decide what follows from the current state. Call often, because time limits are checked here, too."""
+        for step in (self._start_and_end, self._advance, self._notify_members, self._wait_for_others):
             if self.end is None:
                 step(now_s)
 
-    def _hear(self, host: str, message: FromAgent, now_s: float) -> None:
+    def _process_message(self, host: str, message: FromAgent, now_s: float) -> None:
         listed = self.member_list
         match message:
-            case Up():
-                self._crew.tell_each_other()
+            case RegisterAgent():
+                self._crew.broadcast_agents()
                 if host in self.agents:
                     self.agents[host] = True
                 return
-            case Told(number):
+            case GenerationAck(number):
                 self._quorum.inform(number, lambda worker: listed.is_of(host, worker))
                 return
-            case Beat():
+            case Heartbeat():
                 return
         worker = listed.workers.get(message.worker)
         if worker is None or worker.host != host:
-            return  # it was given up
+            return  # its process was given up
         match message:
             case Relayed(message=Join(has_state=has_state, attendee=attendee)):
-                if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
+                if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
                     self._dismiss(worker)
                 else:
                     worker.attendee = attendee
                     worker.has_state = worker.has_state or has_state
                     listed.has_state = listed.has_state or has_state
-                    worker.enter(Phase.WAITING, now_s)
-            case Relayed(message=Patience(seconds)):  # others, too, may take so long
+                    worker.enter(ProcessPhase.WAITING, now_s)
+            case Relayed(message=Patience(seconds)):  # other ranks may take as long
                 self._longest_s = max(self._longest_s, seconds)
-            case Relayed(message=Finished()):  # it may still live for a while
-                if worker.phase is Phase.MEMBER:
-                    worker.enter(Phase.FINISHED, now_s)
+            case Relayed(message=Finished()):  # the process may live for a while
+                if worker.phase is ProcessPhase.MEMBER:
+                    worker.enter(ProcessPhase.FINISHED, now_s)
                     listed.has_succeeded = True
-            case Ended(end=end):
+            case RankEnded(end=end):
                 del listed.workers[worker.number]
                 self._quorum.died(worker.number)
-                if worker.phase is Phase.MEMBER:
+                if worker.phase is ProcessPhase.MEMBER:
                     self._lost = self._lost or f"{worker.label} {end.text}"
-                if worker.phase is Phase.FINISHED and end.exit_code:
-                    self._say(f"{worker.label} {end.text}, but it had done its work")
-                elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
+                if worker.phase is ProcessPhase.FINISHED and end.exit_code:
+                    self._print(f"{worker.label} {end.text} after it had completed its work")
+                elif worker.phase is ProcessPhase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
                     listed.has_succeeded = True
-                elif worker.phase not in (Phase.DISMISSED, Phase.FINISHED):
+                elif worker.phase not in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
                     self._lose(worker, end, now_s)
 
     def _lose_agent(self, host: str, why: str, now_s: float) -> None:
-        """The agent of that host, and all its ranks, are gone or cannot be reached."""
+        """Record that the agent of a host and its ranks have ended or cannot be reached."""
         if self.agents.pop(host, None) is None:
             return
         lost = [worker for worker in self.member_list.workers.values() if worker.host == host]
@@ -856,36 +875,36 @@ class JobMembers:
         self._lost = self._lost or problem
         self._failure = self._failure or (f"host {host}", RankEnd(exit_code=1, reason=why))
         what = self._left_out(host, now_s) if host in self.pool.usable else ""
-        self._say(f"{problem}{with_ranks(lost)}{what}{self._go_on()}")
+        self._print(f"{problem}{with_ranks(lost)}{what}{self._go_on()}")
         self._quorum.lose([worker.number for worker in lost])
         if self.policy.has_successors and self._quorum.is_lost and not self.member_list.has_succeeded:
-            why = "too many ranks cannot be reached, and may go on without this side (--on-driver-loss go-on)"
+            why = "too many ranks cannot be reached, and may continue without this side (--on-driver-loss go-on)"
             self._end(self._failed(why))
 
     @property
     def _leave_s(self) -> float:
-        """How long a member may take to leave its generation."""
+        """Return how long a member may take to leave its generation."""
         return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
 
-    def _lose(self, worker: Worker, end: RankEnd, now_s: float) -> None:
-        """A process has failed, or ended before it was a member; its host may be left out for that."""
+    def _lose(self, worker: RankRecord, end: RankEnd, now_s: float) -> None:
+        """Record that a process has failed, or ended before it was a member. Exclude its host if needed."""
         if end.exit_code == 0:
             self._ended_well = True
             if self.member_list.generation == 0:
                 return
-            end = RankEnd(exit_code=1, reason="it ended before it was a member")
+            end = RankEnd(exit_code=1, reason="it ended before it joined a generation")
         self._failure = self._failure or (worker.label, end)
         self._ended_badly = True
         if worker.verdict:
             text = worker.verdict
         elif worker.is_leaving:
-            text = f"{end.text}; it was to leave"
+            text = f"{end.text}; it was about to be dismissed"
         elif end.reason and end.reason in self._reasons:
             text = "failed for the same reason"
         else:
             text = end.text
         self._reasons.add(end.reason)
-        settled = worker.phase is Phase.MEMBER and now_s - worker.since_s >= self.policy.settled_s
+        settled = worker.phase is ProcessPhase.MEMBER and now_s - worker.since_s >= self.policy.settled_s
         if settled:
             self.pool.clear(worker.host)
         drop = self.policy.on_failure is OnFailure.DROP_HOST
@@ -898,52 +917,54 @@ class JobMembers:
             what = "; replaced in place"
         else:
             what = ""
-        self._say(f"{worker.label} {text}{what}{self._go_on()}")
+        self._print(f"{worker.label} {text}{what}{self._go_on()}")
 
     def _may_start(self) -> bool:
-        """Whether a rank that starts now would find anybody who goes on with it."""
+        """Return whether a rank that starts now can join other ranks."""
         if self.member_list.has_succeeded or (self._ended_well and not self.member_list.generation):
             return False
         if self.member_list.generation == 0:
-            return not self._ended_badly or bool(self.member_list.present(Phase.WAITING))
-        return bool(self.member_list.of_generation(Phase.MEMBER, Phase.WAITING))
+            return not self._ended_badly or bool(self.member_list.present(ProcessPhase.WAITING))
+        return bool(self.member_list.of_generation(ProcessPhase.MEMBER, ProcessPhase.WAITING))
 
     def _start_and_end(self, now_s: float) -> None:
         for host in self.pool.take_back(now_s):
-            self._say(f"host {host} is used again")
-        self._send_away(now_s)
+            self._print(f"host {host} is used again")
+        self._dismiss_surplus(now_s)
         self._end(self._reached_end())
         if self.end is None and self._may_start():
-            self._take_on(now_s)
+            self._start_ranks(now_s)
 
-    def _tell(self, now_s: float) -> None:
-        """Members hear of each change once, and of the first death how it happened: they may wait for who has died."""
+    def _notify_members(self, now_s: float) -> None:
+        """Notify members of each change once, and of how the first member died, because they may wait for the dead
+        rank.
+        """
         del now_s
         listed = self.member_list
         if listed.is_running and not listed.has_succeeded:
             change = Change.ADDED if listed.newcomers else Change(0)
             change |= Change.REMOVED if listed.is_diminished else Change(0)
-            lost = self._lost if len(listed.of_generation(*Phase)) < len(listed.members) else ""
-            if (new := change & ~self._told) or lost != self._told_lost:
-                self._told, self._told_lost = self._told | new, lost
-                members = listed.of_generation(Phase.MEMBER)
+            lost = self._lost if len(listed.of_generation(*ProcessPhase)) < len(listed.members) else ""
+            if (new := change & ~self._notified) or lost != self._notified_lost:
+                self._notified, self._notified_lost = self._notified | new, lost
+                members = listed.of_generation(ProcessPhase.MEMBER)
                 tell = Relay(tuple(worker.number for worker in members), Changed(new, lost))
                 self._crew.send_to(dict.fromkeys(worker.host for worker in members), tell)
-        if self._quorum.settle() and self.policy.has_successors:
-            self._crew.send_to(self._crew.hosts, Settle(number=listed.generation, older=self._quorum.older))
+        if self._quorum.drop_decided() and self.policy.has_successors:
+            self._crew.send_to(self._crew.hosts, KeepGenerations(number=listed.generation, older=self._quorum.older))
 
-    def _send_away(self, now_s: float) -> None:
-        """Has processes leave for which there is no room any more, and stops agents that have no ranks any more."""
+    def _dismiss_surplus(self, now_s: float) -> None:
+        """End processes that have no slot any more, and stop agents without ranks."""
         usable = self.pool.usable
         self.member_list.mark_leaving(usable, self.policy.max_ranks)
-        for worker in self.member_list.present(Phase.STARTING):
+        for worker in self.member_list.present(ProcessPhase.STARTING):
             if worker.is_leaving:
                 self._send(worker, KillRank(worker=worker.number, at_once=False))
-                worker.enter(Phase.DISMISSED, now_s)
+                worker.enter(ProcessPhase.DISMISSED, now_s)
         for worker in list(self.member_list.dismissible()):
             self._dismiss(worker)
-            worker.enter(Phase.DISMISSED, now_s)
-        for worker in self.member_list.present(Phase.DISMISSED):
+            worker.enter(ProcessPhase.DISMISSED, now_s)
+        for worker in self.member_list.present(ProcessPhase.DISMISSED):
             if now_s - worker.since_s > self.policy.leave_s:
                 self._send(worker, KillRank(worker=worker.number, at_once=True))
                 worker.since_s = now_s
@@ -952,12 +973,12 @@ class JobMembers:
                 del self.agents[host]
                 self._crew.stop(host)
 
-    def _take_on(self, now_s: float) -> None:
-        """Starts agents and ranks where there is room."""
+    def _start_ranks(self, now_s: float) -> None:
+        """Start agents and ranks in free slots."""
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            if room <= 0:  # there may be thousands of hosts
+            if room <= 0:  # because there may be thousands of hosts
                 break
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
@@ -969,24 +990,24 @@ class JobMembers:
                 self._send(worker, StartRank(worker=worker.number, slot=slot))
 
     def _reached_end(self) -> End | None:
-        """The end, if nobody is left, or all have done what they can."""
+        """Return the end of the job, if no rank is left or all have completed what they can."""
         member_list, slots = self.member_list, sum(self.pool.usable.values())
         if member_list.generation:
-            if member_list.of_generation(Phase.MEMBER, Phase.FINISHED):
+            if member_list.of_generation(ProcessPhase.MEMBER, ProcessPhase.FINISHED):
                 return None
             if member_list.has_succeeded:
                 return End(exit_code=0)
-            if not member_list.of_generation(Phase.WAITING) and self._failure is not None:
+            if not member_list.of_generation(ProcessPhase.WAITING) and self._failure is not None:
                 return self._failed("all ranks of the job have failed")
         elif self._host_problem and self.policy.hosts_stay and slots < self.policy.start_ranks:
             return End(
                 exit_code=1,
-                text=f"{self.policy.start_ranks} ranks are to begin, and the hosts that are left have {slots} slots: "
-                f"mend that{f', or give -np {slots}' if slots >= self.policy.min_ranks else ''}",
+                text=f"the job needs {self.policy.start_ranks} ranks to start, but the remaining hosts have {slots} "
+                f"slots: repair the host{f', or use -np {slots}' if slots >= self.policy.min_ranks else ''}",
             )
         elif not member_list.workers:
             if self._ended_badly:
-                return self._failed("no rank has come as far as to join the job")
+                return self._failed("no rank was able to join the job")
             if self._ended_well:
                 return End(exit_code=0)
             if self._host_problem and not self.agents and not slots:
@@ -994,8 +1015,8 @@ class JobMembers:
         return None
 
     def _wait_for_others(self, now_s: float) -> None:
-        """Ends the job if ranks have waited for others for too long, or no others can come."""
-        if self.member_list.is_running or self.member_list.present(Phase.FINISHED):
+        """End the job if ranks have waited too long for others, or if no others can start."""
+        if self.member_list.is_running or self.member_list.present(ProcessPhase.FINISHED):
             self._short_since_s = None
             return
         self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
@@ -1005,90 +1026,91 @@ class JobMembers:
             gone = sorted(self._gone(now_s))
             self._end(
                 self._failed(
-                    f"{came} of at least {least} ranks are there, and no others can come: {', '.join(gone[:3])} "
-                    f"{'is' if len(gone) == 1 else 'are'} left out for good, as a rank failed there or it was lost; "
-                    "--on-failure replace-rank starts another rank in its place, --blacklist-cooldown-range takes "
-                    "hosts back, --host-discovery-script finds others, --min-np goes on with fewer"
+                    f"{came} of at least {least} ranks are ready, and no more can start: {', '.join(gone[:3])} "
+                    f"{'is' if len(gone) == 1 else 'are'} excluded permanently after a failure; "
+                    "--on-failure replace-rank starts another rank in place of a failed one, "
+                    "--blacklist-cooldown-range ends exclusions, --host-discovery-script finds more hosts, --min-np "
+                    "continues with fewer ranks"
                 )
             )
         elif now_s - self._short_since_s > self.policy.timeout_s:
             problem = f"; {self._host_problem}" if self._host_problem else ""
             text = (
-                f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits "
-                f"longer, --min-np goes on with fewer{problem}"
+                f"{came} of at least {least} ranks were ready within {self.policy.timeout_s:g} s; --elastic-timeout "
+                f"waits longer, --min-np continues with fewer ranks{problem}"
             )
             self._end(End(exit_code=1, text=text))
 
     def _gone(self, now_s: float) -> list[str]:
-        """Hosts that are left out for good."""
+        """Return the hosts that are excluded permanently."""
         return [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
 
     def _most_candidates(self, now_s: float) -> int:
-        """How many ranks there may ever be in the next generation, if no other host comes."""
+        """Return the maximum size of the next generation if no other host is found."""
         gone = self._gone(now_s)
         slots = sum(slots for host, slots in self.pool.known.items() if host not in gone)
         return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
 
     def _failed(self, text: str) -> End:
-        """The end for this reason, with the exit code of what failed first."""
+        """Return an end for this reason, with the exit code of the first failure."""
         if self._failure is None:
             return End(exit_code=1, text=text)
         label, end = self._failure
-        return End(exit_code=end.exit_code or 1, text=f"{text}; the first that failed was {label}: it {end.text}")
+        return End(exit_code=end.exit_code or 1, text=f"{text}; the first failure: {label} {end.text}")
 
     def _left_out(self, host: str, now_s: float) -> str:
-        """Leaves the host out, and says for how long."""
+        """Exclude a host, and return for how long, as a clause."""
         cooldown_s = self.pool.drop(host, now_s)
-        how_long = "from now on" if cooldown_s is None else f"for {cooldown_s:.0f} s"
-        return f"; host {host} is left out {how_long}"
+        how_long = "permanently" if cooldown_s is None else f"for {cooldown_s:.0f} s"
+        return f"; host {host} is excluded {how_long}"
 
     def _go_on(self) -> str:
-        """Says how many ranks go on."""
+        """Return how many ranks continue, as a clause."""
         usable = self.pool.usable
         left = len([worker for worker in self.member_list.survivors if worker.host in usable])
-        return f", {left} go{'es' * (left == 1)} on" if left else ""
+        return f", {left} continue{'s' * (left == 1)}" if left else ""
 
     def _advance(self, now_s: float) -> None:
-        """Begins the next generation once all members of this one have left it."""
+        """Begin the next generation once all members of the current one have left it."""
         listed = self.member_list
         if listed.is_running:
-            asked = [worker.since_s for worker in listed.of_generation(Phase.WAITING)]
+            asked = [worker.since_s for worker in listed.of_generation(ProcessPhase.WAITING)]
             if asked and now_s - min(asked) > self._leave_s:
-                for worker in listed.of_generation(Phase.MEMBER):
+                for worker in listed.of_generation(ProcessPhase.MEMBER):
                     if not worker.verdict:
                         worker.verdict = f"did not leave its generation within {self._leave_s:g} s and was killed"
                         self._send(worker, KillRank(worker=worker.number, at_once=True))
             return
         if listed.has_succeeded:
-            return  # those who have done their work have not ended yet
+            return  # wait for the end of processes that have completed their work
         candidates = listed.candidates(self.policy.max_ranks)
         if listed.has_state and not any(worker.has_state for worker in candidates):
             if not any(worker.has_state for worker in listed.workers.values()):
-                self._end(self._failed("nobody is left who holds the state of the job"))
+                self._end(self._failed("no remaining rank holds the state of the job"))
             return
         if len(candidates) < (self.policy.min_ranks if listed.generation else self.policy.start_ranks):
             self._enough_since_s = None
             return
         self._enough_since_s = now_s if self._enough_since_s is None else self._enough_since_s
-        coming = any(not worker.is_leaving for worker in listed.present(Phase.STARTING)) or not all(
+        coming = any(not worker.is_leaving for worker in listed.present(ProcessPhase.STARTING)) or not all(
             self.agents.values()
         )
         if not listed.generation and coming and now_s - self._enough_since_s < self.policy.start_grace_s:
             return
         if self.policy.has_successors and not self._quorum.permits([worker.number for worker in candidates]):
-            return  # those who are dismissed have not ended yet
+            return  # wait for the end of dismissed processes
         if self.policy.reset_limit is not None and listed.generation > self.policy.reset_limit:
-            text = f"--reset-limit {self.policy.reset_limit}: the job would begin anew once more than that"
+            text = f"--reset-limit {self.policy.reset_limit}: the job would need one more reset"
             self._end(End(exit_code=1, text=text))
             return
         self._form(candidates, now_s)
 
-    def _form(self, candidates: list[Worker], now_s: float) -> None:
+    def _form(self, candidates: list[RankRecord], now_s: float) -> None:
         member_list = self.member_list
         members = ranked(candidates, list(self.pool.known))
         member_list.begin(members, now_s)
         self._quorum.begin(member_list.generation, member_list.members)
-        form = Form(
+        form = FormGeneration(
             number=member_list.generation,
             workers=member_list.members,
             members=tuple(Member(host=each.host, slot=each.slot, is_new=not each.has_state) for each in members),
@@ -1097,51 +1119,51 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # To all agents where another driver may be needed, else to those of members.
+        # If another driver may take over, all agents need the generation, otherwise only those of members.
         hosts = self._crew.hosts if self.policy.has_successors else [member.host for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
-        self._say(announcement(form))
-        self._told, self._lost, self._told_lost = Change(0), "", ""
+        self._print(announcement(form))
+        self._notified, self._lost, self._notified_lost = Change(0), "", ""
         self._enough_since_s = None
         self._failure, self._host_problem = None, ""
 
     def _end(self, end: End | None) -> None:
         if end is not None:
             self.end = end
-            for worker in self.member_list.present(Phase.WAITING):
+            for worker in self.member_list.present(ProcessPhase.WAITING):
                 self._dismiss(worker)
 
-    def _dismiss(self, worker: Worker) -> None:
-        """Answers a rank that waits for a generation that it is not wanted any more."""
+    def _dismiss(self, worker: RankRecord) -> None:
+        """Answer a waiting rank that the job does not need it any more."""
         self._send(worker, Relay((worker.number,), Dismissal()))
 
-    def _send(self, worker: Worker, message: ToAgent) -> None:
+    def _send(self, worker: RankRecord, message: ToAgent) -> None:
         self._crew.send_to([worker.host], message)
 
 
 # ── how long a driver that takes over waits ──────────────────────────────────────────────────────────────────────────
 
 ADOPT_S = 30.0
-"""How long a driver that takes over waits for more agents than it needs; those that have tried others before may need
-some time."""
+"""Seconds that a driver that takes over waits for more agents than it needs. Agents may have tried other drivers
+before."""
 
 GATHER_S = 120.0
-"""How long it waits for as many as it needs: one agent finds the end of a connection at once, another one silence."""
+"""Seconds that it waits for the agents it needs. An agent may detect the loss only when its connection times out."""
 
 
-def newest_generation(reports: Mapping[str, Up]) -> Form:
-    """The newest generation that any agent has reported."""
+def newest_generation(reports: Mapping[str, RegisterAgent]) -> FormGeneration:
+    """Return the newest generation that any agent has reported."""
     known = [report.generation for report in reports.values()]
     return max(known, key=lambda form: (form.number, -len(form.older or ())), default=NO_GENERATION)
 
 
-def has_waited(for_s: float, reports: Mapping[str, Up], expected: Collection[int]) -> bool:
-    """Whether a driver that takes over has waited for long enough.
+def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Collection[int]) -> bool:
+    """Return whether a driver that takes over has waited long enough.
 
     Args:
-        for_s: how long it has.
-        reports: of agents that have come.
-        expected: numbers of those that have not.
+        for_s: seconds since the start of the wait.
+        reports: reports of agents that have connected.
+        expected: numbers of agents that have not.
     """
     newest, quorum = newest_generation(reports), Quorum()
     quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])

@@ -1,1 +1,1 @@
-"""Put first on PYTHONPATH by `--as-horovod`, so that `horovod` here is found before an installed one."""
+"""Folder that `--as-horovod` prepends to PYTHONPATH, so that its `horovod` is imported instead of an installed one."""

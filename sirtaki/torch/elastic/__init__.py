@@ -1,7 +1,7 @@
 """Horovod's `elastic` interface: `import sirtaki.torch.elastic`, or `hvd.elastic`.
 
-State is committed, synchronised and restored, and the sampler deals out what an epoch has left. Where a launcher lets
-ranks come and go, training goes on when one is lost, comes or leaves; where ranks stay, the loss of one ends the job.
+State can be committed, synchronised and restored, and the sampler distributes the remaining samples of an epoch. In an
+elastic job, training continues when ranks are lost, added or removed. In other jobs, the loss of a rank ends the job.
 """
 
 from ..basics import init, shutdown

@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic job: files, and reading them back."""
+"""Write and read the checkpoints of an elastic job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KEPT = 3
 STATE, MANIFEST = "state.pt", "manifest.json"
 VERSION = 1
-"""Of the files' format; those of 0.1 do not name theirs, which is 1."""
+"""Format of the files. Release 0.1 did not write the version, which is 1."""
 
 _PREFIX, _UNFINISHED = "checkpoint-", "writing-"
 _DAMAGED, _SUPERSEDED = "damaged", "superseded"
@@ -34,11 +34,11 @@ _DAMAGED, _SUPERSEDED = "damaged", "superseded"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that is whole.
+    """A complete checkpoint.
 
     Attributes:
-        number: of the commit.
-        path: its folder.
+        number: number of the commit.
+        path: folder of the checkpoint.
     """
 
     number: int
@@ -46,67 +46,69 @@ class Checkpoint:
 
     @property
     def version(self) -> int:
-        """Of its format."""
+        """Return the version of the checkpoint's format."""
         return int(json.loads((self.path / MANIFEST).read_text()).get("version", 1))
 
     def load(self) -> dict[str, Any]:
-        """What was written (Any: whatever pickles).
+        """Return the content of the checkpoint (Any: any picklable object).
 
-        Where it holds objects of the script's own classes, unpickling runs their code, as `torch.load` does; tensors,
-        numbers, strings and their containers are read without.
+        If it contains objects of user classes, unpickling runs their code, as `torch.load` does. Tensors, numbers,
+        strings
+        and their containers are read without running code.
         """
         tree: dict[str, Any]
         try:
             tree = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as err:
-            logger.info("%s holds more than tensors and plain values: %s", self.path, str(err).splitlines()[0])
+            logger.info("%s contains more than tensors and plain values: %s", self.path, str(err).splitlines()[0])
             tree = torch.load(self.path / STATE, map_location="cpu", weights_only=False)
         return tree
 
 
-class Pace:
-    """How fast a thread writes beside training: it rests after each slice, and most of the time is in nobody's way.
+class WriteThrottle:
+    """Limits the load of a thread that writes during training: the thread pauses after each slice.
 
-    What is written and read back goes through the memory and the caches that a step needs, on whichever processor.
+    Writing and reading back use memory bandwidth and caches that a training step needs, on any core.
     """
 
     def __init__(self, rests: float = 0.0, at_most_s: float = 0.0) -> None:
-        """Of one thread, which need not be the one that calls this.
+        """Create a throttle for one thread.
 
         Args:
-            rests: seconds to rest for each that the thread's processor has worked.
-            at_most_s: to rest in all.
+            rests: seconds to pause per second of the thread's processor time.
+            at_most_s: total seconds to pause.
         """
         self._rests, self._left_s = rests, at_most_s
         self._hurry = threading.Event()
         self._since_s: float | None = None
 
     def rest(self) -> None:
-        """After a slice, by the thread that writes."""
+        """Pause. Called by the writing thread after each slice."""
         worked_s = 0.0 if self._since_s is None else time.thread_time() - self._since_s
         rest_s = min(self._left_s, self._rests * worked_s, LONGEST_REST_S)
-        if rest_s > 0.0 and threading.main_thread().is_alive():  # else the process waits for this thread to end
+        # otherwise the exiting process would wait for this thread
+        if rest_s > 0.0 and threading.main_thread().is_alive():
             self._hurry.wait(rest_s)
             self._left_s -= rest_s
         self._since_s = time.thread_time()
 
     def hurry(self) -> None:
-        """By any thread: somebody waits, so there is no rest any more."""
+        """End all pauses, because another thread waits for the checkpoint. Thread-safe."""
         self._hurry.set()
 
 
-class _Written:
-    """A file that is written in slices, as `torch.save` wants one; knows its size and digest."""
+class _ThrottledFile:
+    """A file that is written in throttled slices by `torch.save`, and that records size and digest."""
 
-    def __init__(self, file: BinaryIO, pace: Pace) -> None:
-        self._file, self._pace = file, pace
+    def __init__(self, file: BinaryIO, throttle: WriteThrottle) -> None:
+        self._file, self._throttle = file, throttle
         self.size, self.sha256 = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> int:
         for part in _slices(memoryview(data).cast("B")):
             self.sha256.update(part)
             self._file.write(part)
-            self._pace.rest()
+            self._throttle.rest()
         self.size += len(data)
         return len(data)
 
@@ -115,7 +117,7 @@ class _Written:
 
 
 SLICE_BYTES, LONGEST_REST_S = 1 << 20, 0.1
-"""What is written or read back at a time, and how long the rest after it is at most."""
+"""Size of a slice, and the longest pause after it."""
 
 
 def _slices(data: memoryview) -> Iterator[memoryview]:
@@ -123,84 +125,85 @@ def _slices(data: memoryview) -> Iterator[memoryview]:
 
 
 class CheckpointFolder:
-    """Where the checkpoints of one job lie."""
+    """Folder with the checkpoints of one job."""
 
     def __init__(self, path: Path) -> None:
-        """The folder need not be there."""
+        """`path` need not exist."""
         self.path = path
 
-    def write(self, number: int, tree: Mapping[str, Any], pace: Pace | None = None) -> None:
-        """Writes one beside the others, has it appear at once, and reads it back; then the oldest go.
+    def write(self, number: int, tree: Mapping[str, Any], throttle: WriteThrottle | None = None) -> None:
+        """Write a checkpoint, verify it, and publish it atomically. Then remove the oldest checkpoints.
 
-        Those with larger numbers are of a line that this job did not go on from: they are put aside, so that what is
-        written last is what a later job finds.
+        Checkpoints with larger numbers were written by a job that this job did not continue. They are renamed, so that
+        a
+        later job finds the checkpoint written last.
 
         Args:
-            number: of the commit.
-            tree: what is written.
-            pace: of the thread that calls this; None = as fast as can be.
+            number: number of the commit.
+            tree: content.
+            throttle: throttle of the calling thread. None for no limit.
 
         Raises:
-            OSError: it could not be written or is not what was written; the others are as they were.
+            OSError: writing failed, or the file does not have the written content. Other checkpoints are unchanged.
         """
-        pace = pace or Pace()
+        throttle = throttle or WriteThrottle()
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_UNFINISHED}*"):  # by a writer that is gone
+        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a writer that was killed
             shutil.rmtree(left, ignore_errors=True)
         unfinished, final = self.path / f"{_UNFINISHED}{os.getpid()}", self._place(number)
         try:
             unfinished.mkdir()
             state = unfinished / STATE
             with state.open("wb") as file:
-                written = _Written(file, pace)
+                written = _ThrottledFile(file, throttle)
                 torch.save(dict(tree), cast(IO[bytes], written))
-            told = {"bytes": written.size, "sha256": written.sha256.hexdigest(), "at": time.time()}
-            manifest = {"version": VERSION, "number": number, **told}
+            facts = {"bytes": written.size, "sha256": written.sha256.hexdigest(), "at": time.time()}
+            manifest = {"version": VERSION, "number": number, **facts}
             (unfinished / MANIFEST).write_text(json.dumps(manifest) + "\n")
             for place in (state, unfinished / MANIFEST, unfinished):
                 _sync(place)
-            if problem := _problem(unfinished, pace):
-                raise OSError(f"read back, {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # of a job that went on from an older one
+            if problem := _problem(unfinished, throttle):
+                raise OSError(f"verification failed: {problem}")
+            shutil.rmtree(final, ignore_errors=True)  # written by a job that continued from an older checkpoint
             unfinished.rename(final)
             _sync(self.path)
-        except RuntimeError as err:  # PyTorch's, where the disk is full
+        except RuntimeError as err:  # raised by PyTorch if the disk is full
             raise OSError(str(err).splitlines()[0]) from err
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         there = self._there()
         for path in there[there.index(final) + 1 :]:
             logger.warning(
-                "%s is put aside as %s: this job did not go on from it", path, self._put_aside(path, _SUPERSEDED)
+                "%s is renamed to %s: this job did not continue from it", path, self._put_aside(path, _SUPERSEDED)
             )
         for path in self._there()[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest one that is whole; None if there is none.
+        """Return the newest complete checkpoint. None if there is none.
 
-        Damaged ones that are newer are put aside, by name; what this process may not read is passed over.
+        Newer checkpoints that are damaged are renamed. Checkpoints that this process may not read are skipped.
         """
         for path in reversed(self._there()):
             try:
                 problem = _problem(path)
-            except PermissionError as err:  # it may be whole: its owner, or the user once that is mended, can use it
-                logger.warning("the checkpoint %s is passed over, since it may not be read: %s", path, err)
+            except PermissionError as err:  # it may be complete, so it is not renamed
+                logger.warning("skipping the checkpoint %s, which cannot be read: %s", path, err)
                 continue
             if not problem:
                 return Checkpoint(_number(path), path)
             aside = self._put_aside(path, _DAMAGED)
-            logger.warning("the checkpoint %s is not used, and put aside as %s: %s", path, aside, problem)
+            logger.warning("the checkpoint %s is damaged and is renamed to %s: %s", path, aside, problem)
         return None
 
     def _put_aside(self, path: Path, why: str) -> str:
-        """Gives it a name that is no checkpoint's, and returns that; its own where it can't be renamed."""
+        """Rename a folder, so that it is not a checkpoint, and return its name. Keep the name if renaming fails."""
         number = 1
         while (aside := path.with_name(f"{why}-{number}-{path.name}")).exists():
             number += 1
         try:
             path.rename(aside)
-        except OSError:  # another host has just done it, or the folder may not be written
+        except OSError:  # another host has renamed it, or the folder is read-only
             return path.name
         return aside.name
 
@@ -208,7 +211,7 @@ class CheckpointFolder:
         return self.path / f"{_PREFIX}{number:08}"
 
     def _there(self) -> list[Path]:
-        """The oldest first."""
+        """Return the folders of all checkpoints, oldest first."""
         found = [path for path in self.path.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
         return sorted(found, key=_number)
 
@@ -217,8 +220,8 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
-def _problem(path: Path, pace: Pace | None = None) -> str:
-    """Why it cannot be used; empty if it can.
+def _problem(path: Path, throttle: WriteThrottle | None = None) -> str:
+    """Return why the checkpoint cannot be used. "" if it can.
 
     Raises:
         PermissionError: this process may not read it.
@@ -228,8 +231,8 @@ def _problem(path: Path, pace: Pace | None = None) -> str:
         size, digest = manifest["bytes"], manifest["sha256"]
         if (path / STATE).stat().st_size != size:
             return f"{STATE} has {(path / STATE).stat().st_size} bytes, not {size}"
-        if _digest(path / STATE, pace or Pace()) != digest:
-            return f"{STATE} is not what was written"
+        if _digest(path / STATE, throttle or WriteThrottle()) != digest:
+            return f"{STATE} does not have the written content"
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as err:
@@ -237,122 +240,129 @@ def _problem(path: Path, pace: Pace | None = None) -> str:
     return ""
 
 
-def _digest(path: Path, pace: Pace) -> str:
+def _digest(path: Path, throttle: WriteThrottle) -> str:
     found, part = hashlib.sha256(), memoryview(bytearray(SLICE_BYTES))
     with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # as it lies on the disk, where it does already
+        # to verify the data on disk, not in the page cache
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(part):
             found.update(part[:count])
-            pace.rest()
+            throttle.rest()
     return found.hexdigest()
 
 
 def _sync(path: Path) -> None:
-    """Has the disk hold it."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # not every file system can do that with folders
+        if not path.is_dir():  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 GENERATORS = "generators"
-"""Of a checkpoint: the states of all ranks' random generators, by rank."""
+"""Key in a checkpoint: states of the random generators, in rank order."""
 
 YIELDING = 10
-"""The niceness of the thread that writes."""
+"""Niceness of the writing thread."""
 
 RESTS, RESTING = 2.0, 0.25
-"""So much longer than it works it rests, and for that share of the time between two checkpoints at most."""
+"""Pause in seconds per second of work, and its maximum as a share of the time between two checkpoints."""
 
 TERMINATED = 128 + signal.SIGTERM
 
 AGAIN_S = 2.0
-"""What comes so soon says the same once more: batch systems tell a rank, and its launcher, which tells it, too."""
+"""Seconds within which a repeated signal is ignored: batch systems signal a rank and its launcher, which forwards
+it."""
 
 _LAUNCHERS = "sirtaki.run.rank_channel"
 
-Tree = Mapping[str, Any]  # whatever pickles
+Tree = Mapping[str, Any]  # any picklable values
 
 
 class Checkpoints:
-    """Those that this process writes.
+    """Writes checkpoints in a background thread.
 
     Attributes:
-        leaving: this rank was told to end.
+        leaving: this rank has received SIGTERM or SIGUSR1 and must exit.
     """
 
     def __init__(
         self, folder: CheckpointFolder, *, every_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Writes nothing.
+        """Begin without writing.
 
         Args:
-            folder: where.
-            every_s: seconds between two at least.
-            clock: tells the time in seconds.
+            folder: folder of the checkpoints.
+            every_s: minimum seconds between two checkpoints.
+            clock: returns the time in seconds.
         """
         self.folder, self.leaving = folder, False
         self._every_s, self._clock = every_s, clock
         self._last_s = clock()
         self._writing: threading.Thread | None = None
-        self._pace = Pace()
-        self._told_s: float | None = None
+        self._throttle = WriteThrottle()
+        self._signalled_s: float | None = None
 
     @property
     def due(self) -> bool:
-        """It is time for the next one, and the one before is written."""
+        """Return whether the interval has passed and the last checkpoint is written."""
         writing = self._writing is not None and self._writing.is_alive()
         return not writing and self._clock() - self._last_s >= self._every_s
 
     def write(self, number: int, tree: Tree) -> None:
-        """Has a thread write it; `tree` is nobody else's. What goes wrong is told, and the ones before stay."""
-        self._last_s, self._pace = self._clock(), Pace(RESTS, RESTING * self._every_s)
-        self._writing = threading.Thread(target=self._write, args=(number, tree, self._pace), name="sirtaki-checkpoint")
+        """Write a checkpoint in a thread, which owns `tree`. Errors are logged, and earlier checkpoints are kept."""
+        self._last_s, self._throttle = self._clock(), WriteThrottle(RESTS, RESTING * self._every_s)
+        self._writing = threading.Thread(
+            target=self._write, args=(number, tree, self._throttle), name="sirtaki-checkpoint"
+        )
         self._writing.start()
 
-    def _write(self, number: int, tree: Tree, pace: Pace) -> None:
+    def _write(self, number: int, tree: Tree, throttle: WriteThrottle) -> None:
         begin_s = self._clock()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)  # of this thread: training comes first
+        # of this thread only, so that training has priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
         try:
-            self.folder.write(number, tree, pace)
-        except Exception as err:  # what cannot be pickled, too; training goes on
-            logger.warning(
-                "commit %d could not be written to %s, the one before stays: %s", number, self.folder.path, err
-            )
+            self.folder.write(number, tree, throttle)
+        except Exception as err:  # also if `tree` cannot be pickled; training continues
+            logger.warning("cannot write commit %d to %s, keeping the one before: %s", number, self.folder.path, err)
         else:
             logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
 
     def wait(self) -> None:
-        """Until what is being written is on disk, which is soon: it rests no more."""
-        self._pace.hurry()
+        """Wait until the current checkpoint is on disk. Ends its pauses."""
+        self._throttle.hurry()
         if self._writing is not None:
             self._writing.join()
 
     def listen(self) -> None:
-        """From now on SIGTERM and SIGUSR1 have the next commit written; a later SIGTERM ends the process at once."""
+        """Install handlers: SIGTERM and SIGUSR1 request a checkpoint at the next commit. A later SIGTERM ends the
+        process.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGTERM)
-        # The launcher's own handler only says where a rank was; one of the script's is left alone.
+        # The launcher's handler, which only reports the rank's position, is replaced. A handler of the script is kept.
         if before == signal.SIG_DFL or getattr(before, "__module__", "") == _LAUNCHERS:
             _handle(signal.SIGTERM, self._leave, before)
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             _handle(signal.SIGUSR1, self._leave, signal.SIG_IGN)
 
     def _leave(self) -> bool:
-        """Whether this is news, or comes so soon that it says the same."""
+        """Return whether the signal is the first, or repeats the first within `AGAIN_S`."""
         now_s = self._clock()
-        if self._told_s is None:
-            self.leaving, self._told_s = True, now_s
-        return now_s - self._told_s <= AGAIN_S
+        if self._signalled_s is None:
+            self.leaving, self._signalled_s = True, now_s
+        return now_s - self._signalled_s <= AGAIN_S
 
 
 def _handle(number: signal.Signals, is_news: Callable[[], bool], before: Any) -> None:  # Any: what signal.signal takes
-    """Has a signal call `is_news`, and do as before once that is false. Processes that the script forks end by it."""
+    """Handle a signal by `is_news`, and once it returns False by the previous handler. Forked children end at the
+    signal.
+    """
 
     def answer(number: int, frame: FrameType | None) -> None:
         if not is_news():

@@ -1,4 +1,4 @@
-"""A sampler that knows what of an epoch has been processed, and deals out the rest after a reset."""
+"""A sampler that records which samples of an epoch were processed, and redistributes the rest after a reset."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from sirtaki.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EpochPosition:
     """Progress of an epoch at one moment, for commits.
 
     Attributes:
         epoch: number of the epoch.
-        processed: indices in the order in which they were recorded; the sampler appends to this list.
-        length: number of entries of `processed` that belong to the mark.
-        told: number of these that the other ranks knew.
+        processed: indices in the order in which they were recorded. The sampler appends to this list.
+        length: number of entries of `processed` that belong to this position.
+        shared: number of these that the other ranks know.
     """
 
     epoch: int
     processed: list[int]
     length: int
-    told: int
+    shared: int
 
-    def __deepcopy__(self, memo: object) -> Mark:
+    def __deepcopy__(self, memo: object) -> EpochPosition:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the sampler had then."""
+        """Return the state that the sampler had at this position."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed[: self.length])}
 
 
 Indices = tuple[int, list[int]]
-"""The number of an epoch, and indices of it."""
+"""Number of an epoch, and indices of its samples."""
 
 
-class News(NamedTuple):
-    """What one rank has processed and not told the other ranks.
+class SamplerUpdate(NamedTuple):
+    """Indices that one rank has processed and not sent to the other ranks.
 
     Attributes:
         committed: indices in its newest commit.
@@ -56,28 +56,28 @@ class News(NamedTuple):
 
 
 class _Deal(NamedTuple):
-    """What was dealt out: what was not processed then, and this rank's part of it."""
+    """A distribution of samples: the indices that were not processed, and this rank's part of them."""
 
     remaining: list[int]
     own: list[int]
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler that deals the indices of a data set to all ranks, and after a reset those that are left of the epoch.
+    """Sampler that distributes the indices of a data set over all ranks, and after a reset the rest of the epoch.
 
     Call `record_batch` after each batch, and `set_epoch` before each epoch. Batches are counted in the order of the
-    newest iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a loop that is
-    still running goes on in that order. If no iteration of this epoch has begun since ranks came or went, batches are
+    newest iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a running loop
+    continues in that order. If no iteration of this epoch has begun since ranks were added or removed, batches are
     counted in the order that the next iteration will have.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Deal out the first epoch.
+        """Distribute the first epoch.
 
         Args:
-            dataset: data to sample; only its length matters.
-            shuffle: deal in another order in each epoch, the same on all ranks.
-            seed: seed of that order.
+            dataset: data to sample. Only its length is used.
+            shuffle: use another order in each epoch, equal on all ranks.
+            seed: seed of this order.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
@@ -93,7 +93,7 @@ class ElasticSampler(Sampler[int]):
         self.epoch = epoch
         self._in_order = list(processed)
         self.processed_indices = set(self._in_order)
-        self._told = len(self._in_order)
+        self._shared = len(self._in_order)
 
     @property
     def processed_num(self) -> int:
@@ -101,7 +101,7 @@ class ElasticSampler(Sampler[int]):
         return len(self.processed_indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing has been processed."""
+        """Begin an epoch without processed samples."""
         self._begin(epoch, [])
         self.restart()
 
@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that these indices have been processed."""
-        self._deal()  # as they were before
+        self._deal()  # distribute before recording
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
@@ -121,7 +121,7 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
-        """Deal out what is not processed, as evenly as possible; some indices are dealt twice to make ranks equal."""
+        """Distribute the samples that are not processed. Some are repeated, so that all ranks get the same number."""
         control = job.current().control
         if (control.rank, control.size) != (self.rank, self.num_replicas):
             self._iterated = None
@@ -129,7 +129,9 @@ class ElasticSampler(Sampler[int]):
         self._dealt = None  # computed on demand, because a change of ranks resets several times
 
     def restart(self) -> None:
-        """Reset, and count batches in the new order although no iteration has begun: training is called again."""
+        """Reset, and count batches in the new order even before an iteration has begun, because training is called
+        again.
+        """
         self.reset()
         self._iterated = None
 
@@ -139,7 +141,7 @@ class ElasticSampler(Sampler[int]):
             left[self._in_order] = False
             order = remaining = np.flatnonzero(left)
             if self.shuffle:
-                # Of NumPy's generators the one whose numbers are the same in all versions.
+                # RandomState is the NumPy generator with stable results across versions.
                 order = np.random.RandomState((self.seed + self.epoch) % 2**32).permutation(remaining)
             own = np.arange(self.rank, self.num_replicas * math.ceil(len(order) / self.num_replicas), self.num_replicas)
             self._dealt = _Deal(remaining.tolist(), order[own % max(1, len(order))].tolist())
@@ -147,22 +149,22 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def indices(self) -> list[int]:
-        """This rank's indices, in the order in which batches are counted."""
+        """Return this rank's indices, in the order in which batches are counted."""
         return self._deal().own if self._iterated is None else self._iterated
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Indices of all ranks that were not processed at the last reset."""
+        """Return the indices of all ranks that were not processed at the last reset."""
         return self._deal().remaining
 
     @property
     def num_samples(self) -> int:
-        """Number of indices of the next iteration on this rank."""
+        """Return the number of indices of the next iteration on this rank."""
         return len(self._deal().own)
 
     @property
     def total_size(self) -> int:
-        """Number of indices of the next iteration on all ranks, including those that are dealt twice."""
+        """Return the number of indices of the next iteration on all ranks, including repeated ones."""
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,15 +172,15 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state of this class, or of Horovod's sampler, which counts what is processed.
+        """Continue from a state of this class, or of Horovod's sampler, which has the number of processed samples.
 
         Raises:
-            ConfigError: the state has neither form, or belongs to a larger data set.
+            ConfigError: the state has neither format, or belongs to a larger data set.
         """
         if "epoch" not in state_dict or not {"processed_indices", "processed_num"} & state_dict.keys():
             raise ConfigError(
-                f"a sampler's state must have `epoch` and `processed_indices` (or Horovod's `processed_num`), this "
-                f"one has {sorted(map(str, state_dict))}"
+                f"a sampler's state must have `epoch` and `processed_indices` (or Horovod's `processed_num`), but "
+                f"it has {sorted(map(str, state_dict))}"
             )
         epoch, n_samples = int(state_dict["epoch"]), len(self.dataset)
         if "processed_indices" in state_dict:
@@ -186,42 +188,42 @@ class ElasticSampler(Sampler[int]):
         else:
             order = list(range(n_samples))
             if self.shuffle:
-                random.Random(self.seed + epoch).shuffle(order)  # as Horovod orders an epoch
+                random.Random(self.seed + epoch).shuffle(order)  # Horovod's order of an epoch
             processed = order[: state_dict["processed_num"]]
         if processed and not 0 <= min(processed) <= max(processed) < n_samples:
-            raise ConfigError(f"the state has index {max(processed)}, the data set {n_samples} samples")
+            raise ConfigError(f"the state has index {max(processed)}, but the data set has {n_samples} samples")
         self._begin(epoch, processed)
         self.reset()
 
     # ── for commits ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def mark(self) -> Mark:
-        """Return the progress; takes the same time however much has been processed."""
-        return Mark(self.epoch, self._in_order, len(self._in_order), self._told)
+    def mark(self) -> EpochPosition:
+        """Return the progress, in constant time."""
+        return EpochPosition(self.epoch, self._in_order, len(self._in_order), self._shared)
 
-    def rewind(self, mark: Mark) -> None:
-        """Go back to a mark."""
+    def rewind(self, mark: EpochPosition) -> None:
+        """Go back to a position."""
         self._begin(mark.epoch, mark.processed[: mark.length])
-        self._told = mark.told
+        self._shared = mark.shared
         self.reset()
 
-    def news(self, mark: Mark) -> News:
-        """Return what the other ranks do not know; `mark` is this rank's newest commit."""
+    def news(self, mark: EpochPosition) -> SamplerUpdate:
+        """Return the indices that the other ranks do not know. `mark`: position in this rank's newest commit."""
         known = mark.length if mark.processed is self._in_order else 0
-        return News(
-            committed=(mark.epoch, mark.processed[mark.told : mark.length]),
-            later=(self.epoch, self._in_order[max(self._told, known) :]),
+        return SamplerUpdate(
+            committed=(mark.epoch, mark.processed[mark.shared : mark.length]),
+            later=(self.epoch, self._in_order[max(self._shared, known) :]),
         )
 
-    def hear(self, mark: Mark, news: Iterable[News]) -> Mark:
-        """Record what all ranks have processed.
+    def merge(self, mark: EpochPosition, news: Iterable[SamplerUpdate]) -> EpochPosition:
+        """Record the samples that all ranks have processed.
 
         Args:
-            mark: this rank's newest commit.
-            news: `news()` of all ranks.
+            mark: position in this rank's newest commit.
+            news: results of `news()` of all ranks.
 
         Returns:
-            The commit, which holds what all ranks have committed and nothing that was recorded since.
+            The position to commit, with the samples that all ranks have committed and none that were recorded later.
         """
         told = list(news)
         all_told = [pair for each in told for pair in each]
@@ -229,7 +231,7 @@ class ElasticSampler(Sampler[int]):
         is_newest = mark.processed is self._in_order and mark.length == len(self._in_order)
         nothing_later = is_newest and not any(each.later[1] for each in told)
         self.record_indices(_of_epoch(self.epoch, all_told))
-        before, self._told = self._in_order, len(self._in_order)
+        before, self._shared = self._in_order, len(self._in_order)
         if nothing_later:
             return self.mark()
         if not committed:
@@ -237,8 +239,8 @@ class ElasticSampler(Sampler[int]):
         known = list(dict.fromkeys([*mark.processed[: mark.length], *committed]))
         if mark.processed is before:
             self._in_order = list(dict.fromkeys([*known, *before]))
-            return Mark(mark.epoch, self._in_order, len(known), len(known))
-        return Mark(mark.epoch, known, len(known), len(known))
+            return EpochPosition(mark.epoch, self._in_order, len(known), len(known))
+        return EpochPosition(mark.epoch, known, len(known), len(known))
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's indices, and count batches in this order from now on."""

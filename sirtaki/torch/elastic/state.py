@@ -1,4 +1,4 @@
-"""State that is committed, restored and synchronised, and `elastic.run`, which repeats training from it."""
+"""State that can be committed, restored and synchronised, and `elastic.run`, which restarts training from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sirtaki.engine.membership import Change
 from sirtaki.errors import CommError, ConfigError, MismatchError
 
 from .. import lasting_optimizers, process_sets
-from ..basics import init_again, let_go
+from ..basics import detach_all, init_again
 from ..functions import (
     allgather_object,
     broadcast_object,
@@ -33,17 +33,17 @@ from ..functions import (
 from ..local_sgd import LocalSGD
 from . import checkpoints
 from .checkpoints import Checkpoint, CheckpointFolder, Checkpoints, Tree
-from .sampler import ElasticSampler, Mark, News
+from .sampler import ElasticSampler, EpochPosition, SamplerUpdate
 
 logger = logging.getLogger(__name__)
 
 WRITING = -1
-"""The number of a copy that is not whole."""
+"""Number of an incomplete copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of Python's, NumPy's and PyTorch's global generators (Any: as those give it)."""
+    """State of the global generators of Python, NumPy and PyTorch (Any: as returned by the libraries)."""
 
     python: Any
     numpy: Any
@@ -52,12 +52,12 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """As the generators are."""
+        """Return the current state of the generators."""
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
 
     def plain(self) -> dict[str, Any]:
-        """The same in types that are unpickled without running code."""
+        """Return this state in types that can be unpickled without running code."""
         kind, keys, *rest = self.numpy
         return {
             "python": self.python,
@@ -67,7 +67,7 @@ class RandomState:
         }
 
     def put_back(self) -> None:
-        """The generators go on from here."""
+        """Set the generators to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
@@ -77,12 +77,12 @@ class RandomState:
 
 @dataclass(slots=True, eq=False)
 class Commit:
-    """One copy.
+    """A copy of a state.
 
     Attributes:
-        number: counts up, the same on all ranks for what they commit together.
-        tree: of dictionaries and lists (Any: whatever can be copied), with tensors that the next but one reuses.
-        random: of this rank.
+        number: ascending number, equal on all ranks for copies that belong together.
+        tree: dictionaries and lists (Any: anything that can be copied). The commit after next reuses its tensors.
+        random: random state of this rank.
     """
 
     number: int = WRITING
@@ -94,14 +94,14 @@ class Commits:
     """The two newest commits of this rank.
 
     Attributes:
-        completed: number of the newest commit that is known to be held by all ranks.
+        completed: number of the newest commit that all ranks are known to hold.
     """
 
     def __init__(self, random_state: Callable[[], RandomState | None] = RandomState.now) -> None:
-        """There is none.
+        """Begin without commits.
 
         Args:
-            random_state: that is kept with each; None = none.
+            random_state: returns the random state to keep with each commit. May return None.
         """
         self._random_state = random_state
         self._copies = (Commit(), Commit())
@@ -110,11 +110,11 @@ class Commits:
 
     @property
     def newest(self) -> Commit:
-        """The newest whole copy."""
+        """Return the newest complete copy."""
         return max(self._copies, key=lambda each: each.number)
 
     def write(self, tree: Mapping[str, Any]) -> Commit:
-        """Copies `tree` over the older of the two; the newer one stays as it is."""
+        """Copy `tree` over the older of the two commits. The newer one is unchanged."""
         spare = min(self._copies, key=lambda each: each.number)
         spare.number = WRITING
         with torch.no_grad():
@@ -124,19 +124,19 @@ class Commits:
         return spare
 
     def drop_after(self, number: int) -> None:
-        """Commits after that one do not count, if it is here."""
+        """Discard commits after `number`, if this rank holds commit `number`."""
         if any(each.number == number for each in self._copies):
             for each in self._copies:
                 if each.number > number:
                     each.number = WRITING
 
     def count_from(self, number: int) -> None:
-        """The next one has that number, as on all other ranks."""
+        """Set the number of the next commit, so that it is equal on all ranks."""
         self._next = number
 
 
 def copied(value: Any, place: Any = None) -> Any:
-    """A copy of a tree; its tensors lie in those of `place` where they fit."""
+    """Copy a tree. Tensors are copied into those of `place` if shapes and types match."""
     if isinstance(value, torch.Tensor):
         if _fits(value, place):
             place.copy_(value)
@@ -144,7 +144,7 @@ def copied(value: Any, place: Any = None) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         before = place if isinstance(place, dict) else {}
-        new = copy.copy(value)  # of its own type, with what that has besides
+        new = copy.copy(value)  # keeps the type and further attributes
         for key, child in value.items():
             new[key] = copied(child, before.get(key))
         return new
@@ -170,7 +170,7 @@ _checkpoints: Checkpoints | None = None
 
 
 def checkpoints_of_this_process() -> Checkpoints | None:
-    """Those of the job; None if it has no folder for them."""
+    """Return the checkpoints of the job. None if it has no checkpoint folder."""
     global _checkpoints
     settings = job.current().settings
     if settings.checkpoint_dir is None:
@@ -182,16 +182,16 @@ def checkpoints_of_this_process() -> Checkpoints | None:
 
 
 SYNC_ROOT = 0
-"""Whose state all ranks take: where ranks come and go, rank 0 is one that has been there."""
+"""Rank whose state all ranks copy. In an elastic job, rank 0 is not a new rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Which commits a rank holds.
+class HeldCommits:
+    """Commits that a rank holds.
 
     Attributes:
-        written: number of its newest one; -1 = none.
-        completed: the newest one that it knows all ranks to hold.
+        written: number of the newest commit; -1 for none.
+        completed: number of the newest commit that the rank knows all ranks to hold; -1 for none.
     """
 
     written: int = -1
@@ -199,10 +199,10 @@ class Standing:
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Hosts have come or gone; raised on all ranks at once, where ranks come and go.
+    """Hosts were added or removed. Raised on all ranks of an elastic job together.
 
     Attributes:
-        skip_sync: the state need not be synchronised before training goes on.
+        skip_sync: the state need not be synchronised before training continues.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -211,13 +211,13 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others at a commit.
+    """Report of a rank to all ranks at a commit.
 
     Attributes:
-        change: the value of a `Change` that it has heard of.
-        leaves: it is about to end.
-        due: it is to have a checkpoint written.
-        news: what its state has to tell (Any: whatever pickles).
+        change: value of the `Change` that the rank has learnt.
+        leaves: the rank is about to exit.
+        due: the rank requests a checkpoint.
+        news: report of the rank's state (Any: any picklable object).
     """
 
     change: int
@@ -227,85 +227,86 @@ class _Report(NamedTuple):
 
 
 class _KeepsNoCommits:
-    """What `elastic.run` asks of a state, beside what Horovod's scripts define."""
+    """Interface between `elastic.run` and states, in addition to Horovod's methods. These defaults keep no commits."""
 
     def _news(self) -> Any:
-        """What the other ranks are to hear when they look for changes (Any: whatever pickles)."""
+        """Return data for the other ranks, sent when ranks check for changes (Any: any picklable object)."""
 
     def _complete(self, news: Sequence[Any]) -> None:
-        """All ranks hold what was saved last.
+        """Record that all ranks hold the last commit.
 
         Args:
-            news: of all ranks.
+            news: results of `_news` of all ranks, in rank order.
         """
 
     def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
-        """Collective: all ranks hold what was saved last, and it is to be written to disk.
+        """Write the last commit, which all ranks hold, to disk. Collective.
 
         Args:
-            kept: does that.
-            at_once: if a rank is about to end; returns when it is on disk.
+            kept: writer of checkpoints.
+            at_once: a rank is about to exit, so return only when the checkpoint is on disk.
         """
 
-    def _standing(self) -> Standing:
-        """Which commits this rank holds."""
-        return Standing()
+    def _standing(self) -> HeldCommits:
+        """Return the commits that this rank holds."""
+        return HeldCommits()
 
     def _go_back(self, number: int) -> None:
-        """Goes back to that commit, or stays at the newest one if it is not held."""
+        """Restore commit `number`, or the newest commit if this rank does not hold it."""
 
     def _count_from(self, number: int) -> None:
-        """What is saved next has that number."""
+        """Set the number of the next commit."""
 
 
 class State(_KeepsNoCommits, ABC):
-    """Something that can be saved in memory, restored, and made equal on all ranks."""
+    """State that can be saved in memory, restored, and synchronised between ranks."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        """Keeps nothing.
+        """Begin without data.
 
         Args:
-            bcast_object: shares rank 0's object (Any: whatever pickles); None = `hvd.broadcast_object`.
-            get_rank: accepted for Horovod's sake.
+            bcast_object: broadcasts rank 0's object (Any: any picklable object). None for `hvd.broadcast_object`.
+            get_rank: ignored, for compatibility with Horovod.
         """
         self._bcast_object = bcast_object or (lambda value: broadcast_object(value, SYNC_ROOT))
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Functions to call before training is repeated, for example to adapt the learning rate."""
+        """Register functions to call before training restarts, for example to adapt the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Training is about to be repeated."""
+        """Call `reset` and the reset callbacks, before training restarts."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Saves the state, and looks whether hosts have changed.
+        """Save the state, and check for added or removed hosts.
 
-        Collective where ranks come and go or checkpoints are written: when it returns, or raises
-        `HostsUpdatedInterrupt`, all ranks hold what was saved. Elsewhere each rank saves by itself.
+        Collective in elastic jobs and in jobs that write checkpoints: when it returns or raises
+        `HostsUpdatedInterrupt`, all
+        ranks hold the saved state. Otherwise each rank saves on its own.
 
         Raises:
-            HostsUpdatedInterrupt: on all ranks, hosts have come or gone.
+            HostsUpdatedInterrupt: hosts were added or removed. Raised on all ranks.
             HorovodInternalError: a rank is lost.
-            SystemExit: this rank was sent SIGTERM, and what was saved is on disk.
+            SystemExit: this rank received SIGTERM, and the saved state is on disk.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises if hosts have come or gone, and has a checkpoint written if one is due.
+        """Raise if hosts were added or removed, and write a checkpoint if one is due.
 
-        Collective where ranks come and go or checkpoints are written; nothing elsewhere.
+        Collective in elastic jobs and in jobs that write checkpoints. Does nothing in other jobs.
 
         Raises:
-            HostsUpdatedInterrupt: on all ranks.
+            HostsUpdatedInterrupt: hosts were added or removed. Raised on all ranks.
             HorovodInternalError: a rank is lost.
-            SystemExit: this rank was sent SIGTERM, and what was saved is on disk.
+            SystemExit: this rank received SIGTERM, and the saved state is on disk.
         """
         current, kept = job.current(), checkpoints_of_this_process()
         if current.elastic is None and kept is None:
@@ -316,7 +317,8 @@ class State(_KeepsNoCommits, ABC):
         reports = [_Report(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))]
         self._complete([each.news for each in reports])
         if current.elastic is not None:
-            current.control.barrier()  # who returns knows that all have heard: what it alone knew would be lost with it
+            # so that all ranks have all reports before any rank returns: otherwise a report could be lost with its rank
+            current.control.barrier()
         if kept is not None:
             at_once = any(each.leaves for each in reports)
             if at_once or any(each.due for each in reports):
@@ -330,33 +332,33 @@ class State(_KeepsNoCommits, ABC):
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
 
     def reset(self) -> None:
-        """Called by `on_reset`; for sub-classes."""
+        """Reset the state before training restarts. For subclasses."""
 
     @abstractmethod
     def save(self) -> None:
-        """Keeps the current state in memory."""
+        """Save the current state in memory."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Goes back to what was saved last."""
+        """Restore the last saved state."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Collective: takes over rank 0's state, and saves it."""
+        """Copy rank 0's state, and save it. Collective."""
 
 
 class ObjectState(State):
-    """Plain picklable values, kept as attributes."""
+    """State of picklable values, kept as attributes."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
     ) -> None:
-        """Keeps the values, and saves them.
+        """Set the values as attributes, and save them.
 
         Args:
             bcast_object: see `State`.
             get_rank: see `State`.
-            values: by name; they become attributes.
+            values: values by attribute name.
         """
         super().__init__(bcast_object, get_rank)
         self._names = list(values)
@@ -366,15 +368,15 @@ class ObjectState(State):
         self.save()
 
     def _tree(self) -> dict[str, Any]:
-        """What is saved; copied by the caller."""
+        """Return the data to save. The caller copies it."""
         return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
-        """Keeps a copy of the values in memory, beside the copy before it."""
+        """Save a copy of the values in memory. The copy before it is kept."""
         self._commits.write(self._tree())
 
     def restore(self) -> None:
-        """Goes back to the values of the newest whole copy."""
+        """Restore the values of the newest complete copy."""
         self._put_back(self._commits.newest)
 
     def _put_back(self, commit: Commit) -> None:
@@ -382,7 +384,7 @@ class ObjectState(State):
             setattr(self, name, copied(value))
 
     def sync(self) -> None:
-        """Collective: takes over rank 0's values, and keeps a copy of them."""
+        """Copy rank 0's values, and save them. Collective."""
         for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
             setattr(self, name, value)
         self.save()
@@ -391,13 +393,13 @@ class ObjectState(State):
         self._commits.completed = self._commits.newest.number
 
     def _checkpoint(self) -> dict[str, Any]:
-        """What of the newest commit goes to disk; copied by the caller."""
+        """Return the part of the newest commit that is written to disk. The caller copies it."""
         return {"values": self._commits.newest.tree["values"]}
 
     def _load(self, tree: Mapping[str, Any]) -> None:
-        """Takes over what was written to a checkpoint."""
+        """Load a checkpoint."""
         if tree["values"].keys() != set(self._names):
-            raise ValueError(f"it has the values {sorted(tree['values'])}, the state has {sorted(self._names)}")
+            raise ValueError(f"it has the values {sorted(tree['values'])}, but the state has {sorted(self._names)}")
         for name, value in tree["values"].items():
             setattr(self, name, value)
 
@@ -413,8 +415,8 @@ class ObjectState(State):
         if at_once:
             job.current().control.barrier()
 
-    def _standing(self) -> Standing:
-        return Standing(written=self._commits.newest.number, completed=self._commits.completed)
+    def _standing(self) -> HeldCommits:
+        return HeldCommits(written=self._commits.newest.number, completed=self._commits.completed)
 
     def _go_back(self, number: int) -> None:
         self._commits.drop_after(number)
@@ -428,19 +430,19 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A model and an optimizer, and anything else by keyword: further models, optimizers,
-    samplers, a `LocalSGD`, plain values.
+    """State of a model, an optimizer, and further modules, optimizers, samplers, `LocalSGD`s and plain values by
+    keyword.
     """
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        """Keeps what is given as attributes, and saves it.
+        """Set the arguments as attributes, and save them.
 
         Args:
-            model: broadcast by its `state_dict()`, as all modules are.
-            optimizer: as all optimizers, too.
-            kwargs: modules, optimizers, `ElasticSampler`s, `LocalSGD`s, and anything that pickles.
+            model: module, broadcast by its `state_dict()`.
+            optimizer: optimizer, broadcast by its state.
+            kwargs: modules, optimizers, `ElasticSampler`s, `LocalSGD`s, and picklable values.
         """
         given = {"model": model, "optimizer": optimizer, **kwargs}
         stateful = {name: value for name, value in given.items() if isinstance(value, _STATEFUL)}
@@ -463,7 +465,7 @@ class TorchState(ObjectState):
     def _load(self, tree: Mapping[str, Any]) -> None:
         states = {**tree["states"], **tree["samplers"]}
         if states.keys() != self._stateful.keys():
-            raise ValueError(f"it has {sorted(states)}, the state has {sorted(self._stateful)}")
+            raise ValueError(f"it has {sorted(states)}, but the state has {sorted(self._stateful)}")
         super()._load(tree)
         for name, value in self._stateful.items():
             _load_state(value, states[name])
@@ -472,7 +474,7 @@ class TorchState(ObjectState):
     def _samplers(self) -> dict[str, ElasticSampler]:
         return {name: value for name, value in self._stateful.items() if isinstance(value, ElasticSampler)}
 
-    def _marks(self) -> dict[str, Mark]:
+    def _marks(self) -> dict[str, EpochPosition]:
         return {name: sampler.mark() for name, sampler in self._samplers.items()}
 
     def _tree(self) -> dict[str, Any]:
@@ -483,7 +485,7 @@ class TorchState(ObjectState):
 
     def _put_back(self, commit: Commit) -> None:
         for name, state in commit.tree["states"].items():
-            # Parameters are written in place; an optimizer keeps the tensors that it is given.
+            # Modules copy into their parameters, but an optimizer keeps the tensors that it is given.
             value = self._stateful[name]
             _load_state(value, state if isinstance(value, torch.nn.Module) else copied(state))
         for name, mark in commit.tree["marks"].items():
@@ -491,12 +493,12 @@ class TorchState(ObjectState):
         super()._put_back(commit)
 
     def reset(self) -> None:
-        """Deal out anew what the samplers have left."""
+        """Redistribute the remaining indices of the samplers."""
         for sampler in self._samplers.values():
             sampler.restart()
 
     def sync(self) -> None:
-        """Collective: take over rank 0's state; what the ranks' samplers have processed is put together."""
+        """Copy rank 0's state, and merge what the samplers of all ranks have processed. Collective."""
         for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
@@ -511,7 +513,7 @@ class TorchState(ObjectState):
                 broadcast_optimizer_state(value, SYNC_ROOT)
         super().sync()
 
-    def _news(self) -> dict[str, News]:
+    def _news(self) -> dict[str, SamplerUpdate]:
         marks = self._commits.newest.tree["marks"]
         return {name: sampler.news(marks[name]) for name, sampler in self._samplers.items() if name in marks}
 
@@ -520,7 +522,7 @@ class TorchState(ObjectState):
         for name, sampler in self._samplers.items():
             if name in marks:
                 told = [each[name] for each in news if each is not None and name in each]
-                marks[name] = sampler.hear(marks[name], told)
+                marks[name] = sampler.merge(marks[name], told)
         super()._complete(news)
 
 
@@ -535,40 +537,40 @@ def _load_state(value: Any, state: Any) -> None:  # Any: one of _STATEFUL, and i
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler, LocalSGD)
 
 
-# ── training that is repeated when ranks have come or gone ────────────────────────────────────────────────────────────
+# ── training that restarts when ranks were added or removed ───────────────────────────────────────────────────────────
 
 _Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
-    """What one rank brings.
+class RankStatus:
+    """Status of one rank before training restarts.
 
     Attributes:
-        has_state: it holds the job's state, of a generation before.
-        restored: it has gone back to a commit.
-        standing: which commits it holds.
-        wants_sync: it does not know that all ranks have the same state.
-        process_sets: by their ranks, those that are to be open.
-        optimizers: by name, those that are to be attached.
+        has_state: the rank holds the job's state, from an earlier generation.
+        restored: the rank has restored a commit.
+        standing: commits that the rank holds.
+        wants_sync: the rank does not know whether all ranks have the same state.
+        process_sets: process sets to open, by their ranks.
+        optimizers: names of optimizers to attach.
     """
 
     has_state: bool
     restored: bool
-    standing: Standing
+    standing: HeldCommits
     wants_sync: bool
     process_sets: tuple[tuple[int, ...], ...]
     optimizers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
-    """What follows for one rank from what all have brought.
+class Recovery:
+    """Decision for one rank from the status of all ranks.
 
     Attributes:
-        back_to: number of the commit to go back to; None = it stays where it is.
+        back_to: number of the commit to restore. None to keep the current state.
         count_from: number of the next commit.
-        out_of_step: the state is to be synchronised.
+        out_of_step: the state must be synchronised.
     """
 
     back_to: int | None
@@ -576,33 +578,33 @@ class Settlement:
     out_of_step: bool
 
 
-def agreed(everybody: Sequence[Brought], mine: Brought) -> Settlement:
-    """From where all go on.
+def plan_recovery(statuses: Sequence[RankStatus], mine: RankStatus) -> Recovery:
+    """Decide from which state all ranks continue.
 
     Args:
-        everybody: what each has brought, by rank; all ranks have the same.
-        mine: this rank's.
+        statuses: status of all ranks, in rank order. Equal on all ranks.
+        mine: status of this rank.
     """
-    holders = [each for each in everybody if each.has_state]
+    holders = [each for each in statuses if each.has_state]
     goes_back = mine.has_state and any(each.restored for each in holders)
-    return Settlement(
-        # Of two commits the one that has returned on some rank is held by all; the newer one may not be.
+    return Recovery(
+        # A commit that has returned on some rank is held by all ranks. A newer commit may not be.
         back_to=max(each.standing.completed for each in holders) if goes_back else None,
-        count_from=1 + max(each.standing.written for each in everybody),
-        out_of_step=any(each.wants_sync for each in everybody) or len(holders) < len(everybody),
+        count_from=1 + max(each.standing.written for each in statuses),
+        out_of_step=any(each.wants_sync for each in statuses) or len(holders) < len(statuses),
     )
 
 
-def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
-    """Collective: attaches what all ranks have, and goes back to the newest commit that all hold.
+def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) -> bool:
+    """Attach process sets and optimizers that all ranks have, and restore the newest commit that all hold. Collective.
 
     Args:
-        state: that of the script.
-        restored: see `Brought`.
-        wants_sync: see `Brought`.
+        state: state of the script.
+        restored: see `RankStatus`.
+        wants_sync: see `RankStatus`.
 
     Returns:
-        The state is to be synchronised.
+        Whether the state must be synchronised.
 
     Raises:
         HorovodInternalError: a rank is lost.
@@ -611,7 +613,7 @@ def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
     elastic = current.elastic
     assert elastic is not None
     sets, optimizers = process_sets.lasting(), lasting_optimizers.detached()
-    mine = Brought(
+    mine = RankStatus(
         has_state=elastic.has_state,
         restored=restored,
         standing=state._standing(),
@@ -619,11 +621,11 @@ def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
         process_sets=tuple(sets),
         optimizers=tuple(optimizers),
     )
-    everybody: list[Brought] = current.control.all_gather(mine)
-    process_sets.open_again([sets[ranks] for ranks in _common([each.process_sets for each in everybody])])
-    lasting_optimizers.attach(current, optimizers, _common([each.optimizers for each in everybody]))
+    statuses: list[RankStatus] = current.control.all_gather(mine)
+    process_sets.open_again([sets[ranks] for ranks in _common([each.process_sets for each in statuses])])
+    lasting_optimizers.attach(current, optimizers, _common([each.optimizers for each in statuses]))
     current.settled = True
-    settlement = agreed(everybody, mine)
+    settlement = plan_recovery(statuses, mine)
     if settlement.back_to is not None:
         if not restored:
             state.restore()
@@ -632,8 +634,8 @@ def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
     return settlement.out_of_step
 
 
-def share(state: State) -> None:
-    """Collective: all ranks have rank 0's state, and know that all have.
+def copy_root_state(state: State) -> None:
+    """Copy rank 0's state to all ranks, and record that all ranks have it. Collective.
 
     Raises:
         HorovodInternalError: a rank is lost.
@@ -649,14 +651,14 @@ def share(state: State) -> None:
 
 
 def resume(state: ObjectState, *, has_state: bool) -> None:
-    """Collective: goes on from the newest checkpoint that some host sees, if no rank has a state of this job.
+    """Load the newest checkpoint that any host can read, if no rank holds a state of this job. Collective.
 
     Args:
-        state: takes it over.
-        has_state: this rank has one.
+        state: state to load into.
+        has_state: this rank holds the job's state.
 
     Raises:
-        ConfigError: on all ranks, it is of another script, or names classes that this one lacks.
+        ConfigError: the checkpoint belongs to another script, or names missing classes. Raised on all ranks.
     """
     kept = checkpoints_of_this_process()
     if kept is None:
@@ -676,68 +678,69 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
         state._load(tree)
     except Exception as err:
         raise ConfigError(
-            f"the checkpoint in {kept.folder.path} does not fit this script ({err}): is it another one's? Give "
-            "each job a SIRTAKI_CHECKPOINT_DIR of its own, or remove what lies there to begin anew"
+            f"the checkpoint in {kept.folder.path} does not match this script ({err}). Set a "
+            "separate SIRTAKI_CHECKPOINT_DIR for each job, or remove the checkpoints to start from the beginning"
         ) from err
     generators = tree.get(checkpoints.GENERATORS, [])
     if len(generators) == job.current().size and generators[job.current().rank] is not None:
         RandomState(**generators[job.current().rank]).put_back()
     state._count_from(newest + 1)
     if job.current().rank == 0:
-        logger.info("going on from the checkpoint of commit %d in %s", newest, kept.folder.path)
+        logger.info("continuing from the checkpoint of commit %d in %s", newest, kept.folder.path)
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
-    """What was written, or why that cannot be loaded and what to do; for all ranks, of which one reads."""
+    """Return the content of a checkpoint, or an error text with a remedy. One rank reads it for all ranks."""
     if checkpoint.version > checkpoints.VERSION:
         return None, (
-            f"the checkpoint {checkpoint.path} has format {checkpoint.version}, and this release reads formats up to "
-            f"{checkpoints.VERSION}: go on with the release that wrote it, or name another SIRTAKI_CHECKPOINT_DIR"
+            f"the checkpoint {checkpoint.path} has format {checkpoint.version}, but this release reads formats up to "
+            f"{checkpoints.VERSION}: use the release that wrote it, or set another SIRTAKI_CHECKPOINT_DIR"
         )
     try:
         return checkpoint.load(), ""
-    except Exception as err:  # whatever unpickling somebody's classes raises
+    except Exception as err:  # unpickling user classes may raise any error
         return None, (
-            f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is whole, so "
-            "the script has changed since it was written: bring back what is missing, or move the checkpoint away to "
-            "begin with the one before it"
+            f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is "
+            "complete, so the script has changed since it was written: restore what is missing, or move the checkpoint "
+            "away to use the one before it"
         )
 
 
 def _common(lists: Sequence[Sequence[_Name]]) -> list[_Name]:
-    """What stands in all of them, in the order of the first."""
+    """Return the items that are in all lists, in the order of the first list."""
     everywhere = reduce(set.intersection, map(set, lists))
     return [each for each in lists[0] if each in everywhere]
 
 
-Training = Callable[..., Any]  # of the state and whatever else the script gives
+Training = Callable[..., Any]  # takes the state and further arguments of the script
 
 
 def run(func: Training) -> Training:
-    """Decorates `func(state, …)`: the state is synchronised before each call, and restored before a repeated one.
+    """Decorate `func(state, …)`: synchronise the state before each call, and restore it before a repeated call.
 
-    Where ranks come and go, `func` is called again by all that are there when a rank is lost (from the last commit) and
-    when hosts have come or gone (from where it is); new ranks take the state of those that were there.
+    In an elastic job, all ranks call `func` again when a rank is lost (from the last commit) and when hosts were added
+    or
+    removed (from the current state). New ranks copy the state of existing ones.
 
-    Where ranks stay, it is called again after a disagreement between ranks, which all of them survive; other failures
-    of communication mean that a rank is lost, and end the job.
+    In other jobs, `func` is called again after a disagreement between ranks (`MismatchError`), which all ranks survive.
+    Other communication errors mean that a rank is lost, and end the job.
     """
     return run_fn(func, lambda: None)
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """Like `run`, with a function that is called before each repetition."""
+    """Like `run`, with a function to call before each repetition."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         train = functools.partial(func, state, *args, **kwargs)
-        repeat = _on_ranks_that_stay if job.current().elastic is None else _on_ranks_that_come_and_go
+        repeat = _run_fixed if job.current().elastic is None else _run_elastic
         return repeat(train, state, reset)
 
     return wrapper
 
 
-def _on_ranks_that_stay(train: Callable[[], Any], state: State, reset: Callable[[], None]) -> Any:
+def _run_fixed(train: Callable[[], Any], state: State, reset: Callable[[], None]) -> Any:
     skip_sync = False
     if isinstance(state, ObjectState):
         resume(state, has_state=False)
@@ -747,7 +750,7 @@ def _on_ranks_that_stay(train: Callable[[], Any], state: State, reset: Callable[
         try:
             return train()
         except MismatchError as err:
-            logger.warning("%s; going back to the last commit", err)
+            logger.warning("%s; restoring the last commit", err)
             state.restore()
             skip_sync = False
         except HostsUpdatedInterrupt as interrupt:
@@ -756,34 +759,34 @@ def _on_ranks_that_stay(train: Callable[[], Any], state: State, reset: Callable[
         state.on_reset()
 
 
-def _on_ranks_that_come_and_go(train: Callable[[], Any], state: State, reset: Callable[[], None]) -> Any:
+def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], None]) -> Any:
     repeated, restored, wants_sync = False, False, True
     while True:
         try:
             if not job.is_initialized():
                 init_again()
-            out_of_step = settle(state, restored=restored, wants_sync=wants_sync)
+            out_of_step = synchronise_generation(state, restored=restored, wants_sync=wants_sync)
             if repeated:
-                settled_in = job.current()
+                settled_job = job.current()
                 reset()
-                if job.current() is not settled_in:  # which it has ended, and begun another
-                    out_of_step = settle(state, restored=False, wants_sync=out_of_step)
+                if job.current() is not settled_job:  # `reset` has ended the generation and begun another
+                    out_of_step = synchronise_generation(state, restored=False, wants_sync=out_of_step)
                 state.on_reset()
             if out_of_step:
-                share(state)
+                copy_root_state(state)
             restored = False
             return _call(train)
         except HostsUpdatedInterrupt as interrupt:
-            logger.info("hosts have come or gone")
+            logger.info("hosts were added or removed")
             wants_sync = not interrupt.skip_sync
-            _part(together=True)
+            _leave_generation(together=True)
         except CommError as err:
-            logger.info("%s; going back to the last commit", err)
+            logger.info("%s; restoring the last commit", err)
             if job.is_initialized():
-                job.current().give_up(f"rank {job.current().rank} has given up: {err}")
+                job.current().give_up(f"rank {job.current().rank} leaves the generation: {err}")
             state.restore()
             restored = wants_sync = True
-            _part(reason=str(err))
+            _leave_generation(reason=str(err))
         repeated = True
 
 
@@ -796,7 +799,7 @@ def _call(train: Callable[[], Any]) -> Any:
         current.training = False
 
 
-def _part(*, together: bool = False, reason: str = "") -> None:
-    """Ends this rank's generation, see `job.leave`; what the script holds of it belongs to no ranks until the next."""
+def _leave_generation(*, together: bool = False, reason: str = "") -> None:
+    """End this rank's generation (see `job.leave`), and detach process sets and optimizers until the next one."""
     job.leave(together=together, reason=reason)
-    let_go()
+    detach_all()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,41 +16,37 @@ import torch
 
 import sirtaki
 from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.shard_search import ShardArm, shard_session
 from sirtaki.autotune.sharded import (
     MOST_SCATTERING,
     SHARDED_FILE,
     STREAMS,
     RecordedStep,
-    ShardArm,
     ShardedStep,
     ShardKnobs,
     ShardLink,
     ShardSpace,
     packed_share,
-    shard_session,
 )
 from sirtaki.comm.compress import codec_of
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import Progress
+from sirtaki.engine.console import TuningProgress
 from sirtaki.engine.lanes import untuned_streams
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
 from sirtaki.engine.tuning.controller import TuningController
+from sirtaki.engine.tuning.memory import SettingsMemory
 from sirtaki.engine.tuning.plans import fixed_knobs
 from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
 from sirtaki.engine.tuning.target import TunableTarget
 from sirtaki.errors import TransportError
-from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import ShardsKey, ShardsRecord
 
 from .buckets import StepTrace
 from .model import AS_PYTORCH, ShardedModel
-
-if TYPE_CHECKING:
-    from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +75,6 @@ WORTH_MEMORY = 0.05
 MEASURED_STEPS = 10
 """Steps whose packing loss is measured after the search."""
 
-_T = TypeVar("_T")
-
 
 class ShardTarget(TunableTarget[ShardKnobs]):
     """A sharded model as a target of tuning in step times. Its controller runs over the model's ranks.
@@ -97,6 +90,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
         self._controller = None if self._control is None or not settings.tunes else TuningController(self._control)
         self._key: ShardsKey | None = None  # on rank 0; None if nothing is stored
+        self._memory = SettingsMemory(settings.registry)
         self._space: ShardSpace | None = None  # on rank 0
         self._step: ShardedStep | None = None
         self._begun_s = self._ended_s = 0.0
@@ -155,7 +149,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         """Return the time of the step that has ended."""
         return self._ended_s - self._begun_s
 
-    def progress(self, session: TuningSession[ShardKnobs]) -> Progress:
+    def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
         """Describe how far the search is. On rank 0."""
         return describe_progress(session, WHOLE_STEPS)
 
@@ -173,15 +167,15 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         result, stored = session.result, False
         # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
         if self._key is not None and result.n_trials > 1 and not result.doubt:
-            way = ShardWay(
+            record = ShardsRecord(
                 key=self._key,
                 memory_bytes=self._settings.fsdp_memory,
                 modules=len(self._model.order),
-                **asdict(result.knobs),
+                setting=result.knobs,
                 gain=0.0 if result.gain is None else 1.0 - 1.0 / result.gain.times,
                 created_s=time.time(),
             )
-            stored = self._attempt(lambda store: store.save_way(way), False)
+            stored = self._memory.keep(record)
         words = describe_steps(result, self._model.describe())
         logger.info("%s%s", words, "; stored in the registry" if stored else "")
         if self._space is None or self._shares_memory:
@@ -285,26 +279,16 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the newest stored setting that may be used, of jobs with as much memory or the least above it."""
-        since_s = time.time() - STALE_AFTER_S
-        ways = self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]())
-        for way in sorted(ways, key=lambda way: way.memory_bytes):
-            knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
-            if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
-                break
-        else:
-            return None
-        what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
-        logger.info("found these shards in the registry: %s", what)
-        return knobs
+        """Return the setting of a job that was allowed as much memory, or the least above it, if it may run here."""
 
-    def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Open the registry for one action. Return `otherwise` if it fails. Raises nothing into training."""
-        store = SafeStore(self._settings.registry)
-        try:
-            return store.attempt(action, otherwise)
-        finally:
-            store.close()
+        def accept(record: ShardsRecord) -> ShardKnobs | None:
+            return record.setting if record.setting in space else None
+
+        knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
+        if knobs is not None:
+            what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
+            logger.info("found these shards in the registry: %s", what)
+        return knobs
 
 
 def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:

@@ -28,8 +28,8 @@ def answer(monkeypatch, capsys, *findings):
     return code, json.loads(capsys.readouterr().out)
 
 
-HEALTHY = doctor.Finding("a", "b", "c")
-ILL = doctor.Finding("a", "disc", "none", "it is [full]", "delete something")
+HEALTHY = doctor.DoctorFinding("a", "b", "c")
+ILL = doctor.DoctorFinding("a", "disc", "none", "it is [full]", "delete something")
 
 
 def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
@@ -40,7 +40,7 @@ def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
 
 def test_a_problem_has_its_remedy_within_80_columns_but_paths_stay_whole(monkeypatch, capsys):
     path = "/" + "x" * 90
-    long = doctor.Finding("a", "b", f"{'word ' * 40}{path}", "it " * 60, path)
+    long = doctor.DoctorFinding("a", "b", f"{'word ' * 40}{path}", "it " * 60, path)
     monkeypatch.setattr(doctor, "CHECKS", (lambda: iter((HEALTHY, ILL, long)),))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -179,4 +179,4 @@ def test_nccl_streams_are_tried_with_a_rank_on_each_gpu(monkeypatch):
 def test_a_command_that_is_written_wrong_is_suggested(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["dctor"])
-    assert "'dctor' is no command; did you mean 'doctor'?" in capsys.readouterr().err
+    assert "'dctor' is not a command; did you mean 'doctor'?" in capsys.readouterr().err

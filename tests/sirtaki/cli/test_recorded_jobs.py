@@ -253,7 +253,7 @@ def test_a_plan_that_no_replay_can_tell_of_is_refused_with_the_reason(
     one = written(tmp_path / "one", record(on_one_host(cuts=(4,))))
     status, out, err = asked(one, capsys, "--unit-mib", "0.002")
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "a replay cannot tell what it would be if the plan were units of 0.002 MiB: " in err
+    assert "a replay cannot predict the step if the plan were units of 0.002 MiB: " in err
     assert "smaller units" in err
     status, out, err = optimized(one, capsys)
     assert (status, err) == (0, "")
@@ -499,7 +499,7 @@ def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1G", "0", "0.1", "6X", "1e9", "nan"])
 def test_what_is_no_amount_of_memory_is_said(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"{text!r} is no amount of memory: give one such as 6G or 512M"):
+    with pytest.raises(ArgumentTypeError, match=f"{text!r} is not an amount of memory, such as 6G or 512M"):
         memory_bytes(text)
 
 

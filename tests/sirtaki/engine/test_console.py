@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from sirtaki.engine import console
-from sirtaki.engine.console import Progress, start_logging, tell_progress
+from sirtaki.engine.console import TuningProgress, log_progress, start_logging
 from sirtaki.engine.settings import Settings
 from sirtaki.run.output import Bar, Console
 
 DEFAULTS = Settings(log_time=False)
-PROGRESS = Progress(
+PROGRESS = TuningProgress(
     used=21, at_most=100, left="at most 7 s", seen="fastest seen so far, not yet proved: 7 ms less", now="x"
 )
 
@@ -69,7 +69,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     before = root.propagate, root.level
     yield stream
     for handler in root.handlers:
-        if isinstance(handler, console._Handler):
+        if isinstance(handler, console._RankLogHandler):
             handler.clear()
     root.propagate, root.level = before
 
@@ -82,14 +82,14 @@ def start(stderr: io.StringIO, settings: Settings = DEFAULTS) -> None:
 def test_a_bar_stands_below_what_a_script_prints_and_goes_when_something_is_found(terminal: Terminal) -> None:
     start(terminal)
     logger = logging.getLogger("sirtaki.test")
-    tell_progress(logger, PROGRESS)
+    log_progress(logger, PROGRESS)
     bar = "tuning [#....] 21/100; fastest seen so far, not yet proved: 7 ms less"
     assert terminal.rows == ["", bar]
     terminal.write("epoch 1")
-    tell_progress(logger, PROGRESS)
+    log_progress(logger, PROGRESS)
     assert terminal.rows == ["epoch 1", bar]
     terminal.write(": loss 0.5\n")
-    tell_progress(logger, PROGRESS)
+    log_progress(logger, PROGRESS)
     assert terminal.rows == ["epoch 1: loss 0.5", "", bar]
     logger.info("tuned")
     assert terminal.rows == ["epoch 1: loss 0.5", "[sirtaki 0] tuned"]
@@ -99,7 +99,7 @@ def test_a_bar_stays_in_the_last_rows_of_a_full_terminal(terminal: Terminal) -> 
     start(terminal)
     for number in range(20):
         terminal.write(f"epoch {number}\n")
-        tell_progress(logging.getLogger("sirtaki.test"), PROGRESS)
+        log_progress(logging.getLogger("sirtaki.test"), PROGRESS)
     assert terminal.rows[:-2] == [f"epoch {number}" for number in range(12, 20)]
     assert terminal.rows[-2:] == ["", PROGRESS.bar()]
 
@@ -108,7 +108,7 @@ def test_lines_that_are_printed_at_once_leave_nothing_of_the_bar(terminal: Termi
     start(terminal)
     with contextlib.redirect_stdout(terminal):
         for number in range(2):
-            tell_progress(logging.getLogger("sirtaki.test"), PROGRESS)
+            log_progress(logging.getLogger("sirtaki.test"), PROGRESS)
             print(f"epoch {number}\nloss 0.5\naccuracy 0.9")
     assert terminal.rows == ["epoch 0", "loss 0.5", "accuracy 0.9", "epoch 1", "loss 0.5", "accuracy 0.9"]
 
@@ -121,14 +121,14 @@ def test_a_bar_is_no_longer_than_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_bar_is_drawn_where_only_warnings_are_wanted(terminal: Terminal) -> None:
     for name in ("SIRTAKI_LOG", "SIRTAKI_LOG_LEVEL"):
         start(terminal, Settings.from_environ({name: "warning"}))
-        tell_progress(logging.getLogger("sirtaki.test"), PROGRESS)
+        log_progress(logging.getLogger("sirtaki.test"), PROGRESS)
     assert terminal.getvalue() == ""
 
 
 def test_what_is_no_terminal_gets_lines(terminal: Terminal) -> None:
     plain = io.StringIO()
     start(plain)
-    tell_progress(logging.getLogger("sirtaki.test"), PROGRESS)
+    log_progress(logging.getLogger("sirtaki.test"), PROGRESS)
     assert plain.getvalue() == f"[sirtaki 0] {PROGRESS.line()}\n"
     assert console.progress_every_s() == console.LINE_EVERY_S
 
@@ -147,12 +147,12 @@ def test_a_launchers_bar_stays_below_the_lines_of_both_streams(terminal: Termina
 
 RANK = """
 import logging, time
-from sirtaki.engine.console import Progress, start_logging, tell_progress
+from sirtaki.engine.console import TuningProgress, log_progress, start_logging
 from sirtaki.engine.settings import Settings
 
 start_logging(Settings(), 0)
 print("epoch 1", flush=True)
-tell_progress(logging.getLogger("sirtaki.test"), Progress(used=21, at_most=100, seen="nothing", now="x"))
+log_progress(logging.getLogger("sirtaki.test"), TuningProgress(used=21, at_most=100, seen="nothing", now="x"))
 print("epoch 2", flush=True)
 """
 

@@ -310,7 +310,7 @@ def test_planned_units_are_tried_as_they_are_and_tapered_ones_beside_them() -> N
     assert run[1].knobs == planned
     others = {choice.knobs for choice in run} - {planned}
     assert others
-    assert others == {tapered(replace(knobs, cuts=None), LAYOUT) for knobs in others}
+    assert others == {tapered(knobs.but(cuts=None), LAYOUT) for knobs in others}
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_planned_units_are_tried_as_they_are_and_tapered_ones_beside_them() -> N
 )
 def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int, numel: int) -> None:
     layout = replace(LAYOUT, sizes=(1000, numel - 1000))
-    knobs = tapered(replace(TUNED, unit_bytes=unit_bytes), layout)
+    knobs = tapered(TUNED.but(unit_bytes=unit_bytes), layout)
     units = [unit.stop - unit.start for unit in knobs.to_plan(layout).units]
     assert sum(units) == numel
     if unit_bytes < 16:

@@ -20,10 +20,10 @@ from sirtaki.engine.generations import (
     AgentClient,
     Generations,
     SurvivingMembership,
-    in_order,
     name_of,
     open_agent,
     open_survivors,
+    rank_order,
     register,
 )
 from sirtaki.engine.json_channel import JsonChannel
@@ -76,10 +76,10 @@ def test_a_rank_says_where_it_comes_from() -> None:
     membership = Membership(True, False)
     elastic = Generations(membership)
     assert not elastic.in_step
-    elastic.meet_next(Settings()).free()
+    elastic.join_next(Settings()).free()
     assert (elastic.number, elastic.in_step) == (1, True)
     elastic.has_state = True
-    elastic.meet_next(Settings()).free()
+    elastic.join_next(Settings()).free()
     assert (elastic.number, elastic.in_step) == (2, True)
     assert membership.asked == [(0, False), (1, True)]
     assert elastic.change() is Change.ADDED
@@ -100,20 +100,20 @@ def test_a_generation_that_loses_a_member_before_all_have_met_is_left_for_the_ne
 
     monkeypatch.setattr(generations, "meet", meet)
     elastic = Generations(Membership(True, True, True))
-    elastic.meet_next(Settings()).free()
+    elastic.join_next(Settings()).free()
     assert elastic.number == 3
 
 
 def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -> None:
     with pytest.raises(LaunchError, match=r"no generation after 0.*too few hosts"):
-        Generations(Membership(CommError("too few hosts"))).meet_next(Settings())
+        Generations(Membership(CommError("too few hosts"))).join_next(Settings())
 
 
 def test_who_is_dismissed_has_not_finished_the_job() -> None:
     membership = Membership(Dismissed("its host is drained"))
     elastic = Generations(membership)
     with pytest.raises(Dismissed):
-        elastic.meet_next(Settings())
+        elastic.join_next(Settings())
     elastic.finished()
     assert membership.n_finished == 0
 
@@ -270,7 +270,7 @@ def test_nobody_waits_for_an_agent_that_is_gone_nor_for_ever(ends: tuple[AgentCl
     with pytest.raises(CommError, match="in time"):
         client.join(after=0, has_state=False, timeout_s=0.1)
     agent.channel.close()
-    with pytest.raises(CommError, match="agent of this host is gone"):
+    with pytest.raises(CommError, match="agent of this host has exited"):
         client.join(after=0, has_state=False, timeout_s=30.0)
     assert client.change() == Change(0)
     client.finished()
@@ -288,7 +288,7 @@ def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
 
 
 def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
-    with pytest.raises(ConfigError, match="is it one that a rank has started"):
+    with pytest.raises(ConfigError, match="Was it started by a rank"):
         open_agent(interface=None, environ={AGENT: "9999,one"})
 
 
@@ -401,11 +401,11 @@ def test_ranks_of_a_host_stay_neighbours() -> None:
         replace(each, introduction=replace(each.introduction, attendee=replace(each.attendee, host=host)))
         for each, host in zip((world.told[origin] for origin in range(4)), hosts, strict=True)
     ]
-    assert [each.origin for each in in_order(told)] == [0, 2, 1, 3]
+    assert [each.origin for each in rank_order(told)] == [0, 2, 1, 3]
     told = [replace(each, has_state=each.origin in (2, 3)) for each in told]
-    assert [each.origin for each in in_order(told)] == [2, 0, 3, 1]
+    assert [each.origin for each in rank_order(told)] == [2, 0, 3, 1]
     told = [replace(each, has_state=each.origin == 3) for each in told]
-    assert [each.origin for each in in_order(told)] == [3, 1, 0, 2]
+    assert [each.origin for each in rank_order(told)] == [3, 1, 0, 2]
 
 
 def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import math
 import sqlite3
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.knob_search import KnobSearch
 from sirtaki.engine.tuning.plans import checked_plans
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, MIB), streams=(1, 2, 4))
@@ -100,8 +100,8 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert cache.keep(result, [Trial(arm="grid", knobs=knobs, iterations=2, span_s=1.0)], complete=True, links={})
     store = open_store(str(registry))
-    (own,) = store.entries()
-    store.save_all([make_entry(model=own.model, ranks=4), make_entry(model=own.model, ranks=6, complete=False)])
+    (own,) = store.all(JobRecord)
+    store.put_all([make_entry(model=own.model, ranks=4), make_entry(model=own.model, ranks=6, complete=False)])
     store.close()
     return registry
 
@@ -160,10 +160,10 @@ def faults() -> list[tuple[str, str]]:
         ("sirtaki.engine.tuning.knob_search.make_planners", "without planners"),
         ("sirtaki.engine.tuning.knob_search.default_arms", "tuning has failed"),
         ("sirtaki.engine.tuning.knob_search.TuningSession", "tuning has failed"),
-        ("sirtaki.engine.tuning.cache.neighbours", "registry"),
-        ("sirtaki.engine.tuning.cache.make_key", "left alone"),
-        ("sirtaki.engine.tuning.cache.Entry", "not remembered"),
-        ("sirtaki.registry.safe_store.open_store", "without the registry"),
+        ("sirtaki.engine.tuning.memory.neighbours", "without the registry"),
+        ("sirtaki.engine.tuning.memory.open_store", "without the registry"),
+        ("sirtaki.engine.tuning.cache.make_key", "without the registry"),
+        ("sirtaki.engine.tuning.cache.JobRecord", "without the registry"),
     ]
 
 
@@ -211,6 +211,6 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
 
 
 def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
-    the_same = replace(DEFAULT, streams=4, unit_bytes=MIB)
+    the_same = DEFAULT.but(streams=4, unit_bytes=MIB)
     *ran, _ = tuned(tmp_path / "registry.db", [ListArm(*[the_same] * 1000)])
     assert set(ran) == {DEFAULT}

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.engine.launchers import Place, check_world_size, node_names, place, step_place, task_counts, torch_place
+from sirtaki.engine.launchers import (
+    LauncherRank,
+    check_world_size,
+    node_names,
+    place,
+    step_place,
+    task_counts,
+    torch_place,
+)
 from sirtaki.errors import ConfigError
 
 # ── launchers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -25,18 +33,18 @@ SRUN = {
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             1,
-            "WORLD_SIZE=2 .*torchrun.*SIRTAKI_CONTROL=mpi.*sirtakirun -np 2",
+            "WORLD_SIZE=2,.*torchrun.*SIRTAKI_CONTROL=mpi.*sirtakirun -np 2",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
             1,
-            "OMPI_COMM_WORLD_SIZE says 4 .*sirtakirun -np 4",
+            "OMPI_COMM_WORLD_SIZE=4, .*sirtakirun -np 4",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "MPI's world has 2"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "PMI_SIZE says 3 ranks"),
-        (SRUN, 1, "srun has started 8 tasks.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
-        ({**SRUN, "PMI_SIZE": "8"}, 1, "PMI_SIZE says 8.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
-        ({**SRUN, "PMIX_RANK": "3"}, 1, "srun has started 8 tasks"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "PMI_SIZE=3, "),
+        (SRUN, 1, "srun started 8 tasks.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
+        ({**SRUN, "PMI_SIZE": "8"}, 1, "PMI_SIZE=8,.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
+        ({**SRUN, "PMIX_RANK": "3"}, 1, "srun started 8 tasks"),
     ],
 )
 def test_a_launcher_that_meant_more_ranks_than_mpi_sees_is_refused_with_the_remedy(environ, size, says):
@@ -78,7 +86,7 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node
 def test_torchruns_variables_are_a_place():
     assert torch_place({}) is None
     assert torch_place({"WORLD_SIZE": "4"}) is None  # somebody's setting: no rank goes with it
-    expected = Place(rank=1, size=4, host="node0", port=29500, agent_store=False, attempt="none/0")
+    expected = LauncherRank(rank=1, size=4, host="node0", port=29500, agent_store=False, attempt="none/0")
     assert torch_place(TORCH) == expected
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
     place = torch_place(TORCH | elastic)
@@ -109,14 +117,14 @@ def test_tasks_of_srun_meet_at_its_first_node_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
-        ({"RANK": "one"}, "RANK='one' is no whole number"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is no whole number from 1"),
+        ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
+        ({"RANK": "one"}, "RANK='one' must be an integer"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be an integer of at least 1"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        ({"MASTER_ADDR": ""}, "but not MASTER_ADDR, so.*torchrun or sirtakirun.*unset RANK"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "but not MASTER_ADDR nor MASTER_PORT, so"),
-        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
+        ({"MASTER_ADDR": ""}, "but MASTER_ADDR is missing, so.*torchrun or sirtakirun.*unset RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "but MASTER_ADDR and MASTER_PORT are missing, so"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 must not exceed WORLD_SIZE=4"),
     ],
 )
 def test_variables_that_do_not_fit_together_are_refused(changes, says):
@@ -143,7 +151,7 @@ def test_node_lists_are_expanded():
 def test_counts_of_tasks_are_expanded():
     assert task_counts({"T": "2(x3),1,4"}, "T") == [2, 2, 2, 1, 4]
     assert task_counts({}, "T") == [1]
-    with pytest.raises(ConfigError, match=r"T='2\(3\)' is not of the form"):
+    with pytest.raises(ConfigError, match=r"T='2\(3\)' does not have the format"):
         task_counts({"T": "2(3)"}, "T")
 
 

@@ -4,21 +4,21 @@ import gc
 import weakref
 from typing import Any, cast
 
-from sirtaki.engine.participants import Participant, Participants
+from sirtaki.engine.participants import ActiveReducer, ActiveReducers
 
 
 class Reducer:
     """A participant of whom only that it exists matters."""
 
 
-def made(participants: Participants) -> Any:
-    reducer = cast(Participant, Reducer())
+def made(participants: ActiveReducers) -> Any:
+    reducer = cast(ActiveReducer, Reducer())
     participants.add(reducer)
     return reducer
 
 
 def test_they_are_named_oldest_first_and_not_kept_alive() -> None:
-    participants = Participants()
+    participants = ActiveReducers()
     first, second = made(participants), made(participants)
     assert list(participants) == [first, second]
     del first
@@ -29,7 +29,7 @@ def test_they_are_named_oldest_first_and_not_kept_alive() -> None:
 
 
 def test_in_use_are_the_newest_and_the_one_that_was_stepped_last() -> None:
-    participants = Participants()
+    participants = ActiveReducers()
     assert participants.in_use == []
     first, second, third = (made(participants) for _ in range(3))
     participants.last_finished = weakref.ref(first)
@@ -41,15 +41,15 @@ def test_what_all_have_put_off_is_settled_and_none_is_kept_alive_by_that() -> No
     class Late(Reducer):
         settled = 0
 
-        def settle(self) -> None:
+        def drain(self) -> None:
             Late.settled += 1
 
-    participants = Participants()
-    kept, dropped = cast(Participant, Late()), cast(Participant, Late())
+    participants = ActiveReducers()
+    kept, dropped = cast(ActiveReducer, Late()), cast(ActiveReducer, Late())
     participants.add(kept)
     participants.add(dropped)
-    participants.settle()
+    participants.drain()
     del dropped
     assert list(participants) == [kept]
-    participants.settle()
+    participants.drain()
     assert Late.settled == 3

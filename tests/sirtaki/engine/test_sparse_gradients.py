@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from sirtaki.autotune.sparse import (
     N_CANDIDATES,
     TRIAL_BUDGET,
     Pace,
-    SparseDecision,
     SparseSummary,
     TouchCounts,
 )
@@ -28,13 +28,14 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
-from sirtaki.comm.sparse.worker import RowFormat, SparseLanes
+from sirtaki.comm.sparse.worker import SparseLanes
 from sirtaki.engine import sparse_gradients as module
 from sirtaki.engine.reducing.reducer import KnownSparse
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.engine.sparse_gradients import SparseMemory, SparseReductions, Times, fastest, measure, plan_of, skew_of
-from sirtaki.registry.entry import RowsKey, RowWay
-from sirtaki.registry.safe_store import open_store
+from sirtaki.engine.sparse_gradients import SparseReductions, Times, fastest, measure, plan_of, skew_of
+from sirtaki.engine.tuning.memory import SettingsMemory
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import RowsKey, RowsRecord
 
 ROWS, WIDTH = 4, 2
 
@@ -450,7 +451,6 @@ def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch
 
 # ── what earlier jobs have kept ──────────────────────────────────────────────────────────────────────────────────────
 
-FORM = RowFormat(TABLE_ROWS, TABLE_WIDTH, torch.float32)
 HOT = SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 1, 2), cold=SparsePath.OWNER)
 
 
@@ -473,74 +473,40 @@ def counts_by_turns(popular: int) -> TouchCounts:
     return found
 
 
-def kept(plan: SparsePlan, learned: TouchCounts) -> SparseDecision:
-    return SparseDecision(plan=plan, candidates=[plan], learned=learned, measured_s=[0.1])
+def stored(plan: SparsePlan, learned: TouchCounts) -> RowsRecord:
+    return RowsRecord(
+        key=RowsKey(topology="", ranks=2, n_rows=TABLE_ROWS, row_bytes=12, dtype="float32"),
+        name="table",
+        skew=skew_of(learned),
+        path=plan.path,
+        cold=plan.cold,
+        block_rows=plan.block_rows,
+        n_hot=len(plan.hot_rows),
+        span_s=0.1,
+        created_s=time.time(),
+    )
 
 
-def recalled(
-    path: Path | str,
-    learned: TouchCounts,
-    *,
-    keeps: SparsePlan | None = None,
-    form: RowFormat = FORM,
-) -> list[dict[str, SparsePlan]]:
-    def run(control: ControlPlane) -> dict[str, SparsePlan]:
-        memory = SparseMemory(control, Settings(registry=str(path)))
-        found = memory.recall({"table": (form, learned)})
-        if keeps is not None:
-            memory.keep("table", form, kept(keeps, learned))
-        memory.close()
-        control.reclaim()
-        return found
-
-    return on_planes(2, run)
+def recalled(memory: SettingsMemory, learned: TouchCounts) -> SparsePlan | None:
+    key = stored(GATHER, learned).key
+    return memory.recall(RowsRecord, key, ("table", skew_of(learned)), lambda record: plan_of(record, learned))
 
 
-def test_what_was_kept_is_told_to_all_ranks_with_the_hot_rows_of_this_job(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    assert recalled(path, counts(), keeps=HOT) == [{}, {}]
-    here = counts(shift=5)
-    (first, second) = recalled(path, here)
-    assert first == second
-    assert (first["table"].path, first["table"].cold) == (SparsePath.HOT_COLD, SparsePath.OWNER)
-    assert set(first["table"].hot_rows) == set(here.ranked()[:3].tolist())
+def test_a_plan_is_recalled_with_the_hot_rows_of_this_job(tmp_path: Path) -> None:
+    memory, here = SettingsMemory(str(tmp_path / "registry.db")), counts(shift=5)
+    assert memory.keep(stored(HOT, counts()))
+    plan = recalled(memory, here)
+    assert plan is not None
+    assert (plan.path, plan.cold) == (SparsePath.HOT_COLD, SparsePath.OWNER)
+    assert set(plan.hot_rows) == set(here.ranked()[:3].tolist())
 
 
-def test_rows_of_another_shape_or_curve_start_anew(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
+def test_rows_with_another_curve_start_anew(tmp_path: Path) -> None:
+    memory = SettingsMemory(str(tmp_path / "registry.db"))
     even, popular = counts_by_turns(0), counts_by_turns(20)
     assert (even.touched, even.union) == (popular.touched, popular.union) == (40, 40)
-    recalled(path, even, keeps=GATHER)
-    assert recalled(path, popular, keeps=HOT) == [{}, {}]
-    assert recalled(path, even) == [{"table": GATHER}] * 2
-    assert recalled(path, even, form=RowFormat(TABLE_ROWS + 1, TABLE_WIDTH, torch.float32)) == [{}, {}]
-    assert recalled(path, popular)[0]["table"].path is SparsePath.HOT_COLD
-
-
-def test_where_the_registry_is_off_or_broken_nothing_is_recalled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for path in ("off", tmp_path):  # a folder is no registry
-        assert recalled(path, counts(), keeps=HOT) == [{}, {}]
-        assert recalled(path, counts()) == [{}, {}]
-    assert "training goes on without the registry" in caplog.text
-
-
-@pytest.mark.parametrize("path", ["by air", "hot_cold"])
-def test_a_way_that_is_none_here_is_not_taken(path: str) -> None:
-    key = RowsKey(topology="", ranks=2, n_rows=TABLE_ROWS, row_bytes=12, dtype="float32")
-    way = RowWay(
-        key=key,
-        name="t",
-        skew=skew_of(counts()),
-        path=path,
-        cold="gather",
-        block_rows=1,
-        n_hot=0,
-        span_s=0.0,
-        created_s=0.0,
-    )
-    assert plan_of(way, counts()) is None
+    assert memory.keep(stored(GATHER, even))
+    assert (recalled(memory, even), recalled(memory, popular)) == (GATHER, None)
 
 
 TOLD = re.compile(r"(even|popular): kept after (\d+), (probed|not probed), (\w+)")
@@ -567,7 +533,7 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
         else:
             # In the first iteration gradients travel dense; it is found out then which are sparse.
             assert told[second][2] == "not probed"
-            assert int(told[second][1]) - LEARNING_ITERATIONS <= (0 if told[first][3] == "gather" else TRIAL_BUDGET)
-    assert "are touched like those of weight" in logs[4]
-    ways = open_store(str(registry)).ways(RowWay)
+            assert int(told[second][1]) - LEARNING_ITERATIONS in recalled
+    assert "are accessed like those of weight" in logs[4]
+    ways = open_store(str(registry)).all(RowsRecord)
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}

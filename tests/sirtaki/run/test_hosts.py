@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.host_check import Finding, Need, finding_here, interface_problem, problem_here, versions_here
+from sirtaki.run.host_check import HostReport, Need, finding_here, interface_problem, problem_here, versions_here
 from sirtaki.run.hosts import (
     Host,
     is_by_ssh,
@@ -79,11 +79,11 @@ def test_a_slurm_allocation_gives_hosts_and_slots():
 def test_a_sirtakirun_that_srun_has_started_says_how_it_is_meant():
     job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}
     with pytest.raises(
-        ConfigError, match="2 nodes, but SLURM_TASKS_PER_NODE='1' is for 1; start sirtakirun without srun"
+        ConfigError, match="2 nodes, but SLURM_TASKS_PER_NODE='1' is for 1 nodes; start sirtakirun without srun"
     ):
         slurm_hosts(job)
     several = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "a,b"}
-    with pytest.raises(ConfigError, match="srun has started sirtakirun 2 times; start it once, without srun"):
+    with pytest.raises(ConfigError, match="srun started sirtakirun 2 times; start it once, without srun"):
         slurm_hosts(job | several)
 
 
@@ -96,7 +96,7 @@ NOTHING = Need(folder="/", script="", interfaces=(), versions={})
 def test_versions_must_be_the_same() -> None:
     assert problem_here(replace(NOTHING, versions=versions_here())) == ""
     other = {**versions_here(), "PyTorch": "1.0"}
-    assert "and 1.0 where the job is started" in problem_here(replace(NOTHING, versions=other))
+    assert "but the launcher has 1.0" in problem_here(replace(NOTHING, versions=other))
 
 
 def test_the_script_must_be_there_seen_from_the_folder(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def found(hosts: str, **changes: object):
 
 def shared(**hosts: str) -> tuple[str, ...]:
     return shared_networks(
-        Finding(problem="", networks=tuple(text.split()), identity=name) for name, text in hosts.items()
+        HostReport(problem="", networks=tuple(text.split()), identity=name) for name, text in hosts.items()
     )
 
 
@@ -163,13 +163,13 @@ def test_a_host_that_has_all_tells_its_networks_and_another_one_why_it_cannot_be
     answers = found("bc")
     here = finding_here(Need(folder="/", script="", interfaces=(), versions={}))
     assert answers["b"] == here
-    assert answers["c"].problem.endswith("Connection refused: start sshd there, or name its port with --ssh-port")
+    assert answers["c"].problem.endswith("Connection refused: start sshd there, or set its port with --ssh-port")
 
 
 def test_networks_with_one_address_on_several_hosts_join_nobody() -> None:
     assert shared(a="10.0.0.1/24 172.17.0.1/16", b="10.0.0.2/24 172.17.0.1/16", c="10.0.0.3/24") == ("172.17.0.0/16",)
     assert shared(a="10.0.0.1/24 10.0.0.9/24", b="10.0.0.2/24 10.0.0.9/24") == ()
-    host = Finding(problem="", networks=("10.0.0.1/24",), identity="a")
+    host = HostReport(problem="", networks=("10.0.0.1/24",), identity="a")
     assert shared_networks([host, host]) == ()  # two names of one
 
 
@@ -190,14 +190,14 @@ def test_where_something_else_than_ssh_starts_daemons_nobody_is_asked() -> None:
     ("line", "says"),
     [
         ("ssh: connect to host b port 22: Connection refused", "--ssh-port"),
-        ("ssh: connect to host b port 22: Connection timed out", "switched on"),
-        ("ssh: connect to host b port 22: No route to host", "switched on"),
+        ("ssh: connect to host b port 22: Connection timed out", "check that it is running"),
+        ("ssh: connect to host b port 22: No route to host", "check that it is running"),
         ("root@b: Permission denied (publickey,password).", "`ssh-copy-id b`"),
         ("Host key verification failed.", "`ssh b`"),
-        ("ssh: Could not resolve hostname b: Name or service not known", "is the name right?"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "check the name"),
         ("sh: 1: exec: /opt/python: not found", "with /opt/python"),
         ("env: '/opt/python': No such file or directory", "with /opt/python"),
-        ("/opt/python: No module named sirtaki", "install Sirtaki there for /opt/python"),
+        ("/opt/python: No module named sirtaki", "install the same version of Sirtaki there for /opt/python"),
         ("(ModuleNotFoundError: No module named 'sirtaki.run')", "the same version"),
     ],
 )

@@ -126,7 +126,7 @@ def test_one_rank_that_fails_ends_all_with_its_exit_code(launch, script, environ
     job = launch("-np", 2, "python", script, fault)
     assert job.returncode == code
     lines = [line for line in job.stderr.splitlines() if not line.startswith("[1]")]
-    assert re.fullmatch(rf"sirtakirun: rank 1 on \S+ failed \({says}\); all ranks are ended", "\n".join(lines))
+    assert re.fullmatch(rf"sirtakirun: rank 1 on \S+ failed \({says}\); ending all ranks", "\n".join(lines))
     assert left_behind(environ) == []
     assert time.monotonic() - began < 30
     if fault == "raise":  # the traceback begins in the user's script
@@ -138,7 +138,7 @@ def test_an_error_that_all_ranks_raise_is_shown_once_with_its_remedy(launch, tmp
     (tmp_path / "script.py").write_text("import horovod.torch\n")
     job = launch("-np", 2, "python", tmp_path / "script.py")
     assert job.stderr.count("Traceback") == 1
-    assert "No module named 'horovod'; with --as-horovod `import horovod` gives Sirtaki" in job.stderr
+    assert "No module named 'horovod'; with --as-horovod `import horovod` imports Sirtaki" in job.stderr
 
 
 @pytest.mark.lengthy
@@ -171,7 +171,7 @@ def test_variables_reach_the_ranks_and_an_option_wins_over_the_environment(launc
         (["-np", 2, "python", "nothere.py"], "no script 'nothere.py'"),
         (["-np", 2, "--hostfile", "nothere", "python", "-V"], "hostfile nothere cannot be read"),
         (["-np", 3, "-H", "localhost:2", "python", "-V"], "the hosts have 2 slots"),
-        (["python", "-V"], "how many ranks"),
+        (["python", "-V"], "the number of ranks is missing"),
         (["-np", 1, "-x", "NOT_SET", "python", "-V"], "NOT_SET is not set"),
         (["-np", 1, "--num-nccl-streams", "some", "python", "-V"], "SIRTAKI_STREAMS='some' is invalid"),
         (["-np", 1, "--config-file", "nothere", "python", "-V"], "--config-file nothere cannot be read"),
@@ -203,7 +203,7 @@ def test_horovods_modules_are_sirtakis_and_win_over_other_horovods(launch, tmp_p
     assert job.returncode == 0, job.stderr
     assert "horovod.tensorflow has no counterpart in Sirtaki" in job.stdout
     assert job.stdout.endswith("0.28.1\n")
-    assert "`import horovod` gives Sirtaki" in job.stderr
+    assert "`import horovod` imports Sirtaki" in job.stderr
 
 
 @pytest.mark.lengthy

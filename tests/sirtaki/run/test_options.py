@@ -17,7 +17,7 @@ from sirtaki.engine.settings import VARIABLES, WITHOUT_EFFECT, Settings
 from sirtaki.errors import ConfigError
 from sirtaki.run.as_horovod import SHIM, HorovodFinder, install
 from sirtaki.run.hosts import Host
-from sirtaki.run.launch import RUN_RANK, Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
+from sirtaki.run.launch import RUN_RANK, LaunchSpec, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.run.options import RANK_SETTINGS, arguments_from_file, build_parser, option_names, parse
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,10 +174,10 @@ def test_toml_and_yaml_say_the_same_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("c.json", {"fusion-threshold": 1}, "nearest one is 'fusion-threshold-mb'"),
+        ("c.json", {"fusion-threshold": 1}, "did you mean 'fusion-threshold-mb'"),
         ("c.json", {"autotune": {"enable": True}}, "'enable' is not an option"),
         ("c.json", "{", "cannot be read"),
-        ("c.json", "[1]", "must hold options"),
+        ("c.json", "[1]", "must contain options"),
         ("c.toml", "=", "cannot be read"),
     ],
 )
@@ -266,7 +266,7 @@ def library(vendor, *version):
 
 def line(vendor, *version, **changes):
     plain = {"ranks": 2, "hosts": (), "command": ("python", "x.py"), "exported": (), "oversubscribed": False}
-    return " ".join(mpiexec_command(Job(**{**plain, **changes}), MPIEXEC, library(vendor, *version)))
+    return " ".join(mpiexec_command(LaunchSpec(**{**plain, **changes}), MPIEXEC, library(vendor, *version)))
 
 
 def test_a_plain_job_under_each_mpiexec():
@@ -300,7 +300,7 @@ def test_hosts_network_and_binding_in_the_words_of_each():
 
 
 def test_ssh_options_reach_whatever_mpiexec_it_is():
-    job = Job(ranks=1, hosts=(), command=(), exported=(), oversubscribed=False, ssh=("-p", "22", "-i", "my key"))
+    job = LaunchSpec(ranks=1, hosts=(), command=(), exported=(), oversubscribed=False, ssh=("-p", "22", "-i", "my key"))
     assert set(ssh_variables(job, {}).values()) == {"-p 22 -i 'my key'"}
     assert len(ssh_variables(job, {})) == 3
     assert ssh_variables(job, {"PRTE_MCA_plm_ssh_args": "-C"})["PRTE_MCA_plm_ssh_args"] == "-p 22 -i 'my key' -C"

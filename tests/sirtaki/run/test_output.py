@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.run.output import Console, NoticeFilter, OutputOptions, RankOutput
-from sirtaki.run.rank_channel import PATTERN, UNFINISHED, Event, Message
+from sirtaki.run.rank_channel import PATTERN, UNFINISHED, ChannelLine, RankEvent
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -54,19 +54,19 @@ def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
         assert shown(marked.encode(), hydra=hydra) == (expected, [])
 
 
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("event", RankEvent)
 def test_messages_are_heard_and_not_shown(event):
-    message = Message(event=event, rank=3, pid=77, host="node-1.x", exit_code=4)
+    message = ChannelLine(event=event, rank=3, pid=77, host="node-1.x", exit_code=4)
     assert shown(b"[1,3]<stderr>: " + message.encode().encode()) == ("", [message])
     assert shown(b"[1,0]<stderr>: tail" + message.encode().encode()) == ("[0] tail\n", [message])
 
 
-def raising(rank, event=Event.RAISES, reason=""):
-    message = Message(event=event, rank=rank, pid=7, host="n", reason=reason)
+def raising(rank, event=RankEvent.RAISES, reason=""):
+    message = ChannelLine(event=event, rank=rank, pid=7, host="n", reason=reason)
     return b"[1,%d]<stderr>: " % rank + message.encode().encode()
 
 
-def error_of(rank, *lines, end=Event.FAILED, reason=""):
+def error_of(rank, *lines, end=RankEvent.FAILED, reason=""):
     written = b"".join(b"[1,%d]<stderr>: %s\n" % (rank, line) for line in lines)
     return [raising(rank, reason=reason), *written.splitlines(keepends=True), *([raising(rank, end)] if end else [])]
 
@@ -84,7 +84,7 @@ def test_where_the_cause_has_been_shown_its_victims_are_brief():
     assert shown(b"".join([*victim, *cause]))[0].startswith("[0] Traceback\n[0]  a\n")
 
 
-@pytest.mark.parametrize("end", [None, Event.TERMINATED])
+@pytest.mark.parametrize("end", [None, RankEvent.TERMINATED])
 def test_an_error_is_shown_though_its_rank_is_ended_meanwhile(end):
     assert shown(b"".join(error_of(0, b"Traceback", b"E: x", end=end)))[0] == "[0] Traceback\n[0] E: x\n"
 
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_ranks_files_and_not_the_job(tmp_path, capfd):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     assert shown(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n", folder=tmp_path)[0] == "[0] a\n[0] b\n"
-    assert capfd.readouterr().err.count("rank 0 is kept no longer") == 1
+    assert capfd.readouterr().err.count("cannot write stdout of rank 0") == 1
 
 
 def unfinished(*parts):
@@ -177,7 +177,7 @@ def test_a_full_disk_is_told_once_and_tried_again(capfd: pytest.CaptureFixture[s
     console.write(b"b\n")
     assert stream.tried == 2
     assert capfd.readouterr().err == (
-        "sirtakirun: stdout cannot be written ([Errno 28] No space left on device); the job goes on\n"
+        "sirtakirun: cannot write stdout ([Errno 28] No space left on device); the job continues\n"
     )
 
 
@@ -254,17 +254,17 @@ def test_what_the_encoding_lacks_is_an_escape(encoding: str, written: bytes) -> 
 # ── rank channel ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def back(line: str) -> Message:
+def back(line: str) -> ChannelLine:
     matched = PATTERN.fullmatch(line.encode())
     assert matched is not None
-    return Message.decode(matched)
+    return ChannelLine.decode(matched)
 
 
 @pytest.mark.parametrize(
     "reason", ["a  b\n\tc", "\x1e\x1f", "größe 100 % +&=", "\0", "%20", "\ud800x", "ValueError('“”')", " ", "…"]
 )
 def test_any_reason_comes_back_in_one_line(reason: str) -> None:
-    line = Message(event=Event.FAILED, rank=0, pid=1, host="h", reason=reason).encode()
+    line = ChannelLine(event=RankEvent.FAILED, rank=0, pid=1, host="h", reason=reason).encode()
     assert line.isascii()
     assert line.count("\n") == 1
     found = back(line).reason
@@ -327,7 +327,7 @@ def taken(text):
 @pytest.mark.parametrize(
     ("box", "endings"),
     [
-        (KILLED, [(1, 137, "killed by SIGKILL, as the system does where memory runs out")]),
+        (KILLED, [(1, 137, "killed by SIGKILL, as the system does if memory runs out")]),
         (KILLED.replace("9 (Killed)", "11 (Segmentation fault)"), [(1, 139, "killed by SIGSEGV")]),
         (EXITED, [(2, 7, "exit code 7")]),
         (EXITED.replace("prterun-vm-7947@1,2", "[26313,1],2"), [(2, 7, "exit code 7")]),

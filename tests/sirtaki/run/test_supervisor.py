@@ -21,7 +21,7 @@ from sirtaki.run.leftovers import (
     session_members,
 )
 from sirtaki.run.output import OutputOptions
-from sirtaki.run.rank_channel import Event, Message
+from sirtaki.run.rank_channel import ChannelLine, RankEvent
 from sirtaki.run.supervisor import Supervisor
 
 # ── supervisor ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -41,7 +41,7 @@ def run(shell, *, ranks=1, start_timeout_s=20.0):
 
 def say(event, *, rank=0, pid=1, exit_code=0, host=None, reason=""):
     host = host or socket.gethostname()
-    message = Message(event=event, rank=rank, pid=pid, exit_code=exit_code, host=host, reason=reason)
+    message = ChannelLine(event=event, rank=rank, pid=pid, exit_code=exit_code, host=host, reason=reason)
     return f"printf '%s\\n' '{message.encode().removesuffix(chr(10))}' >&2\n"
 
 
@@ -59,8 +59,8 @@ def processes(marker):
 
 
 def test_the_exit_code_of_mpiexec_counts_where_no_rank_told_one():
-    assert run(say(Event.STARTED) + "exit 5") == 5
-    assert run(say(Event.STARTED) + "kill -9 $$") == 137
+    assert run(say(RankEvent.STARTED) + "exit 5") == 5
+    assert run(say(RankEvent.STARTED) + "kill -9 $$") == 137
 
 
 @pytest.mark.parametrize(
@@ -82,28 +82,30 @@ def test_an_mpiexec_that_starts_nothing_is_an_error_that_names_the_host(capfd, s
 
 def test_a_rank_that_waited_for_the_killed_one_is_heard(capfd):
     says = [(0, "runs train.py:7 in main"), (2, "waits for the gradients of iteration 7"), (3, "")]
-    others = "".join(say(Event.TERMINATED, rank=rank, reason=reason) for rank, reason in says)
+    others = "".join(say(RankEvent.TERMINATED, rank=rank, reason=reason) for rank, reason in says)
     box = f"(echo {'-' * 74}; echo 'prterun noticed that process rank 1 with PID 7 on node vm exited on signal 11'; "
-    assert run(say(Event.STARTED) + others + box + f"echo {'-' * 74}) >&2\nexit 1") == 139
+    assert run(say(RankEvent.STARTED) + others + box + f"echo {'-' * 74}) >&2\nexit 1") == 139
     expected = (
-        "rank 1 on vm failed (killed by SIGSEGV); rank 2 waits for the gradients of iteration 7; all ranks are ended"
+        "rank 1 on vm failed (killed by SIGSEGV); rank 2 waits for the gradients of iteration 7; ending all ranks"
     )
     assert capfd.readouterr().err == f"sirtakirun: {expected}\n"
 
 
 def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
-    failures = say(Event.FAILED, rank=1, exit_code=3, reason="ValueError: a bad batch") + say(Event.FAILED, exit_code=1)
+    failures = say(RankEvent.FAILED, rank=1, exit_code=3, reason="ValueError: a bad batch") + say(
+        RankEvent.FAILED, exit_code=1
+    )
     box = f"(echo {'-' * 74}; echo 'prterun detected that one or more processes exited with non-zero status,'; "
     box += f"echo 'Process name: [prterun-vm-1@1,0]'; echo 'Exit code:    1'; echo {'-' * 74}) >&2\n"
-    assert run(say(Event.STARTED) + failures + box + "exit 1") == 3
-    expected = f"sirtakirun: rank 1 on {socket.gethostname()} failed (ValueError: a bad batch); all ranks are ended\n"
+    assert run(say(RankEvent.STARTED) + failures + box + "exit 1") == 3
+    expected = f"sirtakirun: rank 1 on {socket.gethostname()} failed (ValueError: a bad batch); ending all ranks\n"
     assert capfd.readouterr().err == expected
 
 
 @pytest.mark.lengthy
 def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "START_REPORT_S", 0.2)
-    run(say(Event.STARTED, pid=os.getpid()) + "sleep 1", ranks=2)
+    run(say(RankEvent.STARTED, pid=os.getpid()) + "sleep 1", ranks=2)
     assert "1 of 2 ranks have started" in capfd.readouterr().err
 
 
@@ -118,26 +120,27 @@ def stopped_pid():
 
 @pytest.mark.parametrize("kind", ["StallError", "PeerLostError"])
 def test_a_rank_that_is_stopped_is_blamed_for_the_failures_of_others(capfd, stopped_pid, kind):
-    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=stopped_pid)
-    failure = say(Event.FAILED, exit_code=1, reason=f"{kind}: rank 0 has waited 7 s")
+    told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=stopped_pid)
+    failure = say(RankEvent.FAILED, exit_code=1, reason=f"{kind}: rank 0 has waited 7 s")
     assert run(told + failure + "exit 1", ranks=2) == 1
     expected = (
         f"sirtakirun: rank 1 on {socket.gethostname()} failed (it is stopped, by SIGSTOP or a debugger; on rank 0: "
-        f"{kind}: rank 0 has waited 7 s); all ranks are ended\n"
+        f"{kind}: rank 0 has waited 7 s); ending all ranks\n"
     )
     assert capfd.readouterr().err == expected
 
 
 def test_a_rank_that_is_stopped_is_not_blamed_for_the_errors_of_a_script(capfd, stopped_pid):
-    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=stopped_pid)
-    assert run(told + say(Event.FAILED, exit_code=1, reason="ValueError: a bad batch") + "exit 1", ranks=2) == 1
+    told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=stopped_pid)
+    assert run(told + say(RankEvent.FAILED, exit_code=1, reason="ValueError: a bad batch") + "exit 1", ranks=2) == 1
     assert "rank 0 on" in capfd.readouterr().err
 
 
 def test_a_killed_rank_is_blamed_though_another_one_says_first_what_it_misses(capfd):
-    told = say(Event.STARTED, pid=os.getpid()) + say(Event.STARTED, rank=1, pid=99999999)
+    told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=99999999)
     assert (
-        run(told + say(Event.FAILED, exit_code=1, reason="PeerLostError: rank 1 has ended") + "exit 1", ranks=2) == 137
+        run(told + say(RankEvent.FAILED, exit_code=1, reason="PeerLostError: rank 1 has ended") + "exit 1", ranks=2)
+        == 137
     )
     said = capfd.readouterr().err
     assert said.startswith(f"sirtakirun: rank 1 on {socket.gethostname()} failed (killed by SIGKILL")
@@ -147,7 +150,7 @@ def test_a_killed_rank_is_blamed_though_another_one_says_first_what_it_misses(ca
 @pytest.mark.lengthy
 def test_a_rank_that_stays_stopped_is_named_once(capfd, stopped_pid, monkeypatch):
     monkeypatch.setattr(supervisor, "STOPPED_S", 0.1)
-    run(say(Event.STARTED, pid=stopped_pid) + "sleep 1")
+    run(say(RankEvent.STARTED, pid=stopped_pid) + "sleep 1")
     assert capfd.readouterr().err == (
         f"sirtakirun: rank 0 on {socket.gethostname()} waits: it is stopped, by SIGSTOP or a debugger; "
         f"`kill -CONT {stopped_pid}` resumes it\n"
@@ -156,10 +159,10 @@ def test_a_rank_that_stays_stopped_is_named_once(capfd, stopped_pid, monkeypatch
 
 @pytest.mark.lengthy
 def test_a_start_goes_on_while_ranks_arrive_or_compute():
-    arriving = "".join(f"sleep 0.4; {say(Event.STARTED, rank=rank, pid=os.getpid())}" for rank in range(4))
+    arriving = "".join(f"sleep 0.4; {say(RankEvent.STARTED, rank=rank, pid=os.getpid())}" for rank in range(4))
     assert run(arriving, ranks=4, start_timeout_s=0.8) == 0
     computes = [sys.executable, "-c", "import time; b = time.time()\nwhile time.time() < b + 2: pass"]
-    computing = f"{computes[0]} {computes[1]} '{computes[2]}'; {say(Event.STARTED, pid=os.getpid())}"
+    computing = f"{computes[0]} {computes[1]} '{computes[2]}'; {say(RankEvent.STARTED, pid=os.getpid())}"
     assert run(computing, start_timeout_s=0.8) == 0
 
 
@@ -177,30 +180,30 @@ def test_a_start_without_progress_ends_with_advice_that_fits(hosts, says):
 @pytest.mark.lengthy
 def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
     marker = f"71.{os.getpid()}"
-    shell = f"trap '' TERM\nsleep {marker} &\n" + say(Event.FAILED, exit_code=3) + f"sleep {marker}"
+    shell = f"trap '' TERM\nsleep {marker} &\n" + say(RankEvent.FAILED, exit_code=3) + f"sleep {marker}"
     assert run(shell) == 3
     assert processes(marker) == []
 
 
 def test_a_rank_killed_without_a_word_is_noticed_though_mpiexec_is_not(capfd):
-    assert run(say(Event.STARTED, pid=99999999) + "sleep 60") == 137
+    assert run(say(RankEvent.STARTED, pid=99999999) + "sleep 60") == 137
     assert "failed (killed by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.lengthy
 def test_a_rank_that_has_finished_may_be_gone():
-    assert run(say(Event.STARTED, pid=99999999) + say(Event.FINISHED, pid=99999999) + "sleep 0.6") == 0
+    assert run(say(RankEvent.STARTED, pid=99999999) + say(RankEvent.FINISHED, pid=99999999) + "sleep 0.6") == 0
 
 
 @pytest.mark.lengthy
 def test_a_rank_on_another_host_is_not_looked_for_here():
-    assert run(say(Event.STARTED, pid=99999999, host="elsewhere") + "sleep 0.6") == 0
+    assert run(say(RankEvent.STARTED, pid=99999999, host="elsewhere") + "sleep 0.6") == 0
 
 
 def test_ranks_that_do_not_start_are_named():
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"2 of 3 ranks \(1, 2\) did not start within 0\.3 s.*--start-timeout"):
-        run(say(Event.STARTED, pid=os.getpid(), host="elsewhere") + "sleep 60", ranks=3, start_timeout_s=0.3)
+        run(say(RankEvent.STARTED, pid=os.getpid(), host="elsewhere") + "sleep 60", ranks=3, start_timeout_s=0.3)
     assert time.monotonic() - began < 10
 
 

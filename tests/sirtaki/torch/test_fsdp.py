@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slo
 from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.autotune.meta.session import TuningSession
-from sirtaki.autotune.sharded import ShardKnobs, ShardSpace, shard_session
+from sirtaki.autotune.shard_search import shard_session
+from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.cli.__main__ import main
 from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
 from sirtaki.errors import ConfigError
-from sirtaki.registry.entry import ShardWay
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import ShardsRecord
 from sirtaki.torch import fsdp
 
 SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
@@ -225,27 +227,29 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
         return settings_run(run_ranks, *args, SIRTAKI_REGISTRY=path, **env)
 
     assert run("fast", "2 kept")[-1].endswith("gathers 2 ahead and 1 behind, 2 kept")
-    (first,) = open_store(path).ways(ShardWay)
-    assert (first.kept, first.memory_bytes, first.modules) == ((1, 2), 2**20, 3)
+    (first,) = open_store(path).all(ShardsRecord)
+    assert (first.setting.kept, first.memory_bytes, first.modules) == ((1, 2), 2**20, 3)
     assert first.gain > 0.0
-    unusual = structs.replace(first, ahead=1, created_s=first.created_s + 1)  # not the first that is tried else
-    open_store(path).save_way(unusual)
+    unusual = structs.replace(
+        first, setting=replace(first.setting, ahead=1), created_s=first.created_s + 1
+    )  # not the first that is tried else
+    open_store(path).put(unusual)
 
     again = run("fast", "2 kept")
     assert len(set(again)) == 2, "nothing else is tried where it wins"
     assert again[-1].endswith("gathers 1 ahead and 1 behind, 2 kept")
-    (second,) = open_store(path).ways(ShardWay)
+    (second,) = open_store(path).all(ShardsRecord)
     assert second == structs.replace(unusual, gain=second.gain, created_s=second.created_s)
     assert second.created_s > unusual.created_s
 
     little = run("fast", "2 kept", SIRTAKI_FSDP_MEMORY="1")
     assert not any("2 kept" in setting for setting in little), "it takes more memory than is allowed"
-    assert second in open_store(path).ways(ShardWay)
+    assert second in open_store(path).all(ShardsRecord)
 
     slower = run("slow", "2 kept")
     assert "2 kept" in slower[1], "it is tried first"
     assert "2 kept" not in slower[-1]
-    assert all(len(way.kept) != 2 for way in open_store(path).ways(ShardWay))
+    assert all(len(way.setting.kept) != 2 for way in open_store(path).all(ShardsRecord))
     assert len(set(run("slow", "2 kept"))) == 1, "nothing was faster than the default, so nothing is tried again"
 
 

@@ -23,11 +23,11 @@ test_ranks_that_synchronise_less_often_train_as_simulated = played_on_ranks(
         ({"sync_every": 0}, "positive multiple"),
         ({"sync_every": 5, "fragments": 2}, "multiple of the 2 fragments"),
         ({"sync_every": 4, "fragments": 2, "delay": 3}, "at most sync_every / fragments = 2"),
-        ({"sync_every": None, "delay": 1}, "tuned where that is None"),
+        ({"sync_every": None, "delay": 1}, "both are tuned"),
         ({"fragments": 0}, "positive number"),
         ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),
-        ({"blend": 1.0}, "from 0 to below 1"),
-        ({"outer": torch.optim.SGD}, "takes an optimizer"),
+        ({"blend": 1.0}, "at least 0 and less than 1"),
+        ({"outer": torch.optim.SGD}, "must be an optimizer"),
         ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same parameters"),
     ],
 )
@@ -38,7 +38,7 @@ def test_invalid_arguments_are_refused(options: dict[str, object], words: str) -
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="2 parameters that the model has not"):
+    with pytest.raises(ConfigError, match="2 parameters that the model does not have"):
         hvd.LocalSGD(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
@@ -46,5 +46,5 @@ def test_states_of_other_fragments_are_refused() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.LocalSGD(model, optimizer, 4, fragments=2).state_dict()
-    with pytest.raises(ConfigError, match="2 fragments, this LocalSGD 1"):
+    with pytest.raises(ConfigError, match="2 fragments, but this LocalSGD has 1"):
         hvd.LocalSGD(model, optimizer, 4).load_state_dict(state)

@@ -36,7 +36,7 @@ def test_a_process_set_averages_over_its_own_ranks() -> None:
 
 
 def test_dense_tensors_and_other_ops_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"takes a sparse COO tensor, not torch\.strided; use allreduce"):
+    with pytest.raises(ValueError, match=r"requires a sparse COO tensor, not torch\.strided; use allreduce"):
         sparse_allreduce_async(torch.ones(2), "x", Sum, global_process_set)
-    with pytest.raises(ValueError, match="takes op=Average or op=Sum, not 4"):
+    with pytest.raises(ValueError, match="requires op=Average or op=Sum, not 4"):
         sparse_allreduce_async(entries(0), "x", Max)

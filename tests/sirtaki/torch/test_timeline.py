@@ -99,5 +99,5 @@ def test_a_timeline_wants_init_and_the_variable(run_ranks: Callable[..., Any], t
     path = tmp_path / "trace.json"
     out = run_ranks("timeline_program.py", 1, "refused", path, env=STATIC).stdout
     assert "refused: Horovod has not been initialized" in out
-    assert "refused: start_timeline() wants HOROVOD_TIMELINE" in out
+    assert "refused: start_timeline() requires HOROVOD_TIMELINE" in out
     assert not path.exists()

@@ -5,13 +5,13 @@ from typing import Any
 
 from sirtaki.run.as_horovod import install
 
-__version__ = "0.28.1"  # scripts compare it: the release whose API Sirtaki speaks
+__version__ = "0.28.1"  # the release whose API Sirtaki implements, which scripts compare
 
 install()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """`horovod.run`, loaded when asked for."""
+    """Import `horovod.run` lazily."""
     if name == "run":
         from sirtaki.run import run
 

@@ -210,7 +210,7 @@ REFUSED = {
         script(BY_MODULE, "get = lambda net: net.parameters()\n" + PLAIN.replace("critic.parameters()", "get(critic)")),
         "cannot tell whose parameters",
     ),
-    "no Python": (script(BY_MODULE) + "return 3\n", "is no Python: 'return' outside function"),
+    "no Python": (script(BY_MODULE) + "return 3\n", "invalid Python: 'return' outside function"),
 }
 
 

@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a group": (f"{DDP}dist.all_reduce(a, group=g)\n", "line 19"),
     "one that does not wait": (f"{DDP}dist.all_reduce(a, async_op=True)\n", "line 19"),
     "another framework of Horovod's": ("import os\nimport horovod.keras as hvd\n", "line 2: `horovod.keras` has no"),
-    "no Python": ("x = 1\ndef (:\n", "line 2: is no Python"),
+    "no Python": ("x = 1\ndef (:\n", "line 2: invalid Python"),
 }
 
 

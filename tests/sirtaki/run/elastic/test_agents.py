@@ -31,16 +31,16 @@ from sirtaki.run.elastic.agent import (
 from sirtaki.run.elastic.driver import AgentCrew, StartedAgent, agent_words, is_child, new_endpoint
 from sirtaki.run.elastic.job_members import (
     KILL_GRACE_S,
+    AgentMessage,
     EndAll,
-    Ended,
-    Form,
-    Heard,
+    FormGeneration,
     KillRank,
     Lost,
     Policy,
     RankEnd,
+    RankEnded,
+    RegisterAgent,
     StartRank,
-    Up,
 )
 from sirtaki.run.host_check import PROBLEM, Need
 
@@ -71,9 +71,9 @@ def test_at_the_end_who_trains_has_time_to_write_a_checkpoint_and_who_waits_for_
     actions = mock.Mock()
     rules = AgentRules(actions, host="a", proof=PROOF, now_s=0.0)
     for worker in (7, 8):
-        rules.hear_driver(StartRank(worker=worker, slot=worker), 0.0)
-    rules.hear_driver(Form(number=3, workers=(7,)), 1.0)
-    rules.hear_driver(EndAll(end_grace_s(number, environ)), 1.0)
+        rules.driver_message(StartRank(worker=worker, slot=worker), 0.0)
+    rules.driver_message(FormGeneration(number=3, workers=(7,)), 1.0)
+    rules.driver_message(EndAll(end_grace_s(number, environ)), 1.0)
     assert actions.ask_to_end.mock_calls == [mock.call(7), mock.call(8)]
     killed = dict.fromkeys((7, 8), 0.0)
     for now_s in range(1, 60):
@@ -98,9 +98,9 @@ def crew_of(job: ElasticJob) -> AgentCrew:
     return AgentCrew(job, new_endpoint(job.addresses), lambda name, lines: collections.deque(lines, 0), os.environ)
 
 
-def events(crew: AgentCrew, count: int) -> list[Heard | Lost]:
-    found: list[Heard | Lost] = []
-    until(lambda: found.extend(crew.look(0.05)) or len(found) >= count)
+def events(crew: AgentCrew, count: int) -> list[AgentMessage | Lost]:
+    found: list[AgentMessage | Lost] = []
+    until(lambda: found.extend(crew.poll(0.05)) or len(found) >= count)
     return found
 
 
@@ -109,8 +109,8 @@ def crew() -> Iterator[AgentCrew]:
     crew = crew_of(job_of(sys.executable, "-c", "import time; time.sleep(60)"))
     crew.start("localhost")
     (up,) = events(crew, 1)
-    assert isinstance(up, Heard)
-    assert isinstance(up.message, Up)
+    assert isinstance(up, AgentMessage)
+    assert isinstance(up.message, RegisterAgent)
     yield crew
     crew.close()
 
@@ -120,15 +120,15 @@ def crew() -> Iterator[AgentCrew]:
 def test_it_ends_a_rank_as_it_is_told(crew: AgentCrew, at_once: bool, exit_code: int) -> None:
     crew.send_to(["localhost"], StartRank(worker=5, slot=0))
     crew.send_to(["localhost"], KillRank(worker=5, at_once=at_once))
-    assert events(crew, 1) == [Heard("localhost", Ended(worker=5, end=RankEnd(exit_code=exit_code)))]
+    assert events(crew, 1) == [AgentMessage("localhost", RankEnded(worker=5, end=RankEnd(exit_code=exit_code)))]
 
 
 def test_its_end_is_that_of_its_ranks(crew: AgentCrew) -> None:
     crew.send_to(["localhost"], StartRank(worker=5, slot=0))
     crew.send_to(["localhost"], EndAll())
     ended, lost = events(crew, 2)
-    assert isinstance(ended, Heard)
-    assert lost == Lost("localhost", "its agent is gone")
+    assert isinstance(ended, AgentMessage)
+    assert lost == Lost("localhost", "its agent has exited")
     assert crew.hosts == []
 
 
@@ -147,7 +147,7 @@ time.sleep(60)
     policy = Policy(start_ranks=1, min_ranks=1, has_successors=has_successors)
     crew = crew_of(job_of("x", agent_command=program(code), policy=policy))
     crew.start("a")
-    assert events(crew, 1) == [Lost("a", "its agent is gone")]
+    assert events(crew, 1) == [Lost("a", "its agent has exited")]
     process = crew._leaving[0]._process  # type: ignore[attr-defined]
     crew.send_to(["a"], EndAll())
     with mock.patch.object(driver, "end_grace_s", return_value=-2.0):
@@ -160,11 +160,11 @@ time.sleep(60)
 @pytest.mark.lengthy
 def test_an_agent_that_was_given_up_finds_no_driver_in_the_one_that_goes_on_without_it(crew: AgentCrew) -> None:
     (known,) = crew.agents.values()
-    assert [*crew.lose(known, time.monotonic())] == [Lost("localhost", "its agent is gone")]
+    assert [*crew.lose(known, time.monotonic())] == [Lost("localhost", "its agent has exited")]
     with ThreadPoolExecutor() as pool:
         places = crew._board.places  # type: ignore[attr-defined]
         found = pool.submit(reach_driver, places, proof=crew._proof, number=known.number, timeout_s=0.5)  # type: ignore[attr-defined]
-        until(lambda: [*crew.look(0.05)] or found.done())
+        until(lambda: [*crew.poll(0.05)] or found.done())
     with pytest.raises(CommError, match="cannot be reached"):
         found.result()
 
@@ -226,7 +226,7 @@ def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(tmp_path: 
     started.wait(LATE_S)
     assert shown == [b"Welcome\n"]
     assert started.why_ended() == (
-        "ssh: connect to host a port 22: Connection refused: start sshd there, or name its port with --ssh-port"
+        "ssh: connect to host a port 22: Connection refused: start sshd there, or set its port with --ssh-port"
     )
 
 
@@ -279,7 +279,7 @@ def test_a_given_command_gets_host_and_command_at_their_places() -> None:
     assert not is_child(job, "localhost")
     quoted = job_of(agent_command="sh -c 'cd / && {command}'")
     assert agent_words(quoted, "a", {})[-1] == f"cd / && {' '.join(WORDS)}"
-    with pytest.raises(ConfigError, match=r"no \{command\}"):
+    with pytest.raises(ConfigError, match=r"must contain \{command\}"):
         agent_words(job_of(agent_command="kubectl exec {host}"), "a", {})
 
 

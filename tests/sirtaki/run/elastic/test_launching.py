@@ -38,10 +38,10 @@ def test_what_is_an_answer(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("echo >&2 the cloud is closed; exit 4", "exit code 4: the cloud is closed"),
-        ("echo 'Error: no permission'", "'Error: no permission', which is no host"),
-        ("echo node1:many", "'node1:many', which is no host"),
-        ("echo node1,node2", "'node1,node2', which is no host"),
-        ("echo node1:9999999999", "'node1:9999999999', which is no host"),
+        ("echo 'Error: no permission'", "'Error: no permission'; a line must be name or name:slots"),
+        ("echo node1:many", "'node1:many'; a line must be name or name:slots"),
+        ("echo node1,node2", "'node1,node2'; a line must be name or name:slots"),
+        ("echo node1:9999999999", "'node1:9999999999'; a line must be name or name:slots"),
         ("yes node1", "printed more than"),
         ("seq 1 20000", "printed more than 10000 hosts"),
     ],
@@ -115,12 +115,12 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-np", "1", "--min-np", "2"), "each must be at least the one before"),
-        (("--min-np", "3", "--max-np", "2"), "each must be at least the one before"),
-        (("--min-np", "5"), "--min-np 5, but the hosts have 4 slots and will not get more"),
-        (("-np", "5", "--min-np", "2"), "-np 5, but the hosts have 4 slots and will not get more"),
-        (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first is the shorter one"),
-        (("--min-np", "1", "--reset-limit", "-1"), "give a number from 0"),
+        (("-np", "1", "--min-np", "2"), "the numbers must not decrease"),
+        (("--min-np", "3", "--max-np", "2"), "the numbers must not decrease"),
+        (("--min-np", "5"), "--min-np 5, but the hosts have only 4 slots, and discovery is off"),
+        (("-np", "5", "--min-np", "2"), "-np 5, but the hosts have only 4 slots, and discovery is off"),
+        (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first must not exceed the second"),
+        (("--min-np", "1", "--reset-limit", "-1"), "must not be negative"),
     ],
 )
 def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str) -> None:
@@ -133,7 +133,7 @@ def test_jobs_with_a_fixed_number_of_ranks_stay_as_they_are(capsys: pytest.Captu
     assert is_elastic(parse(["--host-discovery-script", "./hosts.sh", *COMMAND]))
     with pytest.raises(SystemExit):
         parse(["-np", "2", "--reset-limit", "3", *COMMAND])
-    assert "--reset-limit is for ranks that come and go; give --min-np, too" in capsys.readouterr().err
+    assert "--reset-limit requires an elastic job; add --min-np" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse(["--host-discovery-script", "x", "-H", "a:1", *COMMAND])
 

@@ -80,7 +80,7 @@ def test_most_hosts_go_on_without_the_driver_that_is_cut_off_with_one(
     running = job("--on-driver-loss", "go-on")
     lab.hurt(0, into=CUT, out_of=CUT)
     assert running.wait(timeout_s=40.0) == 1
-    assert "too many ranks cannot be reached, and may go on without this side" in running.said[-1]
+    assert "too many ranks cannot be reached, and may continue without this side" in running.said[-1]
     logs = [running.folder / f"sirtaki-{lab.hostname(node)}.log" for node in (1, 2)]
     running.until(lambda: any("takes over 2 ranks" in log.read_text() for log in logs if log.exists()), timeout_s=150.0)
     running.until(

@@ -12,26 +12,26 @@ import pytest
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, Join, Patience
 from sirtaki.run.elastic.job_members import (
     NOWHERE,
+    AgentMessage,
     End,
-    Ended,
-    Form,
+    FormGeneration,
     FromAgent,
-    Heard,
     HostPool,
     JobMembers,
     KillRank,
     Lost,
     OnFailure,
-    Phase,
     Policy,
+    ProcessPhase,
     Quorum,
     RankEnd,
+    RankEnded,
+    RankRecord,
+    RegisterAgent,
     Relay,
     Relayed,
     StartRank,
     ToAgent,
-    Up,
-    Worker,
     difference,
     ranked,
     with_ranks,
@@ -81,7 +81,7 @@ class Story:
         self.all.append(message)
         self.sent.append((sorted(hosts), message))
 
-    def tell_each_other(self) -> None:
+    def broadcast_agents(self) -> None:
         pass
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -92,7 +92,7 @@ class Story:
         event(*args, self.now_s)
         while self._up:
             host = self._up.pop(0)
-            self.members.answer([Heard(host, Up(host=host))], self.now_s)
+            self.members.answer([AgentMessage(host, RegisterAgent(host=host))], self.now_s)
         if self.members.end is not None and self.members.end not in self.all:
             self.all.append(self.members.end)
         return self.all[before:]
@@ -101,14 +101,14 @@ class Story:
         return self.does(self.members.found, hosts)
 
     def hear(self, worker: int, *messages: FromAgent) -> list[Any]:
-        return self.does(self.members.answer, [Heard(self.host_of(worker), message) for message in messages])
+        return self.does(self.members.answer, [AgentMessage(self.host_of(worker), message) for message in messages])
 
     def join(self, *workers: int, has_state: bool = False) -> list[Any]:
         said = Join(has_state=has_state, attendee=NOWHERE)
         return [each for worker in workers for each in self.hear(worker, Relayed(worker, said))]
 
     def end(self, worker: int, how: RankEnd) -> list[Any]:
-        return self.hear(worker, Ended(worker=worker, end=how))
+        return self.hear(worker, RankEnded(worker=worker, end=how))
 
     def lose(self, host: str, why: str) -> list[Any]:
         return self.does(self.members.answer, [Lost(host, why)])
@@ -137,7 +137,7 @@ def dismissed(actions: list[Any]) -> list[int]:
     return [worker for each in of(Relay, actions) if isinstance(each.message, Dismissal) for worker in each.workers]
 
 
-def new_in(form: Form) -> set[int]:
+def new_in(form: FormGeneration) -> set[int]:
     return {worker for worker, member in zip(form.workers, form.members, strict=True) if member.is_new}
 
 
@@ -154,16 +154,16 @@ def test_the_first_generation_begins_once_all_that_have_started_have_joined() ->
     started = [(hosts, message) for hosts, message in story.sent if isinstance(message, StartRank)]
     ranks = [("a", 0), ("a", 1), ("b", 0)]
     assert started == [([host], StartRank(worker=n, slot=slot)) for n, (host, slot) in enumerate(ranks, start=1)]
-    assert of(Form, story.join(3, 2)) == []
-    (form,) = of(Form, story.join(1))
+    assert of(FormGeneration, story.join(3, 2)) == []
+    (form,) = of(FormGeneration, story.join(1))
     assert (form.number, form.workers, new_in(form)) == (1, (1, 2, 3), {1, 2, 3})
 
 
 def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
     story = Story({"a": 3}, start_grace_s=10.0)
     story.join(1, 2)
-    assert of(Form, story.wait(9.0)) == []
-    assert of(Form, story.wait(2.0))[0].workers == (1, 2)
+    assert of(FormGeneration, story.wait(9.0)) == []
+    assert of(FormGeneration, story.wait(2.0))[0].workers == (1, 2)
     (tell,) = changes(story.join(3))
     assert (tell.workers, tell.message.change) == ((1, 2), Change.ADDED)
 
@@ -175,12 +175,12 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later(
     assert changes(actions) == [
         Relay((1, 2, 4), Changed(Change.REMOVED, "rank 2 (host b, slot 0) was killed by SIGKILL"))
     ]
-    assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
-    (form,) = of(Form, story.join(1, 4, 2, has_state=True))
+    assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 continue")
+    (form,) = of(FormGeneration, story.join(1, 4, 2, has_state=True))
     assert (form.number, form.workers, new_in(form)) == (2, (1, 2, 4), set())
     (tell,) = changes(story.join(5))
     assert tell == Relay((1, 2, 4), Changed(Change.ADDED))
-    (form,) = of(Form, story.join(4, 2, 1, has_state=True))
+    (form,) = of(FormGeneration, story.join(4, 2, 1, has_state=True))
     assert (form.number, form.workers, new_in(form)) == (3, (1, 2, 4, 5), {5})
 
 
@@ -193,7 +193,7 @@ def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
     assert of(KillRank, story.wait(2.0)) == []
     story.end(3, KILLED)
     assert "rank 2 (host a, slot 2) did not leave its generation within 30 s and was killed" in story.said[-1]
-    assert of(Form, story.join(4))[0].workers == (2, 4)
+    assert of(FormGeneration, story.join(4))[0].workers == (2, 4)
 
 
 @pytest.mark.parametrize(("longest_s", "limit_s"), [(12.0, 30.0), (40.0, 80.0), (1000.0, 600.0)])
@@ -209,12 +209,12 @@ def test_a_member_has_twice_the_time_that_any_has_computed_without_looking(longe
 def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     story = running({"a": 2, "b": 1})
     assert changes(story.find({"a": 2})) == [Relay((1, 2, 3), Changed(Change.REMOVED))]
-    assert of(Form, story.join(3, 1, has_state=True)) == []
+    assert of(FormGeneration, story.join(3, 1, has_state=True)) == []
     actions = story.join(2, has_state=True)
-    assert of(Form, actions)[0].workers == (1, 2)
+    assert of(FormGeneration, actions)[0].workers == (1, 2)
     assert dismissed(story.all) == [3]
     assert agents(story.end(3, WELL), starts=False) == ["b"]
-    assert "host b is gone" in story.said
+    assert "host b was removed" in story.said
 
 
 def test_very_many_hosts_and_slots_hold_nobody_up() -> None:
@@ -242,10 +242,10 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     story.join(1, has_state=True)  # and nobody else is there: it goes on
     assert story.members.member_list.members == (1,)
     story.join(2)
-    (form,) = of(Form, story.join(1, has_state=True))
+    (form,) = of(FormGeneration, story.join(1, has_state=True))
     assert (form.workers, new_in(form)) == ((1, 2), {2})
     story.join(1, has_state=True)
-    (form,) = of(Form, story.join(2, has_state=True))
+    (form,) = of(FormGeneration, story.join(2, has_state=True))
     assert form.workers == (2,)
     assert 1 in dismissed(story.all)
 
@@ -254,9 +254,9 @@ def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
     story = running({"a": 2, "b": 1}, cooldown_s=(10.0, 100.0))
     for worker in (3, 4):
         story.end(worker, RAISED)
-    assert story.said[-1].endswith("replaced in place, 2 go on")
+    assert story.said[-1].endswith("replaced in place, 2 continue")
     assert of(StartRank, story.end(5, RAISED)) == []
-    assert "host b is left out for" in story.said[-1]
+    assert "host b is excluded for" in story.said[-1]
     assert of(StartRank, story.wait(12.0)) == [StartRank(worker=6, slot=0)]
     assert "host b is used again" in story.said
 
@@ -264,7 +264,7 @@ def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
 def test_a_killed_rank_that_had_joined_is_no_mark_against_its_host() -> None:
     story = running({"a": 2}, min_ranks=1)
     for _ in range(10):
-        alive = [worker.number for worker in story.members.member_list.of_generation(Phase.MEMBER)]
+        alive = [worker.number for worker in story.members.member_list.of_generation(ProcessPhase.MEMBER)]
         story.end(alive[-1], KILLED)
         story.join(alive[0], has_state=True)
         story.join(max(story.members.member_list.workers))
@@ -275,8 +275,10 @@ def test_a_killed_rank_that_had_joined_is_no_mark_against_its_host() -> None:
 def test_horovods_policy_drops_the_host_for_good() -> None:
     story = running({"a": 2, "b": 2}, on_failure=OnFailure.DROP_HOST)
     story.end(3, KILLED)
-    assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; host b is left out from now on, 2 go on")
-    assert of(Form, story.join(4, 1, 2, has_state=True))[0].workers == (1, 2)
+    assert story.said[-1] == (
+        "rank 2 (host b, slot 0) was killed by SIGKILL; host b is excluded permanently, 2 continue"
+    )
+    assert of(FormGeneration, story.join(4, 1, 2, has_state=True))[0].workers == (1, 2)
     assert dismissed(story.all) == [4]
     assert of(StartRank, story.wait(1e5)) == []
 
@@ -286,7 +288,7 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
     story.end(2, RAISED)
     (end,) = of(End, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
     assert end.exit_code == 3
-    assert "the first that failed was rank 1 (host a, slot 1): it failed (ValueError: a bad batch)" in end.text
+    assert "the first failure: rank 1 (host a, slot 1) failed (ValueError: a bad batch)" in end.text
 
 
 def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
@@ -302,18 +304,18 @@ def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> No
 def test_the_limit_of_resets_holds() -> None:
     story = running({"a": 3}, min_ranks=1, reset_limit=1)
     story.end(1, KILLED)
-    assert of(Form, story.join(2, 3, has_state=True))
+    assert of(FormGeneration, story.join(2, 3, has_state=True))
     story.end(2, KILLED)
     (end,) = of(End, story.join(3, has_state=True))
-    assert "--reset-limit 1: the job would begin anew once more" in end.text
+    assert "--reset-limit 1: the job would need one more reset" in end.text
 
 
 def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
     story = running({"a": 1, "b": 2}, min_ranks=1, cooldown_s=(30.0, 60.0))
     story.lose("b", "it is silent")
-    assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is left out for 3")
-    assert story.said[-1].endswith(" s, 1 goes on")
-    assert of(Form, story.join(1, has_state=True))[0].workers == (1,)
+    assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is excluded for 3")
+    assert story.said[-1].endswith(" s, 1 continues")
+    assert of(FormGeneration, story.join(1, has_state=True))[0].workers == (1,)
     assert agents(story.wait(40.0)) == ["b"]
 
 
@@ -326,24 +328,28 @@ def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting_a
 
 def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
     story = running({"a": 1, "b": 1})
-    story.does(story.members.answer, [Heard("b", Ended(worker=1, end=WELL))])
+    story.does(story.members.answer, [AgentMessage("b", RankEnded(worker=1, end=WELL))])
     assert 1 in story.members.member_list.workers
-    story.does(story.members.answer, [Lost("b", "it is silent"), Heard("b", Ended(worker=2, end=WELL))])
+    story.does(story.members.answer, [Lost("b", "it is silent"), AgentMessage("b", RankEnded(worker=2, end=WELL))])
     assert story.members.end is None
 
 
 def taken_over(
-    reported: dict[int, tuple[Phase, int]], members: tuple[int, ...], *, generation: int = 5, has_state: bool = True
+    reported: dict[int, tuple[ProcessPhase, int]],
+    members: tuple[int, ...],
+    *,
+    generation: int = 5,
+    has_state: bool = True,
 ) -> tuple[Story, bool]:
     """A job of one rank a host, whose new driver hears of these processes: phase and generation of each."""
     story = Story(start_ranks=1, min_ranks=1)
-    newest, reports = Form(number=generation, workers=members, has_state=True), dict[str, Up]()
+    newest, reports = FormGeneration(number=generation, workers=members, has_state=True), dict[str, RegisterAgent]()
     for rank, (number, (phase, own)) in enumerate(reported.items()):
         host = f"h{number}"
-        worker = Worker(
+        worker = RankRecord(
             number=number, host=host, slot=0, phase=phase, generation=own, rank=rank, has_state=has_state
         )  # fmt: skip
-        reports[host] = Up(host=host, ranks=[worker], generation=newest)
+        reports[host] = RegisterAgent(host=host, ranks=[worker], generation=newest)
     story.hosts = list(reports)
     goes_on = story.members.take_over(reports, 0.0)
     story.find({f"h{number}": 1 for number in members})
@@ -351,7 +357,7 @@ def taken_over(
 
 
 def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
-    member = Phase.MEMBER, 5
+    member = ProcessPhase.MEMBER, 5
     for there, expected in (((1, 2, 3), True), ((2, 3), True), ((3,), False)):
         assert taken_over(dict.fromkeys(there, member), (1, 2, 3))[1] is expected
     for there, expected in (((1, 2), True), ((2, 3), False)):
@@ -360,37 +366,41 @@ def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
 
 
 def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
-    story, _ = taken_over(dict.fromkeys((1, 2), (Phase.MEMBER, 5)), (1, 2, 3))
+    story, _ = taken_over(dict.fromkeys((1, 2), (ProcessPhase.MEMBER, 5)), (1, 2, 3))
     assert Relay((1, 2), Changed(Change.REMOVED, "the driver was lost")) in story.all
     assert StartRank(worker=4, slot=0) in story.all
-    assert of(Form, story.join(1, 2, has_state=True))[0].number == 6
+    assert of(FormGeneration, story.join(1, 2, has_state=True))[0].number == 6
 
 
 def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> None:
-    story, goes_on = taken_over({1: (Phase.MEMBER, 5), 2: (Phase.WAITING, 4), 3: (Phase.MEMBER, 5)}, (1, 2, 3))
+    story, goes_on = taken_over(
+        {1: (ProcessPhase.MEMBER, 5), 2: (ProcessPhase.WAITING, 4), 3: (ProcessPhase.MEMBER, 5)}, (1, 2, 3)
+    )
     assert goes_on
     assert changes(story.all)[0].message.lost == "the driver was lost"
-    assert of(Form, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
+    assert of(FormGeneration, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
 
 
 def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_had_the_state() -> None:
-    story, goes_on = taken_over(dict.fromkeys((2, 3), (Phase.MEMBER, 5)), (1, 2, 3), has_state=False)
+    story, goes_on = taken_over(dict.fromkeys((2, 3), (ProcessPhase.MEMBER, 5)), (1, 2, 3), has_state=False)
     assert goes_on
     (end,) = of(End, story.join(2, 3))
-    assert "nobody is left who holds the state" in end.text
+    assert "no remaining rank holds the state" in end.text
 
 
 def test_who_takes_over_believes_the_newest_generation_and_leaves_out_what_the_lost_driver_had() -> None:
-    before = Form(number=4, workers=(1, 3, 4), older=(), has_state=True)
+    before = FormGeneration(number=4, workers=(1, 3, 4), older=(), has_state=True)
     for older, expected in ((((1, 3, 4),), False), ((), True)):  # 3 and 4 may go on: they know of no other generation
-        newest = Form(number=5, workers=(1, 2), older=older, has_state=True, left_out={"z": (2, None)})
+        newest = FormGeneration(number=5, workers=(1, 2), older=older, has_state=True, left_out={"z": (2, None)})
         story = Story(start_ranks=2, min_ranks=1, has_successors=True)
         story.hosts = ["a", "b"]
         reports = {
-            host: Up(host=host, generation=form, ranks=[
-                Worker(number=number, host=host, slot=0, phase=phase, generation=form.number, has_state=True)
+            host: RegisterAgent(host=host, generation=form, ranks=[
+                RankRecord(number=number, host=host, slot=0, phase=phase, generation=form.number, has_state=True)
             ])
-            for host, number, form, phase in (("a", 1, newest, Phase.MEMBER), ("b", 2, before, Phase.WAITING))
+            for host, number, form, phase in (
+                ("a", 1, newest, ProcessPhase.MEMBER), ("b", 2, before, ProcessPhase.WAITING),
+            )
         }  # fmt: skip
         assert story.members.take_over(reports, 0.0) is expected
     story.find({"a": 1, "b": 1, "z": 1})
@@ -404,16 +414,16 @@ def test_waiting_has_an_end_which_running_puts_off() -> None:
     story.end(2, KILLED)
     story.join(1, has_state=True)
     assert of(End, story.wait(9.9)) == []
-    assert "1 of at least 2 ranks came within 10 s" in of(End, story.wait(0.6))[0].text
+    assert "1 of at least 2 ranks were ready within 10 s" in of(End, story.wait(0.6))[0].text
 
 
 def test_where_no_other_rank_can_come_nobody_waits_and_the_end_says_what_would_have_helped() -> None:
     story = running({"a": 2}, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
     story.end(2, KILLED)
     (end,) = of(End, story.join(1, has_state=True))
-    assert "1 of at least 2 ranks are there, and no others can come: a is left out for good" in end.text
+    assert "1 of at least 2 ranks are ready, and no more can start: a is excluded permanently" in end.text
     assert all(f" --{option} " in end.text for option in ("on-failure", "host-discovery-script", "min-np"))
-    assert "the first that failed was rank 1 (host a, slot 1): it was killed by SIGKILL" in end.text
+    assert "the first failure: rank 1 (host a, slot 1) was killed by SIGKILL" in end.text
     assert end.exit_code == 137
 
 
@@ -423,12 +433,12 @@ def test_nobody_waits_for_a_host_that_is_lost_for_good_either_before_or_after_th
     story.lose("b", "its connection broke")
     story.join(1, has_state=True)
     (end,) = of(End, story.join(2, has_state=True))
-    assert "b is left out for good" in end.text
-    assert "host b: it failed (its connection broke)" in end.text
+    assert "b is excluded permanently" in end.text
+    assert "host b failed (its connection broke)" in end.text
     story = Story({"a": 1, "b": 1}, start_ranks=2, min_ranks=1, **drop)
     story.join(1)
     (end,) = of(End, story.end(2, RAISED))
-    assert "1 of at least 2 ranks are there" in end.text
+    assert "1 of at least 2 ranks are ready" in end.text
     assert end.exit_code == 3
 
 
@@ -446,7 +456,7 @@ def test_where_others_may_come_they_are_waited_for(policy: dict[str, Any]) -> No
     story.end(2, KILLED)
     assert of(End, [*story.join(1, has_state=True), *story.wait(9.9)]) == []
     (end,) = of(End, story.wait(0.6))
-    assert "1 of at least 2 ranks came within 10 s; --elastic-timeout waits longer" in end.text
+    assert "1 of at least 2 ranks were ready within 10 s; --elastic-timeout waits longer" in end.text
 
 
 def test_ranks_that_hand_their_state_over_count_though_their_host_is_left_out_for_good() -> None:
@@ -458,7 +468,7 @@ def test_ranks_that_hand_their_state_over_count_though_their_host_is_left_out_fo
     story = running({"a": 3, "b": 1}, start_ranks=4, min_ranks=2, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
     story.end(4, KILLED)
     story.end(3, KILLED)  # both hosts are out, and two ranks live
-    (form,) = of(Form, story.join(1, 2, has_state=True))
+    (form,) = of(FormGeneration, story.join(1, 2, has_state=True))
     assert form.workers == (1, 2)
     assert of(End, story.all) == []
 
@@ -494,8 +504,8 @@ def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_t
 
 def test_what_comes_at_once_is_decided_once() -> None:
     story = running({"a": 2})
-    both = [Heard("a", Relayed(worker, Join(has_state=True, attendee=NOWHERE))) for worker in (1, 2)]
-    assert len(of(Form, story.does(story.members.answer, both))) == 1
+    both = [AgentMessage("a", Relayed(worker, Join(has_state=True, attendee=NOWHERE))) for worker in (1, 2)]
+    assert len(of(FormGeneration, story.does(story.members.answer, both))) == 1
     assert changes(story.all) == []
 
 
@@ -508,9 +518,9 @@ def test_what_has_changed_is_told_in_words() -> None:
     story.join(2, 3, has_state=True)
     assert story.said[-1] == "generation 3: 3 ranks (2 on a, 1 on b), 1 of them new"
     text = difference({"a": 1, "b": 2, "c": 1}, {"a": 1, "b": 3, "d": 1})
-    assert text == "host d with 1 slot is new; host c is gone; host b has 3 slots instead of 2"
-    gone = Worker(number=1, host="a", slot=0, rank=5, phase=Phase.DISMISSED)
-    assert with_ranks([Worker(number=1, host="a", slot=0, rank=4), gone]) == " with rank 4"
+    assert text == "host d with 1 slot is new; host c was removed; host b has 3 slots instead of 2"
+    gone = RankRecord(number=1, host="a", slot=0, rank=5, phase=ProcessPhase.DISMISSED)
+    assert with_ranks([RankRecord(number=1, host="a", slot=0, rank=4), gone]) == " with rank 4"
 
 
 @pytest.mark.parametrize(
@@ -530,11 +540,11 @@ def test_ends_in_words(end: RankEnd, text: str) -> None:
 # ── the order of ranks ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def worker(number: int, host: str, slot: int = 0, rank: int | None = None, *, generation: int = 1) -> Worker:
+def worker(number: int, host: str, slot: int = 0, rank: int | None = None, *, generation: int = 1) -> RankRecord:
     old = rank is not None
-    return Worker(
+    return RankRecord(
         number=number, host=host, slot=slot, rank=rank, has_state=old, generation=generation if old else 0,
-        phase=Phase.WAITING,
+        phase=ProcessPhase.WAITING,
     )  # fmt: skip
 
 
@@ -560,10 +570,10 @@ def test_one_who_hands_the_state_over_finds_room_where_there_is_a_limit() -> Non
     story = running({"a": 2}, max_ranks=2)
     story.find({"b": 2})
     story.join(3, 4)
-    (form,) = of(Form, story.join(1, 2, has_state=True))
+    (form,) = of(FormGeneration, story.join(1, 2, has_state=True))
     assert (form.workers, new_in(form)) == ((1, 3), {3})
     story.join(1, has_state=True)
-    (form,) = of(Form, story.join(3, has_state=True))
+    (form,) = of(FormGeneration, story.join(3, has_state=True))
     assert (form.workers, dismissed(story.all)) == ((3, 4), [1, 2])
 
 
@@ -634,7 +644,7 @@ def driver(*generations: tuple[int, ...]) -> Quorum:
 
 def successor(present: tuple[int, ...], *lists: tuple[int, ...]) -> Quorum:
     quorum = Quorum()
-    quorum.take_over(Form(number=1, workers=lists[-1], older=lists[:-1]), present)
+    quorum.take_over(FormGeneration(number=1, workers=lists[-1], older=lists[:-1]), present)
     return quorum
 
 
@@ -664,9 +674,9 @@ def test_until_enough_know_of_a_generation_the_one_before_counts() -> None:
     assert quorum.is_lost
     quorum = driver((1, 2, 3), (1, 4, 5, 6, 2, 3))
     quorum.inform(2, lambda worker: worker == 1)
-    assert not quorum.settle()
+    assert not quorum.drop_decided()
     quorum.inform(2, lambda worker: worker == 2)
-    assert quorum.settle()
+    assert quorum.drop_decided()
     assert quorum.older == ()
     quorum.lose([2, 3])
     assert not quorum.is_lost

@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(
     found = folder.newest()
     assert found is not None
     assert found.number == 1
-    assert "checkpoint-00000002 is not used" in caplog.text
+    assert "checkpoint-00000002 is damaged" in caplog.text
     assert names(tmp_path) == ["checkpoint-00000001", "damaged-1-checkpoint-00000002"]
 
 
@@ -108,7 +108,7 @@ def test_one_that_may_not_be_read_is_passed_over_and_stays_as_it_is(
     found = folder.newest()
     assert found is not None
     assert found.number == 1
-    assert "checkpoint-00000002 is passed over" in caplog.text
+    assert "skipping the checkpoint" in caplog.text
     assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
 
 
@@ -134,7 +134,7 @@ def test_what_is_written_last_is_found_though_newer_ones_of_another_line_are_the
     assert found is not None
     assert found.load()["step"] == "mine"
     assert "superseded-1-checkpoint-00000009" in names(tmp_path)
-    assert "this job did not go on from it" in caplog.text
+    assert "this job did not continue from it" in caplog.text
 
 
 def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monk
             path.write_bytes(b"something else")
 
     monkeypatch.setattr(checkpoints, "_sync", spoil)
-    with pytest.raises(OSError, match="read back"):
+    with pytest.raises(OSError, match="verification failed"):
         folder.write(2, {"step": 2})
     assert names(tmp_path) == ["checkpoint-00000001"]
 
@@ -327,8 +327,8 @@ def test_a_checkpoint_of_another_script_is_refused(run_ranks: RunRanks, tmp_path
     run_ranks("elastic_checkpoints.py", 1, 3, "none", 0, env=env)
     job = run_ranks("elastic_checkpoints.py", 1, 3, "another script", 0, env=env, check=False)
     assert job.returncode == 1
-    assert "does not fit this script" in job.stderr
-    assert "SIRTAKI_CHECKPOINT_DIR of its own" in job.stderr
+    assert "does not match this script" in job.stderr
+    assert "separate SIRTAKI_CHECKPOINT_DIR" in job.stderr
 
 
 def test_one_is_due_after_a_while_and_not_while_another_is_written(
@@ -403,7 +403,7 @@ def test_what_cannot_be_written_is_told_and_does_not_end_training(
     kept = Checkpoints(CheckpointFolder(folder), every_s=1.0)
     kept.write(3, {"value": torch.ones(2) if folder.name == "file" else threading.Lock()})
     kept.wait()
-    assert "commit 3 could not be written" in caplog.text
+    assert "cannot write commit 3" in caplog.text
     assert CheckpointFolder(folder).newest() is None
 
 

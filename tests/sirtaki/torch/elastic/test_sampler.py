@@ -282,6 +282,6 @@ HOROVODS_ORDERS = [
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
     sampler = ElasticSampler(range(10))
     sampler.record_indices([1])
-    with pytest.raises(ConfigError, match=r"must have `epoch`|has index 10, the data set 10"):
+    with pytest.raises(ConfigError, match=r"must have `epoch`|has index 10, but the data set has 10"):
         sampler.load_state_dict(state)
     assert (sampler.epoch, sampler.processed_indices) == (0, {1})

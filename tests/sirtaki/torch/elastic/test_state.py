@@ -151,7 +151,7 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
     done = {index for news in said for index in news.committed[1]}
     assert len(done) == 6
     for rank, sampler in enumerate((first, second)):  # the third is lost
-        mark = sampler.hear(marks[rank], said)
+        mark = sampler.merge(marks[rank], said)
         assert sampler.news(mark) == ((0, []), (0, []))
         be(rank, 2)
         sampler.reset()
@@ -162,7 +162,7 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
 def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
-    sampler.hear(sampler.mark(), [sampler.news(sampler.mark())])
+    sampler.merge(sampler.mark(), [sampler.news(sampler.mark())])
     sampler.record_indices([3])
     mark = sampler.mark()
     sampler.record_indices([4, 5])

@@ -1,1 +1,1 @@
-"""`horovod.common`: its modules are Sirtaki's (see `sirtaki.run.as_horovod`)."""
+"""`horovod.common`: aliases of Sirtaki's modules (see `sirtaki.run.as_horovod`)."""
