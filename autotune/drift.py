@@ -6,7 +6,7 @@ import math
 from collections import deque
 from statistics import median
 
-from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.comm.gradients.flags import Drift
 
 SKIPPED = 2
 """Iterations after a change of the setting that are not like later ones."""
@@ -39,12 +39,12 @@ class DriftWatch:
     """
 
     def __init__(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._cool_down = 0
         self._forget()
 
     def _forget(self) -> None:
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         self._iterations = 0
         self._reference: list[float] = []
         self._usual, self._scale = math.nan, 1.0
@@ -86,9 +86,9 @@ class DriftWatch:
         excess = (moment - self._usual) / self._scale
         self._slower = min(max(0.0, self._slower + min(excess - ALLOWANCE, LIMIT)), ENOUGH)
         self._faster = min(max(0.0, self._faster + min(-excess - ALLOWANCE, LIMIT)), ENOUGH)
-        self.pace = Pace.USUAL
+        self.pace = Drift.USUAL
         if self.due and max(self._slower, self._faster) >= ENOUGH:
-            self.pace = Pace.SLOWER if self._slower >= ENOUGH else Pace.FASTER
+            self.pace = Drift.SLOWER if self._slower >= ENOUGH else Drift.FASTER
 
     def _learn(self) -> None:
         ordered = sorted(self._reference)

@@ -31,7 +31,7 @@ from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, run_ranks, start
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 RANKS = 4
 SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
@@ -181,7 +181,7 @@ class Sirtaki(Contender):
             self.step()
             rows = self._reducer.sparse.rows
             targets = () if rows is None else rows.targets.values()
-            tuned = self._reducer.tuned
+            tuned = self._reducer.tuning
             chosen = all(target.kept for target in targets) and len(targets) > 0
             if chosen and (tuned is None or not tuned.tuning):
                 break

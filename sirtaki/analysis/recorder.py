@@ -30,7 +30,7 @@ from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks
 from sirtaki.comm.plan import Route
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 from sirtaki.engine.job import Job, current, is_initialized
-from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.engine.reducing.gradient_hooks import GradientHooks
 from sirtaki.engine.settings import ProfileRequest, variables_set
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 from sirtaki.engine.tuning.plans import fitted_links, probe_routes
@@ -235,9 +235,9 @@ def own_placement(control: ControlPlane) -> Placement:
 def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
     """Return what reduces gradients on this rank, each with its key."""
     return [
-        (there.key, there.tuned)
+        (there.key, there.tuning)
         for there in job.participants
-        if isinstance(there, GradientReducer) and there.tuned is not None
+        if isinstance(there, GradientHooks) and there.tuning is not None
     ]
 
 

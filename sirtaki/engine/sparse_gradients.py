@@ -29,8 +29,9 @@ from sirtaki.autotune.sparse import (
 )
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
-from sirtaki.comm.gradients.buffers import REMEDY, Reduction
-from sirtaki.comm.gradients.iteration import Interrupted
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.edits import REMEDY
+from sirtaki.comm.gradients.negotiation import Interrupted
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 from sirtaki.autotune.drift import DriftWatch
-from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.comm.gradients.flags import Drift
 from sirtaki.engine.tuning import knob_search, pipeline_target
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
 """Short, so that there is something after it."""
 
-FINDINGS = (Pace.USUAL, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.FASTER)
+FINDINGS = (Drift.USUAL, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.FASTER)
 
 
 class RestlessWatch(DriftWatch):
@@ -26,7 +26,7 @@ class RestlessWatch(DriftWatch):
 
     def note(self, span_s: float) -> None:
         self._iterations += 1
-        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Pace.USUAL
+        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Drift.USUAL
 
 
 def begin(rank: int) -> None:

@@ -19,13 +19,14 @@ class Mutant(NamedTuple):
 
 
 BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
-SYNCHRONISER, ITERATION = "comm/gradients/synchroniser.py", "comm/gradients/iteration.py"
-REDUCER, CHECKS = "engine/reducing/reducer.py", "engine/reducing/checks.py"
+PIPELINE, NEGOTIATION = "comm/gradients/pipeline.py", "comm/gradients/negotiation.py"
+READY, TRACE = "comm/gradients/ready.py", "comm/gradients/trace.py"
+HOOKS, CHECKS = "engine/reducing/gradient_hooks.py", "engine/reducing/checks.py"
 OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
 MESH, RENDEZVOUS = "comm/control/mesh.py", "comm/control/mesh_rendezvous.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
-OF_SYNCHRONISER, OF_ITERATION = "comm/gradients/test_synchroniser.py", "comm/gradients/test_iteration.py"
+OF_PIPELINE, OF_NEGOTIATION = "comm/gradients/test_pipeline.py", "comm/gradients/test_negotiation_and_trace.py"
 OF_OVERLAP, PUT_OFF = "sirtaki/torch/test_overlap.py", "sirtaki/torch/test_put_off_updates.py"
 OF_MESH, MEETING = "comm/control/test_mesh.py", "comm/control/test_meeting.py"
 OF_CHECKPOINTS, EDITS = "sirtaki/torch/elastic/test_checkpoints.py", "sirtaki/torch/test_gradient_edits.py"
@@ -133,16 +134,16 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        SYNCHRONISER,
+        PIPELINE,
         STREAM_ORDER,
         {
             "flags of use are always read": (
-                "if not self._unused_as_none or self._all_used:",
-                "if not self._unused_as_none:",
+                "        if self._all_used:\n            return ()\n",
+                "",
             ),
             "gradients on a GPU are counted one by one": (
-                "in_order = not (self.profiling or traced)",
-                "in_order = not (self.profiling or traced or device.streams)",
+                "elif self._trace is None:",
+                "elif self._trace is None and not device.streams:",
             ),
         },
     ),
@@ -173,5 +174,396 @@ MUTANTS = (
         "                    gpu.enter_thread()\n",
         "",
         ON_GPUS,
+    ),
+    Mutant(
+        "the watchdog uses GPU 0",
+        TRACE,
+        "        self.device.enter_thread()\n        return not all(",
+        "        return not all(",
+        STREAM_ORDER,
+    ),
+    # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
+    *wrong_in(
+        PIPELINE,
+        OF_PIPELINE,
+        {
+            "a missing wait": (
+                "if not self._wait_for(self._works, self._units, interrupted):",
+                "if interrupted and interrupted():",
+            ),
+            "a wrong divisor": ("scale=reduction.postscale,", "scale=1.0,"),
+            "a factor that is left out": ("self._reduction.prescale) != 1.0:", "self._reduction.prescale) > 1.0:"),
+            "a lost unit": (
+                "for number in range(len(self._schedule.units)) if number not in launched]",
+                "for number in range(1, len(self._schedule.units)) if number not in launched]",
+            ),
+            "a unit that leaves without its gradients": (
+                "n_copied = self._ready.copy_in(since)",
+                "n_copied = 0",
+            ),
+            "a missing gradient is not filled in": (
+                "                if position not in own:\n",
+                "                if position not in own and position:\n",
+            ),
+            "a unit that is launched a gradient too early": (
+                "course[self._step][0] <= n_ready:",
+                "course[self._step][0] <= n_ready + 1:",
+            ),
+            "counting that forgets what was ready in order": (
+                "self._schedule.missing([self._buffers.order[place] for place in ready.positions])",
+                "self._schedule.missing()",
+            ),
+            "missing gradients that count as reduced": (
+                "if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:",
+                "if self.state is IterationState.REDUCED:",
+            ),
+            "a gradient that is assigned before its unit is reduced": (
+                "for number in self._schedule.units_of[index]]\n",
+                "for number in self._schedule.units_of[index][:0]]\n",
+            ),
+        },
+    ),
+    *wrong_in(
+        SCHEDULE,
+        OF_PIPELINE,
+        {
+            "units that do not wait for the one before": (
+                "                self._awaited[number] += 1\n            last",
+                "            last",
+            ),
+            "a unit that waits for a gradient too few": (
+                "missing[number] -= 1\n            while",
+                "missing[number] -= 2\n            while",
+            ),
+        },
+    ),
+    *wrong_in(
+        SCHEDULE,
+        OF_SCHEDULE,
+        {
+            "units in the wrong order": (
+                "units.sort(key=lambda unit: unit.due)",
+                "units.sort(key=lambda unit: unit.due[::-1])",
+            ),
+            "a rank without gradients that has a say in the order": (
+                "    if counts:\n",
+                "    if counts or len(arrived):\n",
+            ),
+        },
+    ),
+    *wrong_in(
+        NEGOTIATION,
+        OF_NEGOTIATION,
+        {
+            "a gradient that is ready on one rank only is agreed": (
+                "comm.all_reduce(packed, Op.AND)",
+                "comm.all_reduce(packed, Op.MAXIMUM)",
+            ),
+        },
+    ),
+    *wrong_in(
+        BUFFERS,
+        OF_BUFFERS,
+        {
+            "a stale view": (
+                "        if not self.is_intact(position):\n            self.views",
+                "        if self.is_intact(position) is None:\n            self.views",
+            ),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
+            "a gradient out of order taken for the next one": (
+                " or not all(map(is_, params, buffers.params[expected])):",
+                ":",
+            ),
+            "a write that nobody sees": (
+                "                if current._version != version:\n",
+                "                if current._version < version:\n",
+            ),
+        },
+    ),
+    *wrong_in(
+        BUFFERS,
+        OF_PIPELINE,
+        {
+            "zeros that are not zeros": ("        self._device.launch(self.places[position].zero_)\n", ""),
+        },
+    ),
+    *wrong_in(
+        READY,
+        f"{EDITS} are_kept",
+        {
+            "kept gradients that are written over": (
+                "elif max(map(sys.getrefcount, views)) > REFERENCES or not buffers.accept(part, fresh):",
+                "elif buffers.outdated:",
+            ),
+            "kept memory that is not put back": (
+                "        if buffers.lent:\n            buffers.put_back",
+                "        if buffers.outdated:\n            buffers.put_back",
+            ),
+        },
+    ),
+    *wrong_in(
+        BUFFERS,
+        OF_BUFFERS,
+        {
+            "strides that are not looked at": (
+                "return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))",
+                "return True",
+            ),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
+            "a gradient that is assigned twice": (
+                "wanted = set(positions) - self._assigned\n",
+                "wanted = set(positions)\n",
+            ),
+        },
+    ),
+    *wrong_in(
+        HOOKS,
+        f"{TRAINING} asked_for_through",
+        {
+            "passes that are not counted": (
+                "                    self._passes_left_of_all -= 1\n",
+                "                    self._passes_left_of_all = 1\n",
+            ),
+        },
+    ),
+    *wrong_in(
+        HOOKS,
+        f"{TRAINING} never_zeroed",
+        {
+            "an iteration that does not begin anew": (
+                "            self._begin_iteration()\n        return problem",
+                "            pass\n        return problem",
+            ),
+        },
+    ),
+    *wrong_in(
+        HOOKS,
+        f"{TRAINING} a_group_leaves",
+        {
+            "a group that leaves before all of it are there": (
+                "len(waiting) == self._group_sizes[place]:",
+                "len(waiting) <= self._group_sizes[place]:",
+            ),
+        },
+    ),
+    *wrong_in(
+        CHECKS,
+        "sirtaki/engine/test_same_model.py first_parameter",
+        {
+            "models that differ are not refused": (
+                "    if first is None and fewest == most:\n",
+                "    if first is None or fewest == most:\n",
+            ),
+        },
+    ),
+    # ── updates that are put off ─────────────────────────────────────────────────────────────────────────────────
+    *wrong_in(
+        OVERLAP,
+        OF_OVERLAP,
+        {
+            "a parameter that is read before its update": (
+                "        for tensor in found:\n            wait_for(tensor)\n",
+                "        for tensor in found[1:]:\n            wait_for(tensor)\n",
+            ),
+            "modules that give what nobody has waited for to an extension": (
+                "        for param in _own(module):\n            wait_for(param)",
+                "        for param in _own(module)[1:]:\n            wait_for(param)",
+            ),
+            "groups that stay parts where a step raises": (
+                "        finally:\n            optimizer.param_groups = whole\n            self.running = False",
+                "            optimizer.param_groups = whole\n        finally:\n            self.running = False",
+            ),
+            "options that change under an update that was put off": (
+                "return value.clone() if isinstance(value, torch.Tensor) else value",
+                "return value",
+            ),
+            "an optimizer that clips is taken for one that does not": ("SCALES = (1.0, 1e4, 1e-4)", "SCALES = (1.0,)"),
+        },
+    ),
+    *wrong_in(
+        OVERLAP,
+        PUT_OFF,
+        {
+            "what is read past Python is not updated by step": (
+                "if id(param) in self.uncovered or _has_alias(param):",
+                "if _has_alias(param):",
+            ),
+            "a tensor that shares a parameter's memory is read before the update": (
+                "return _n_references(param) > _ALONE",
+                "return _n_references(param) > _ALONE + 1",
+            ),
+            "a graph through values from before the step": (
+                "                    torch.autograd.graph.increment_version(param)\n",
+                "",
+            ),
+            "zeroing that is forgotten": ("zeroing = self._zeroing.pop(number, None)", "zeroing = None"),
+            "a gradient of another pass takes the place of the reduced one": (
+                "param.grad = gradient if param.grad is None else param.grad + gradient",
+                "param.grad = gradient",
+            ),
+            "parameters wait for ranks that are gone": (
+                "            self._let_go_all()\n            self._gradient_of.clear()",
+                "            self._gradient_of.clear()",
+            ),
+            "an iteration that was put off and never ends": ("            self._gradients.finish()\n", ""),
+        },
+    ),
+    # ── the mesh ─────────────────────────────────────────────────────────────────────────────────────────────────
+    *wrong_in(
+        MESH,
+        OF_MESH,
+        {
+            "a message of another operation is taken for this one's": (
+                "    if found != expected:\n",
+                "    if found < expected:\n",
+            ),
+            "bytes that are lost where a frame wraps": (
+                "            self._inbound[:left] = self._inbound[self._begin : self._end]\n",
+                "",
+            ),
+            "memory that is said to be free and is sent later": (
+                '                    rest = [memoryview(b"".join(rest))]\n',
+                "",
+            ),
+            "a part of a sum in the wrong place": (
+                "    begin = sum(counts[: exchange.rank])\n    array",
+                "    begin = low * exchange.rank\n    array",
+            ),
+            "what comes for a communicator that was freed is kept": ("        self._freed.add(context)\n", ""),
+            "a leave that is taken for a loss": (
+                "self._connections[source].said_bye = True",
+                "self._connections[source].said_bye = False",
+            ),
+            "a short silence that is never forgiven": (
+                "            self._silent_beats = 0\n            return",
+                "            return",
+            ),
+            "a rank that ends without a word": ("        self._tell(self.rank, reason, FAULT if fault else 0)\n", ""),
+            "a rank that gives up and wakes nobody": (
+                "connection.stop_sending()  # which wakes",
+                "pass  # which wakes",
+            ),
+            "a fault that is told as a leave": (
+                "kind = PeerFaultError if header.tag == FAULT else PeerLostError",
+                "kind = PeerLostError",
+            ),
+        },
+    ),
+    *wrong_in(
+        RENDEZVOUS,
+        f"{MEETING} a_replay",
+        {
+            "a proof that holds for every connection": (
+                "hmac.digest(key, side + hello + challenge,",
+                "hmac.digest(key, side + hello,",
+            ),
+        },
+    ),
+    *wrong_in(
+        RENDEZVOUS,
+        f"{MEETING} another_generation",
+        {
+            "a rank of another generation that is let in": ('f"sirtaki mesh {job}".encode()', 'b"sirtaki mesh"'),
+        },
+    ),
+    *wrong_in(
+        RENDEZVOUS,
+        f"{MEETING} the_slow_and_the_many",
+        {
+            "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),
+        },
+    ),
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} on_disk",
+        {
+            "a skipped fsync of what was written": ("        os.fsync(descriptor)\n", "        pass\n"),
+            "a skipped fsync of the manifest": (
+                "for place in (state, unfinished / MANIFEST, unfinished):",
+                "for place in (state, unfinished):",
+            ),
+            "a skipped fsync of the folder in which it appears": ("            _sync(self.path)\n", ""),
+        },
+    ),
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} read_back",
+        {
+            "what was written is not read back": (
+                "if problem := _problem(unfinished, throttle):",
+                "if (problem := _problem(unfinished, throttle)) is None:",
+            ),
+        },
+    ),
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} damaged",
+        {
+            "a changed byte that is not noticed": (
+                "if _digest(path / STATE, throttle or WriteThrottle()) != digest:",
+                "if len(_digest(path / STATE, throttle or WriteThrottle())) != len(digest):",
+            ),
+        },
+    ),
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} written_again",
+        {
+            "a commit that cannot be written over": (
+                "            shutil.rmtree(final, ignore_errors=True)  # written",
+                "            # written",
+            ),
+        },
+    ),
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} another_line",
+        {
+            "newer ones of another line that are found instead": (
+                "there[there.index(final) + 1 :]",
+                "there[len(there) :]",
+            ),
+        },
+    ),
+    *wrong_in(
+        CHECKPOINTS,
+        f"{OF_CHECKPOINTS} is_due",
+        {
+            "one is due as soon as the one before is written": (
+                "        self._last_s, self._throttle = self._clock(), WriteThrottle(",
+                "        self._throttle = WriteThrottle(",
+            ),
+        },
+    ),
+    *wrong_in(
+        STATE,
+        f"{OF_CHECKPOINTS} is_plain",
+        {
+            "random numbers that do not go on": ("        torch.set_rng_state(self.host)\n", ""),
+        },
+    ),
+    # ── what is called faster ────────────────────────────────────────────────────────────────────────────────────
+    *wrong_in(
+        "autotune/paired.py",
+        "autotune/test_paired.py not hardly_ever",
+        {
+            "an interval that is too short by a rank": ("float(walsh[k - 1])", "float(walsh[k])"),
+            "a proof after any pair": ("(n in self.looks or n > last) and self.proved", "self.proved"),
+            "a first look after five pairs": ("FEWEST_PAIRS = 6\n", "FEWEST_PAIRS = 5\n"),
+            "an order that does not alternate": ("candidate_first = not candidate_first", "pass"),
+            "a ratio upside down": ("[before - after for", "[after - before for"),
+            "giving up what may still gain": ("return Verdict.OPEN\n        return", "pass\n        return"),
+        },
     ),
 )

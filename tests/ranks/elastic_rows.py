@@ -19,7 +19,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.engine import job, sparse_gradients
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
 NTH = 3

@@ -15,7 +15,7 @@ import sirtaki.torch as hvd
 from sirtaki.autotune.sparse import LEARNING_ITERATIONS, TRIAL_BUDGET
 from sirtaki.engine import sparse_gradients
 from sirtaki.engine.job import current
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, TOUCHED = 6000, 64, 300
 STEPS = 1 + LEARNING_ITERATIONS + 2 * TRIAL_BUDGET + 5

@@ -12,7 +12,7 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.engine.job import current
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH = 60, 5
 STEPS = 36 if os.environ.get("SIRTAKI_WARMUP_ITERATIONS") != "0" else 6

@@ -16,9 +16,9 @@ from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.simulator import put_off_iteration_s
 from sirtaki.autotune.trial import Everything, Proposal, Trial
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import GradientLayout
 from sirtaki.measures import LinkModel
 
@@ -173,7 +173,7 @@ class Deferrable(Protocol):
     """What deferred updates need of a gradient pipeline; see `PipelineTarget`."""
 
     controller: TuningController
-    synchroniser: Synchroniser
+    synchroniser: GradientPipeline
     knobs: Knobs
     space: KnobSpace
 
@@ -250,7 +250,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         return self._prepared == 1
 
     def iteration_ended(
-        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
         """Count an iteration without tuning or profiling of the pipeline. Collective at the last one that prepares.
 
@@ -275,7 +275,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             self._pipeline.controller.begin(self, recalls=False)
 
     def _agree_on_pace(
-        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
         """Agree on when gradients become ready and parameters are read. Collective."""
         count = synchroniser.n_params
@@ -299,7 +299,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     def _reorder(self) -> None:
         """Launch units in the order in which the next forward pass reads their parameters, on all ranks alike."""
         if self._pace is not None:
-            self._pipeline.synchroniser.overtake(self._pace)
+            self._pipeline.synchroniser.reorder_units(self._pace)
 
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
@@ -312,7 +312,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             known: tuple[IterationPace, LinkModel] = (pace, link)
 
             def expected_s(knobs: Knobs) -> float:
-                units, ready_s = sync.overtaken(plans_for(knobs, sync.layouts), known[0])
+                units, ready_s = sync.reordered_units(plans_for(knobs, sync.layouts), known[0])
                 return put_off_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
 
             arm.expect(expected_s)

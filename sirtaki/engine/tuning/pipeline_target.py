@@ -19,9 +19,10 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.buffers import Pace, Reduction
-from sirtaki.comm.gradients.iteration import IterationReport
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import (
     CommPlan,
     GradientLayout,
@@ -202,7 +203,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._to_measure = 0  # iterations until it is told what compression costs
         space = replace(space, lossy=self._allowed)
         self.space, self.default = open_default(space, control, self.router, self._choose)
-        self.synchroniser = self._sync = Synchroniser(
+        self.synchroniser = self._sync = GradientPipeline(
             params,
             names,
             control=control,
@@ -278,11 +279,7 @@ class PipelineTarget(TunableTarget[Knobs]):
     def can_put_off(self) -> bool:
         """Return whether the end of this iteration may be deferred: once all units are launched, it sends nothing."""
         ready = self.overlap is not None and self.overlap.ready
-        return ready and not self.tuning and not self._to_measure and self._sync.can_put_off
-
-    def check(self) -> None:
-        """Raise an error that a transport has noticed by itself. Thread-safe."""
-        self.router.check()
+        return ready and not self.tuning and not self._to_measure and self._sync.can_defer
 
     def finish(self, *, joined: bool = False) -> None:
         """Wait until all gradients are reduced, and choose the setting of the next iteration. Collective.
@@ -309,7 +306,7 @@ class PipelineTarget(TunableTarget[Knobs]):
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
         """Handle the end of an iteration in which no search was under way. Collective at some of them."""
         if self._drift is not None:
-            self._watch(self._drift, self._report.span_s, self._sync.pace)
+            self._watch(self._drift, self._report.span_s, self._sync.drift)
         if self._to_measure and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
@@ -341,7 +338,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
-            self._sync.say_pace(Pace.USUAL)
+            self._sync.vote_drift(Drift.USUAL)
         self._take_given()
         if self.tuning and not self.controller.tries(self):
             if self._search is not None:
@@ -434,7 +431,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     def apply(self, knobs: Knobs) -> None:
         """Run these knobs from the next iteration on. Collective."""
-        self._sync.set_plans(plans_for(knobs, self._layouts))
+        self._sync.use(plans_for(knobs, self._layouts))
         self.knobs = knobs
 
     def measured_s(self) -> float:
@@ -497,9 +494,9 @@ class PipelineTarget(TunableTarget[Knobs]):
             return None, 0.0
         return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
-    def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
+    def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
         """Watch communication time. Collective if all ranks have agreed that it has changed, else sends nothing."""
-        if agreed is not Pace.USUAL and drift.due:
+        if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
             else:
@@ -507,7 +504,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             return
         drift.note(span_s)
         if not self.controller.failed:
-            self._sync.say_pace(drift.pace)
+            self._sync.vote_drift(drift.pace)
 
     def _retune(self, drift: DriftWatch) -> None:
         """Begin a short search that compares settings with the running one. Collective."""
@@ -519,7 +516,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         drift.retuned()
         if self.overlap is not None:
             self.overlap.forget()
-        self._sync.say_pace(Pace.USUAL)
+        self._sync.vote_drift(Drift.USUAL)
         self.tuning = True
         self._changed = [route for route in self.space.routes if route == self.knobs.route]
         self.controller.begin(self, recalls=False)

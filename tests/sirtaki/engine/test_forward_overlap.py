@@ -12,9 +12,9 @@ from fakes.gradients import make_buffers, parameters
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Purpose, TuningSession
-from sirtaki.comm.gradients.buffers import FLAG_COUNT
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.flags import FLAG_COUNT
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
 from sirtaki.engine.tuning import overlap as forward_overlap
 from sirtaki.engine.tuning.controller import TuningController
@@ -71,10 +71,10 @@ class Sync:
     def __init__(self) -> None:
         self.order: list[IterationPace] = []
 
-    def overtake(self, pace: IterationPace) -> None:
+    def reorder_units(self, pace: IterationPace) -> None:
         self.order.append(pace)
 
-    def overtaken(self, plans: list[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+    def reordered_units(self, plans: list[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
         (group,), (plan,) = make_buffers(parameters(((1 << 20) - FLAG_COUNT,)), None).groups, plans
         route = (plan.transport, plan.units[0].algorithm)
         units = [ScheduledUnit(group, unit.start, unit.stop, unit.stream, route) for unit in plan.units]

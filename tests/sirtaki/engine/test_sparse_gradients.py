@@ -30,7 +30,7 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import SparseLanes
 from sirtaki.engine import sparse_gradients as module
-from sirtaki.engine.reducing.reducer import KnownSparse
+from sirtaki.engine.reducing.sparse_names import KnownSparse
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.sparse_gradients import SparseReductions, Times, fastest, measure, plan_of, skew_of
 from sirtaki.engine.tuning.memory import SettingsMemory

@@ -15,7 +15,7 @@ from sirtaki.autotune.knobs import KIB, KnobSpace
 from sirtaki.autotune.sparse import LEARNING_ITERATIONS, Pace, Seen, VolumeModel
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.sparse.worker import RowFormat
 from sirtaki.engine.rows_target import RowsTarget
