@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .knobs import Cut, KnobLattice, Knobs, KnobSpace
     from .meta.bandit import default_arms
-    from .meta.session import Assignment, Purpose, SessionResult, WarmupSession
+    from .meta.session import Assignment, Purpose, SessionResult, TuningSession
     from .trial import Arm, Proposal, Trial, TrialStatus
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "TransportKind",
     "Trial",
     "TrialStatus",
-    "WarmupSession",
+    "TuningSession",
     "default_arms",
 ]
 
@@ -40,7 +40,7 @@ _MODULES = {
     "sirtaki.comm.plan": ("Algorithm", "TransportKind"),
     "sirtaki.autotune.knobs": ("Cut", "KnobLattice", "KnobSpace", "Knobs"),
     "sirtaki.autotune.meta.bandit": ("default_arms",),
-    "sirtaki.autotune.meta.session": ("Assignment", "Purpose", "SessionResult", "WarmupSession"),
+    "sirtaki.autotune.meta.session": ("Assignment", "Purpose", "SessionResult", "TuningSession"),
     "sirtaki.autotune.trial": ("Arm", "Proposal", "Trial", "TrialStatus"),
 }
 

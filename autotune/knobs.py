@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
@@ -264,6 +264,16 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+STEP_OCTAVES = 0.5
+"""Step between the unit sizes of neighbours."""
+
+NEAR_OCTAVES = 0.3
+"""Settings whose unit sizes differ by less are close to each other."""
+
+MOST_POINTS = 100
+"""Settings of a space that is searched completely."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobSpace:
     """What may be chosen: the transports' capabilities, less what the user has fixed.
@@ -334,6 +344,35 @@ class KnobSpace:
             and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self.may_tell(knobs.nccl)))
         )
 
+    def loses(self, knobs: Knobs) -> bool:
+        """Return whether units travel compressed."""
+        return bool(knobs.lossy)
+
+    def every(self) -> tuple[Knobs, ...]:
+        """Return all uniform settings if they are at most `MOST_POINTS`, else none."""
+        points = KnobLattice(self).points
+        return points if len(points) <= MOST_POINTS else ()
+
+    def around(self, knobs: Knobs, tried: Collection[Knobs]) -> Iterator[Knobs]:
+        """Yield settings that differ in one knob by one step, but none that is close to one of `tried`.
+
+        Planned units count as uniform ones.
+        """
+        known = [one for one in tried if one.cuts is None]
+        beside = (one for one in self._neighbours(knobs) if one in self)
+        return (one for one in beside if not any(_near(one, other) for other in known))
+
+    def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
+        if knobs.cuts is not None:
+            knobs = knobs.but(cuts=None)
+            yield knobs
+        yield from (knobs.but(streams=n) for n in self.streams_around(knobs.streams) if n != knobs.streams)
+        low, high = self.unit_bytes
+        sizes = (self.whole_unit_bytes(knobs.unit_bytes * 2**step) for step in (-STEP_OCTAVES, STEP_OCTAVES))
+        yield from (knobs.but(unit_bytes=size) for size in sizes if low <= size <= high)
+        yield from (knobs.but(transport=t, algorithm=a) for t, a in self.routes if (t, a) != knobs.route)
+        yield from (knobs.but(threads=n) for n in self.threads_around(knobs.threads) if n != knobs.threads)
+
     def may_tell(self, ways: NcclWays) -> bool:
         """Return whether each size class may be told its algorithm and protocol."""
         return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
@@ -369,6 +408,11 @@ class KnobSpace:
     def unit_bytes_log2(self) -> tuple[float, float]:
         """Bounds of `unit_bytes` on the scale on which it is searched."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
+
+
+def _near(first: Knobs, second: Knobs) -> bool:
+    same = first.but(unit_bytes=second.unit_bytes) == second
+    return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
 
 
 def _around(choices: tuple[_T, ...], one: _T) -> tuple[_T, ...]:

@@ -6,14 +6,50 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Generic, Protocol
 
 import msgspec
+from typing_extensions import TypeVar
 
 from sirtaki.errors import PlanError, TuningError
 from sirtaki.fields import Count, Number, Text
 
 from .knobs import Knobs
+
+
+class Describable(Protocol):
+    """What a setting must be: hashable, and able to describe itself."""
+
+    def __hash__(self) -> int: ...
+
+    def describe(self) -> str:
+        """Return the setting in words, for logs."""
+        ...
+
+
+S = TypeVar("S", bound=Describable, default=Knobs)
+"""A kind of setting. Without another one named, `Knobs`."""
+
+
+_Accepted = TypeVar("_Accepted", contravariant=True)
+
+
+class Space(Protocol[_Accepted]):
+    """The settings that may be chosen.
+
+    Three more methods are optional: `around(setting, tried)` yields permitted settings that differ in one thing, but
+    none that is close to one of `tried`. `every()` returns all settings, or `()` if they are many. `loses(setting)`
+    returns whether gradients lose precision with the setting.
+    """
+
+    def __contains__(self, setting: _Accepted) -> bool: ...
+
+
+class Everything:
+    """The space of a search whose arm proposes permitted settings only."""
+
+    def __contains__(self, setting: object) -> bool:
+        return True
 
 
 class TrialStatus(Enum):
@@ -25,8 +61,8 @@ class TrialStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Knobs that an arm would like to see measured.
+class Proposal(Generic[S]):
+    """A setting that an arm would like to see measured.
 
     Attributes:
         arm: name of the arm.
@@ -36,13 +72,13 @@ class Proposal:
     """
 
     arm: str
-    knobs: Knobs
+    knobs: S
     iterations: int | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(Generic[S]):
     """A proposal that has run.
 
     Attributes:
@@ -56,7 +92,7 @@ class Trial:
     """
 
     arm: Text
-    knobs: Knobs
+    knobs: S
     iterations: Count
     span_s: Annotated[float, msgspec.Meta(gt=0)]
     noise_s: Number = 0.0
@@ -69,7 +105,7 @@ class Trial:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+    def from_json(cls, data: Mapping[str, Any]) -> Trial[Knobs]:
         """The trial that `to_json` described.
 
         Raises:
@@ -77,13 +113,13 @@ class Trial:
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
-            return msgspec.convert(finite, cls)
+            return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
 
 
-class Arm(Protocol):
-    """Proposes knobs and learns from trials. No threads, files, process groups or clocks of its own.
+class Arm(Protocol[S]):
+    """Proposes settings and learns from trials. No threads, files, process groups or clocks of its own.
 
     Three more methods are optional; each may answer None for "no opinion":
     `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
@@ -94,10 +130,10 @@ class Arm(Protocol):
 
     name: str
 
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
+    def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
         """Up to `n` proposals; learns nothing. Empty = nothing to propose (now)."""
         ...
 
-    def tell(self, trials: Sequence[Trial]) -> None:
+    def tell(self, trials: Sequence[Trial[S]]) -> None:
         """Learns from finished trials, whoever asked for them; proposes nothing."""
         ...

@@ -49,7 +49,7 @@ from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, Libra
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import REGISTRY_ARM, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import REGISTRY_ARM, Purpose, SessionResult, TuningSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
@@ -304,7 +304,7 @@ class Outcome:
 def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
     """Run one warm-up, which begins with the settings `seeds`."""
     rng = np.random.default_rng([luck.seed, 2])
-    session = WarmupSession(
+    session = TuningSession(
         space=job.space,
         default=job.default,
         arm=_arm(job, luck),

@@ -232,7 +232,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     arm: Text = ""
     complete: bool = True
     layout: Text = ""
-    trials: Annotated[tuple[Trial, ...], Meta(max_length=10_000)] = ()
+    trials: Annotated[tuple[Trial[Knobs], ...], Meta(max_length=10_000)] = ()
     link: LinkModel | None = None
     provenance: Provenance
     gain: Gain | None = None

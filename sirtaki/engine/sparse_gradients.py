@@ -8,9 +8,10 @@ Rows go past the flat buffers, once the ranks have agreed on which parameters ha
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,7 @@ import sirtaki
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     Pace,
-    Seen,
-    SparseChoice,
     SparseSummary,
-    Stage,
     TouchCounts,
     VolumeModel,
     curve_points,
@@ -41,7 +39,9 @@ from sirtaki.comm.transports.contract import scale_
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.registry.schema import RowsKey, RowsRecord, Skew
 
+from .rows_target import RowsTarget
 from .tuning.cache import cluster_fingerprint
+from .tuning.controller import TuningController
 from .tuning.memory import SettingsMemory
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
@@ -177,43 +177,6 @@ def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
 HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
 
 
-@dataclass(slots=True, eq=False)
-class _Parameter:
-    """What is known of one parameter's rows.
-
-    Attributes:
-        form: how they travel.
-        choice: by which algorithm.
-        spans_s: of its trials, on this rank.
-        looked_up: rows in this rank's gradients, in all iterations that are counted.
-        counts: of the first iterations, or of those since rows were touched otherwise.
-        mean: `looked_up` in an iteration, mean over the ranks; None until they have said it.
-        told: the choice is in `summary`.
-        summary: of the newest choice that was made.
-    """
-
-    form: RowFormat
-    choice: SparseChoice
-    spans_s: list[float] = field(default_factory=list)
-    looked_up: int = 0
-    counts: TouchCounts = field(default_factory=TouchCounts)
-    mean: float | None = None
-    told: bool = False
-    summary: SparseSummary | None = None
-
-    def note(self, work: SparseWork, ranks: int) -> None:
-        """An iteration is over, in which rows went by the choice's plan."""
-        reduced, stage = work.reduced, self.choice.stage
-        if stage is Stage.TRY:
-            self.spans_s.append(work.span_s)
-        by_rank = [indices.numpy() for indices in reduced.by_rank] if stage is Stage.LEARN else ()
-        self.choice.note(Seen(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
-        if self.told and self.choice.stage is Stage.LEARN:
-            self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
-        elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
-            self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
-
-
 class _Running(NamedTuple):
     """One gradient on its way; `version`: of the one that the backward pass gave, None if something was put in."""
 
@@ -241,8 +204,9 @@ class SparseReductions:
         self._factor = reduction.prescale * reduction.postscale
         self._memory = SettingsMemory(settings.registry if control.rank == 0 else REGISTRY_OFF)
         self._topology = ""
+        self._controller = TuningController(control)
         self._params: Mapping[str, torch.Tensor] = {}
-        self._parameters: dict[str, _Parameter] = {}
+        self._targets: dict[str, RowsTarget] = {}
         self._order: list[str] = []
         self._iterations = 0
         self._running: dict[str, _Running] = {}
@@ -270,24 +234,26 @@ class SparseReductions:
         self._params, self._order = params, list(params)[::-1]  # as the backward pass brings them about
         for name, param in params.items():
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
-            if name not in self._parameters or self._parameters[name].form != form:
-                self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
+            if name not in self._targets or self._targets[name].form != form:
+                if name in self._targets:
+                    self._controller.abandon(self._targets[name])
+                self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=self._tries)
         self._worker.begin(self._order)
 
     @property
-    def choices(self) -> dict[str, SparseChoice]:
-        """Of the parameters that are watched, by name, in the order in which their gradients leave."""
-        return {name: self._parameters[name].choice for name in self._order}
+    def targets(self) -> dict[str, RowsTarget]:
+        """Return the targets of the watched parameters by name, in the order in which gradients are launched."""
+        return {name: self._targets[name] for name in self._order}
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
-        """Of the next iteration, by name."""
-        return {name: choice.plan for name, choice in self.choices.items()}
+        """Return the plans of the next iteration, by name."""
+        return {name: target.plan for name, target in self.targets.items()}
 
     @property
     def summaries(self) -> list[SparseSummary]:
         """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
-        return [summary for name in self._order if (summary := self._parameters[name].summary) is not None]
+        return [summary for name in self._order if (summary := self._targets[name].summary) is not None]
 
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,14 +272,14 @@ class SparseReductions:
 
         `version`: when it came; None = no backward pass gave it.
         """
-        given, one = gradient.detach(), self._parameters[name]
+        given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
             given = given.to_dense().to_sparse(1)
         if one.counts.n < LEARNING_ITERATIONS:
             one.looked_up += given._nnz()
         rows = coalesced(given.cpu())
         form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
-        work = SparseWork(name, rows, form, one.choice.plan)
+        work = SparseWork(name, rows, form, one.plan)
         self._worker.submit(work)
         self._running[name] = _Running(work, gradient, version)
 
@@ -385,57 +351,38 @@ class SparseReductions:
         if not running:
             return
         self._iterations += 1
-        before, watched = self.plans, {name: self._parameters[name] for name in self._order}
+        before, watched = self.plans, self.targets
         for name, one in watched.items():
-            one.note(running[name].work, self._control.size)
-        if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
-            self._settle(tried)
-        if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
+            one.note(running[name].work)
+        tried = [one for one in watched.values() if self._controller.tries(one)]
+        self._controller.iteration_ended()
+        for one in tried:
+            if one.kept and not one.checks:
+                self._remember(one)
+        if learned := [one for one in watched.values() if one.has_learned]:
             self._choose(learned)
         self._tell(watched)
         self._worker.lanes.grow()
-        changed = [one for name, one in watched.items() if one.choice.plan != before[name]]
-        if any(one.choice.stage is not Stage.TRY for one in changed):
+        changed = [one for name, one in watched.items() if one.plan != before[name]]
+        if any(not self._controller.tries(one) for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the way of sparse gradients")
         self._worker.begin(self._order)
 
-    def _settle(self, tried: Mapping[str, _Parameter]) -> None:
-        """Judge the trials of these parameters. Collective.
-
-        The minimum over the ranks counts, because the rank that comes last to a reduction has not waited for others.
-        """
-        mine = np.array([span_s for one in tried.values() for span_s in one.spans_s])
-        least = iter(self._control.minimum(mine).tolist())
-        for name, one in tried.items():
-            choice, checked = one.choice, one.choice.checks
-            choice.settle([next(least) for _ in one.spans_s])
-            if choice.stage is Stage.KEEP and not checked:
-                self._remember(name, one.form, choice)
-            if self._control.rank == 0 and choice.stage is Stage.KEEP:
-                others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
-                logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
-            elif self._control.rank == 0 and choice.stage is Stage.LEARN:
-                logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
-
-    def _choose(self, learned: dict[str, _Parameter]) -> None:
-        """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
-        asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
-        recalled = self._recalled(asked)
-        for one in learned.values():
-            one.spans_s = []
-        for name, plan in recalled.items():
-            learned.pop(name).choice.recall(plan)
-        if not learned:
-            return
-        pace = measure(self._control, self._worker.lanes, streams=self._streams)
-        for name, one in learned.items():
-            form, choice = one.form, one.choice
-            choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
-            if choice.stage is Stage.KEEP:
-                self._remember(name, form, choice)
+    def _choose(self, learned: Sequence[RowsTarget]) -> None:
+        """Begin with the plans of earlier jobs, else with those that probes predict to be fastest. Collective."""
+        recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
+        tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
+        if others := [one for one in learned if one.name not in recalled]:
+            pace = measure(self._control, self._worker.lanes, streams=self._streams)
+            for one in others:
+                if one.choose(VolumeModel(one.form, self._control.size, one.learned, pace)):
+                    tried.append(one)
+                    continue
+                self._remember(one)
                 if self._control.rank == 0:
-                    logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
+                    logger.info("sparse gradients of %s go by %s", one.name, one.plan.describe())
+        self._controller.begin(*tried, recalls=False)
 
     def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
         """Return the plans of earlier jobs for rows with a similar access skew, by name. Collective."""
@@ -459,22 +406,23 @@ class SparseReductions:
             found = self._memory.guard(lambda: {name: find(name, *one) for name, one in learned.items()}, nothing)
         return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
 
-    def _remember(self, name: str, form: RowFormat, choice: SparseChoice) -> None:
+    def _remember(self, target: RowsTarget) -> None:
         """Store the plan that is kept, on rank 0."""
-        learned, plan = choice.learned, choice.plan
+        decision = target.decision
+        learned, plan = decision.learned, decision.plan
         if not self._topology or learned is None:
             return
 
         def keep() -> bool:
             record = RowsRecord(
-                key=self._key(form),
-                name=name,
+                key=self._key(target.form),
+                name=target.name,
                 skew=skew_of(learned),
                 path=plan.path,
                 cold=plan.cold,
                 block_rows=plan.block_rows,
                 n_hot=len(plan.hot_rows),
-                span_s=min(choice.measured_s, default=0.0),
+                span_s=min((seconds for seconds in decision.measured_s if 0.0 < seconds < math.inf), default=0.0),
                 created_s=time.time(),
             )
             return self._memory.keep(record)
@@ -492,17 +440,17 @@ class SparseReductions:
             fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
         )
 
-    def _tell(self, watched: Mapping[str, _Parameter]) -> None:
+    def _tell(self, watched: Mapping[str, RowsTarget]) -> None:
         """Collective once a parameter's first iterations are over, which all ranks see alike."""
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
             for one, total in zip(due, totals, strict=True):
                 one.mean = total / (LEARNING_ITERATIONS * self._control.size)
         for name, one in watched.items():
-            if one.mean is not None and one.choice.stage is Stage.KEEP and not one.told:
+            if one.mean is not None and one.kept and not one.told:
                 one.told = True
                 one.summary = summarise(
-                    one.choice, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
+                    one.decision, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
                 )
                 self._log.sparse(one.summary, iteration=self._iterations)
 

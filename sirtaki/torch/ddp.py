@@ -40,7 +40,7 @@ from sirtaki.engine.autograd import accumulates
 from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.gradient_hooks import GradientHooks, ReducerOptions
-from sirtaki.engine.tuning.warmup import without_others
+from sirtaki.engine.tuning.pipeline_target import without_others
 from sirtaki.errors import ConfigError, GradientError, NotInitializedError
 
 from .basics import record_if_wanted

@@ -30,8 +30,8 @@ from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.sharing import CLOSED, OptimizerGradients, reducers_of
 from sirtaki.engine.settings import Overlap
 from sirtaki.engine.tuning.overlap import ForwardOverlap
+from sirtaki.engine.tuning.pipeline_target import without_others
 from sirtaki.engine.tuning.plans import key_of
-from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.machine import finalize
 from sirtaki.uncompiled import something_is_compiled

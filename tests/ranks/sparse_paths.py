@@ -70,8 +70,8 @@ def use(plan: SparsePlan) -> None:
     """Between iterations: from now on, all sparse gradients go by this plan."""
     for reducer in reducers_of(current()):
         if (rows := reducer.sparse.rows) is not None:
-            for choice in rows.choices.values():
-                choice.plan = plan
+            for target in rows.targets.values():
+                target.decision.plan = plan
 
 
 def several_embeddings() -> None:

@@ -56,7 +56,7 @@ from sirtaki.uncompiled import exclude_from_compilation, in_compiled_autograd
 from ..job import Job
 from ..participants import ActiveReducers, IterationCounter, WaitStage
 from ..sparse_gradients import SparseReductions
-from ..tuning.warmup import TunedSynchroniser
+from ..tuning.pipeline_target import PipelineTarget
 from . import distributed_autograd
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 from .hooks import expect, register_last
@@ -260,7 +260,7 @@ class GradientHooks:
         self._hooks.close()
         self.named, self.hooked, self._frozen = list[Named](), list[Named](), list[torch.Tensor]()
         self._number_of = dict[int, int]()
-        self.tuning: TunedSynchroniser | None = None
+        self.tuning: PipelineTarget | None = None
         self.pipeline: GradientPipeline | None = None
         self._rows: SparseReductions | None = None  # if some parameters have sparse gradients
         self._dense_index = dict[int, int]()
@@ -277,7 +277,7 @@ class GradientHooks:
         self._rows = self.sparse.rows if self.sparse.names else None
         dense = [number for number, (name, _) in enumerate(self.hooked) if name not in self.sparse.names]
         if dense:
-            self.tuning = TunedSynchroniser(
+            self.tuning = PipelineTarget(
                 self._control,
                 self._settings,
                 [self.hooked[number][1] for number in dense],

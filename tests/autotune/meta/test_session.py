@@ -40,8 +40,7 @@ from sirtaki.autotune.meta.session import (
     Remembered,
     SessionResult,
     Setting,
-    WarmupSession,
-    neighbours,
+    TuningSession,
 )
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import TransportKind, UnitClass
@@ -651,7 +650,7 @@ def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm:
 
 
 def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:
-    assert list(neighbours(BEST.but(cuts=(Cut(stop=5),)), SPACE)) == [BEST, *neighbours(BEST, SPACE)]
+    assert list(SPACE.around(BEST.but(cuts=(Cut(stop=5),)), ())) == [BEST, *SPACE.around(BEST, ())]
 
 
 def test_a_session_walks_from_neighbour_to_neighbour() -> None:
@@ -725,7 +724,7 @@ def test_the_span_takes_an_outlier_like_a_median_and_two_spans_like_a_mean() -> 
 LOSSY_SPACE = replace(SPACE, lossy=("int8", "powersgd:4"), classes=(UnitClass.LARGE,))
 
 
-def lossy_session(seed: int) -> WarmupSession:
+def lossy_session(seed: int) -> TuningSession:
     arm = default_arms(space=LOSSY_SPACE, rng=np.random.default_rng(seed), budget_iterations=100)
     return session(arm, space=LOSSY_SPACE, refine=True)
 

@@ -18,12 +18,10 @@ from fakes.meshes import on_planes
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
-    LOOKS,
     N_CANDIDATES,
-    UNCOUNTED,
+    TRIAL_BUDGET,
     Pace,
     SparseSummary,
-    Stage,
     TouchCounts,
 )
 from sirtaki.comm.control.plane import ControlPlane
@@ -277,7 +275,7 @@ def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_
 # ── how rows travel ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 TABLE_ROWS, TABLE_WIDTH, LOOKED_UP = 200, 5, 60
-UNTIL_KEPT = LEARNING_ITERATIONS + (UNCOUNTED + LOOKS[1]) * N_CANDIDATES
+UNTIL_KEPT = LEARNING_ITERATIONS + TRIAL_BUDGET + 20
 HOT_COLD = SparsePath.HOT_COLD
 
 
@@ -299,10 +297,10 @@ class Trains(Rank):
             given = [looked_up_rows(self.iteration, rank, looked_up) for rank in range(self.control.size)]
             wanted = sum(each.double().to_dense() for each in given)
             touched = torch.unique(torch.cat([each._indices()[0] for each in given]))
-            for name in self.sparse.choices:
+            for name in self.sparse.targets:
                 self.give(name, given[self.rank])
             self.finish()
-            for name in self.sparse.choices:
+            for name in self.sparse.targets:
                 found = self.params[name].grad
                 assert found is not None
                 torch.testing.assert_close(found.to_dense().double(), wanted, rtol=1e-5, atol=1e-5)
@@ -342,7 +340,7 @@ def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: 
             assert not rank.sparse.summaries or rank.iteration > LEARNING_ITERATIONS
             plans.append(rank.sparse.plans)
             rank.iterate()
-        assert all(choice.stage is Stage.KEEP for choice in rank.sparse.choices.values())
+        assert all(target.kept for target in rank.sparse.targets.values())
         return plans, rank.sparse.summaries
 
     (plans, found), *others = on_training_ranks(3, act, names="ab", trial_log=str(log))
@@ -356,7 +354,8 @@ def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: 
         assert all(way.measured_s is not None and way.measured_s > 0.0 for way in one.ways)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["sparse"] * 2
-    assert [SparseSummary.from_json(line) for line in lines] == found
+    by_name = sorted((SparseSummary.from_json(line) for line in lines), key=lambda one: one.name)
+    assert by_name == sorted(found, key=lambda one: one.name)
 
 
 @pytest.mark.usefixtures("_several_ways_promise_something")
@@ -396,9 +395,9 @@ def test_where_nothing_is_tuned_rows_are_gathered_and_nothing_is_written(
 def test_parameters_that_change_are_learned_anew() -> None:
     def act(rank: Trains) -> None:
         rank.iterate()
-        before = rank.sparse.choices
+        before = rank.sparse.targets
         rank.sparse.watch({"a": rank.params["a"], "b": torch.zeros(TABLE_ROWS, TABLE_WIDTH + 1)})
-        after = rank.sparse.choices
+        after = rank.sparse.targets
         assert after["a"] is before["a"]
         assert after["b"] is not before["b"]
 
@@ -529,7 +528,6 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
         assert told[first][2] == "probed"
         assert "are touched like those" not in logs[first]
         assert f"are touched like those of weight in an earlier job, which went by {told[first][3]}" in logs[second]
-        recalled = {0} if told[first][3] == "gather" else {2 * (UNCOUNTED + look) for look in LOOKS}
         if "is clearly faster than" in logs[second]:  # trials are short, and the machine may be busy
             assert told[second][2] == "probed"
         else:

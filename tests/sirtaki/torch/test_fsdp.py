@@ -12,13 +12,15 @@ from msgspec import structs
 from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
-from sirtaki.autotune.sharded import ShardKnobs, ShardSession, ShardSpace
+from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.shard_search import shard_session
+from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.cli.__main__ import main
+from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
 from sirtaki.errors import ConfigError
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import ShardsRecord
 from sirtaki.torch import fsdp
-from sirtaki.torch.fsdp import target
 
 SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
 SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
@@ -79,36 +81,35 @@ def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str)
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
-def search(faster_times: float, steps: int | None = None) -> ShardSession:
-    """Of a job whose steps take 0.3 s, and with two streams so many times less; None = to its end."""
+def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
+    """Of a job whose steps take 0.3 s, and with two streams so many times less."""
     space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100), dropped=(0, 1))
-    session = ShardSession(space, ShardKnobs(streams=1), budget=100)
-    while not session.done and session.used != steps:
-        session.record(0.3 / faster_times if session.knobs.streams == 2 else 0.3)
+    session = shard_session(space, ShardKnobs(streams=1), budget=100)
+    while not session.done and session.result.iterations_used < steps:
+        now = session.assignment
+        session.record([0.3 / faster_times if now.knobs.streams == 2 else 0.3] * now.measured_iterations)
     return session
 
 
 def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_proved() -> None:
     untuned = "1 stream, gathers 1 ahead and 1 behind"
-    line = target.describe_progress(search(1.2, 0)).line()
-    assert line == f"tuning, step 0 of at most 119: now measuring the default: {untuned}"
-    line = target.describe_progress(search(1.2, 3)).line()
+    line = describe_progress(search(1.2, 0), WHOLE_STEPS).line()
+    assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
+    line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 119, at most 35 s more: nothing seen that beats the default (300 ms)"
+        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); now trying: "
     )
-    progress = target.describe_progress(search(1.2, 25))
+    progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
     seen = "fastest seen so far, not yet proved: 50 ms a step less"
-    assert f"{seen} (300 ms → 250 ms); now comparing in turns: " in progress.line()
-    assert progress.bar() == f"tuning [#....] 25/119; {seen}"
+    assert f"{seen} (300 ms → 250 ms); now " in progress.line()
+    assert progress.bar().endswith(f"/100; {seen}")
 
 
 def test_the_result_says_what_was_proved_with_its_interval() -> None:
-    said = target.describe_result(search(1.2), "sockets")
-    assert (
-        "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in paired turns)" in said
-    )
-    said = target.describe_result(search(1.0), "sockets")
-    assert "the default stays; sockets (nothing was proved to beat the default in paired turns)" in said
+    said = describe_steps(search(1.2).result, "sockets")
+    assert "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in 6 paired" in said
+    said = describe_steps(search(1.0).result, "sockets")
+    assert "the default stays; sockets (nothing " in said
 
 
 @pytest.mark.integration
