@@ -13,6 +13,7 @@ from rank_jobs import OVER_MESH, UNTUNED, Job, Launcher, played_on_ranks
 from ranks.elastic_features import SIZES, WAITS
 
 from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord
 
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +165,7 @@ def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_si
         return
     store = open_store(str(path))
     try:
-        assert {entry.topology.world_size for entry in store.entries()} == {2, 3, 4}
+        assert {record.topology.world_size for record in store.all(JobRecord)} == {2, 3, 4}
     finally:
         store.close()
 
