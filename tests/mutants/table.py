@@ -22,7 +22,7 @@ BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
 SYNCHRONISER, ITERATION = "comm/gradients/synchroniser.py", "comm/gradients/iteration.py"
 REDUCER, CHECKS = "engine/reducing/reducer.py", "engine/reducing/checks.py"
 OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
-MESH, RENDEZVOUS = "comm/control/mesh.py", "comm/control/mesh_rendezvous.py"
+MESH, HANDSHAKE = "comm/control/mesh.py", "comm/control/handshake.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
 OF_SYNCHRONISER, OF_ITERATION = "comm/gradients/test_synchroniser.py", "comm/gradients/test_iteration.py"
@@ -442,7 +442,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} a_replay",
         {
             "a proof that holds for every connection": (
@@ -452,14 +452,14 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} another_generation",
         {
             "a rank of another generation that is let in": ('f"sirtaki mesh {job}".encode()', 'b"sirtaki mesh"'),
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} the_slow_and_the_many",
         {
             "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),

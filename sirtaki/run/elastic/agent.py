@@ -22,7 +22,8 @@ from typing import IO, Protocol
 
 import msgspec
 
-from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
+from sirtaki.comm.control.handshake import connect, job_key, listen
+from sirtaki.comm.control.members import Membership
 from sirtaki.comm.control.waiting import Deadline, retry
 from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.launchers import AGENT
@@ -188,19 +189,18 @@ class AgentRules:
                 (act.kill if at_once else act.ask_to_end)(worker)
             case KnownAgents(agents):
                 self.agents = agents
-            case FormGeneration():
-                self._generation = msgspec.structs.replace(message, members=(), attendees=(), older=message.older or ())
+            case Form():
+                self._generation = msgspec.structs.replace(message, members=(), older=message.older or ())
+                membership = Membership(
+                    generation=message.number,
+                    members=message.members,
+                    name=self._proof.job,
+                    secret=self._proof.secret,
+                )
                 for rank, worker in enumerate(message.workers):
                     if (there := self.ranks.get(worker)) is not None:
-                        there.phase, there.generation, there.rank = ProcessPhase.MEMBER, message.number, rank
-                        formed = Formed(
-                            number=message.number,
-                            rank=rank,
-                            members=message.members,
-                            attendees=message.attendees,
-                            proof=self._proof,
-                        )
-                        act.send_to_rank(worker, formed)
+                        there.phase, there.generation, there.rank = Phase.MEMBER, message.number, rank
+                        act.tell_rank(worker, Formed(rank=rank, membership=membership))
                 if message.older is not None:
                     act.send_to_driver(GenerationAck(message.number))
             case KeepGenerations(number=number, older=older) if number == self._generation.number:
@@ -217,9 +217,9 @@ class AgentRules:
         """Process a message of a rank, and forward it to the driver."""
         there = self.ranks[worker]
         match message:
-            case Join(has_state=has_state, attendee=attendee):
-                there.phase, there.has_state, there.attendee = ProcessPhase.WAITING, has_state, attendee
-                if self.ends:  # because there will be no rank to train with
+            case Join(member=member):
+                there.phase, there.has_state, there.member = Phase.WAITING, member.has_state, member
+                if self.ends:  # there will be nobody to train with
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
