@@ -98,6 +98,8 @@ def wait_for(
         CommError: the job has failed.
     """
     if poll is Poll.SPIN:
+        if condition():
+            return True
         begun = time.perf_counter()
         while not (failures and failures.crowded) and time.perf_counter() < begun + ALONE_S:
             if condition():
