@@ -239,7 +239,7 @@ class SurvivingMembership:
             except PeerLostError:
                 lost = True
                 continue
-            members = in_order(membership.members)
+            members = rank_order(membership.members)
             return Generation(
                 membership=replace(membership, generation=1 + membership.generation, members=members),
                 rank=[each.number for each in members].index(own),
@@ -261,7 +261,7 @@ class SurvivingMembership:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
 
 
-def in_order(told: Sequence[Member]) -> tuple[Member, ...]:
+def rank_order(told: Sequence[Member]) -> tuple[Member, ...]:
     """Sort members: holders of the job's state first, as far as a host's ranks are neighbours; else the order stays."""
     hosts = dict.fromkeys(each.host for each in told)
     there = {host: [each for each in told if each.host == host] for host in hosts}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.members import Meeting, Membership, StoreExchange, alone, meet, rendezvous
 from sirtaki.comm.control.waiting import Deadline
 from sirtaki.comm.plan import TransportKind

@@ -104,7 +104,7 @@ class DriverProcess(Process):
         self.agent_list.stop(host)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        if isinstance(message, Form):
+        if isinstance(message, FormGeneration):
             places = [(member.node, not member.has_state) for member in message.members]
             limits = self.world.policy.min_ranks, self.world.policy.max_ranks
             self.world.history.note("formed", "driver", workers=message.workers, places=places, limits=limits)

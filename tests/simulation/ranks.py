@@ -12,7 +12,7 @@ from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
 from sirtaki.comm.control.members import Member
 from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
-from sirtaki.engine.generations import LONG_S, Heard
+from sirtaki.engine.generations import LONG_S, AgentNews
 from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
 from sirtaki.torch.elastic.state import Commits, HeldCommits, RankStatus, plan_recovery
 

@@ -189,7 +189,7 @@ class AgentRules:
                 (act.kill if at_once else act.ask_to_end)(worker)
             case KnownAgents(agents):
                 self.agents = agents
-            case Form():
+            case FormGeneration():
                 self._generation = msgspec.structs.replace(message, members=(), older=message.older or ())
                 membership = Membership(
                     generation=message.number,
@@ -199,7 +199,7 @@ class AgentRules:
                 )
                 for rank, worker in enumerate(message.workers):
                     if (there := self.ranks.get(worker)) is not None:
-                        there.phase, there.generation, there.rank = Phase.MEMBER, message.number, rank
+                        there.phase, there.generation, there.rank = ProcessPhase.MEMBER, message.number, rank
                         act.tell_rank(worker, Formed(rank=rank, membership=membership))
                 if message.older is not None:
                     act.send_to_driver(GenerationAck(message.number))
@@ -218,7 +218,7 @@ class AgentRules:
         there = self.ranks[worker]
         match message:
             case Join(member=member):
-                there.phase, there.has_state, there.member = Phase.WAITING, member.has_state, member
+                there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
                 if self.ends:  # there will be nobody to train with
                     self._actions.kill(worker)
             case Patience(seconds):

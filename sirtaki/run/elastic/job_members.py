@@ -548,7 +548,7 @@ def shortened(text: str, limit: int = 2000) -> str:
     return text if len(text) <= limit else f"{text[:limit]} …"
 
 
-def announcement(form: Form) -> str:
+def announcement(form: FormGeneration) -> str:
     """A generation, with its members by host."""
     hosts = Counter(member.node for member in form.members)  # in the order of ranks
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
@@ -835,13 +835,13 @@ class JobMembers:
             return  # its process was given up
         match message:
             case Relayed(message=Join(member=member)):
-                if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
+                if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
                     self._dismiss(worker)
                 else:
                     worker.member = member
                     worker.has_state = worker.has_state or member.has_state
                     listed.has_state = listed.has_state or member.has_state
-                    worker.enter(Phase.WAITING, now_s)
+                    worker.enter(ProcessPhase.WAITING, now_s)
             case Relayed(message=Patience(seconds)):  # others, too, may take so long
                 self._longest_s = max(self._longest_s, seconds)
             case Relayed(message=Finished()):  # the process may live for a while

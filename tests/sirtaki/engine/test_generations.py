@@ -20,7 +20,6 @@ from sirtaki.engine.generations import (
     AgentClient,
     Generations,
     SurvivingMembership,
-    in_order,
     open_agent,
     open_survivors,
     rank_order,
@@ -391,7 +390,7 @@ def test_ranks_of_a_host_stay_neighbours() -> None:
     def order(*with_state: int) -> list[int]:
         hosts = ("a",), ("b",), ("a",), ("b",)
         told = [Member(host=host, number=n, has_state=n in with_state) for n, host in enumerate(hosts)]
-        return [each.number for each in in_order(told)]
+        return [each.number for each in rank_order(told)]
 
     assert order(0, 1, 2, 3) == [0, 2, 1, 3]
     assert order(2, 3) == [2, 0, 3, 1]

@@ -12,6 +12,7 @@ import pytest
 from sirtaki.comm.control.members import Member
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, Join, Patience
 from sirtaki.run.elastic.job_members import (
+    AgentMessage,
     End,
     FormGeneration,
     FromAgent,
@@ -136,7 +137,7 @@ def dismissed(actions: list[Any]) -> list[int]:
     return [worker for each in of(Relay, actions) if isinstance(each.message, Dismissal) for worker in each.workers]
 
 
-def new_in(form: Form) -> set[int]:
+def new_in(form: FormGeneration) -> set[int]:
     return {worker for worker, member in zip(form.workers, form.members, strict=True) if not member.has_state}
 
 
@@ -503,8 +504,8 @@ def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_t
 
 def test_what_comes_at_once_is_decided_once() -> None:
     story = running({"a": 2})
-    both = [Heard("a", Relayed(worker, Join(member=Member(has_state=True)))) for worker in (1, 2)]
-    assert len(of(Form, story.does(story.members.answer, both))) == 1
+    both = [AgentMessage("a", Relayed(worker, Join(member=Member(has_state=True)))) for worker in (1, 2)]
+    assert len(of(FormGeneration, story.does(story.members.answer, both))) == 1
     assert changes(story.all) == []
 
 
