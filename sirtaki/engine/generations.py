@@ -119,7 +119,7 @@ class AgentClient:
                 listener.close()
             raise
         return Generation(
-            membership=answer.membership, rank=answer.rank, listeners=listeners, why_in_vain=lambda: self._heard.lost
+            membership=answer.membership, rank=answer.rank, listeners=listeners, why_in_vain=lambda: self._agent_news.lost
         )
 
     def change(self) -> Change:

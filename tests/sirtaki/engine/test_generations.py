@@ -97,13 +97,13 @@ def test_a_generation_that_loses_a_member_before_all_have_met_is_left_for_the_ne
 
     monkeypatch.setattr(Generation, "connect", connect)
     elastic = Generations(Source(True, True, True))
-    elastic.meet_next(Settings()).free()
+    elastic.join_next(Settings()).free()
     assert elastic.number == 3
 
 
 def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -> None:
     with pytest.raises(LaunchError, match=r"no generation after 0.*too few hosts"):
-        Generations(Source(CommError("too few hosts"))).meet_next(Settings())
+        Generations(Source(CommError("too few hosts"))).join_next(Settings())
 
 
 def test_who_is_dismissed_has_not_finished_the_job() -> None:
