@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, TypeVar
+from itertools import pairwise, product
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, Meta, UnsetType, structs
 
 from sirtaki.comm.plan import (
     Algorithm,
@@ -35,15 +36,19 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+# Limits hold where knobs are read from a file or a database.
+Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """An explicit unit of a fusion plan: it ends before element `stop` and begins where the last one ended."""
 
-    stop: int
-    stream: int = 0
-    threads: int | None = None
+    stop: Annotated[int, Meta(ge=1, le=2**48)]
+    stream: Annotated[int, Meta(ge=0)] = 0
+    threads: Threads = None
 
 
-class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """By which compressor (`compressor_name`) units of each class are made smaller; empty = they travel as they are."""
 
     large: str = ""
@@ -88,7 +93,7 @@ LARGE_FOR_NCCL_BYTES = MIB
 """From this size on a unit is large to NCCL: its own model has low-latency protocols below, and others above."""
 
 
-class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How NCCL reduces units of each size class, smaller than `LARGE_FOR_NCCL_BYTES` or not; None = as it decides."""
 
     small: NcclWay | None = None
@@ -123,8 +128,7 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ", ".join(f"{way.value} ({name})" for name, way in self.by_class.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One setting of everything that is tuned; hashable, JSON both ways.
 
     Attributes:
@@ -136,33 +140,41 @@ class Knobs:
         cuts: explicit units (they fit one layout only), or None for uniform ones.
         lossy: what makes units smaller; unset, and left out in JSON, if nothing does.
         nccl: how NCCL reduces them; unset, and left out in JSON, if it decides that itself.
+
+    Raises:
+        PlanError: a number is too small, or cuts do not ascend or use a stream that does not exist.
     """
 
-    unit_bytes: int
-    streams: int
+    unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    streams: Annotated[int, Meta(ge=1, le=1024)]
     transport: TransportKind
     algorithm: Algorithm = Algorithm.FLAT
-    threads: int | None = None
-    cuts: tuple[Cut, ...] | None = None
-    lossy: Lossy | msgspec.UnsetType = msgspec.UNSET
-    nccl: NcclWays | msgspec.UnsetType = msgspec.UNSET
+    threads: Threads = None
+    cuts: Annotated[tuple[Cut, ...], Meta(max_length=100_000)] | None = None
+    lossy: Lossy | UnsetType = UNSET
+    nccl: NcclWays | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        if not self.lossy:
-            object.__setattr__(self, "lossy", msgspec.UNSET)
-        if not self.nccl:
-            object.__setattr__(self, "nccl", msgspec.UNSET)
-        if self.unit_bytes < 1:
-            raise PlanError(f"unit_bytes must be positive, not {self.unit_bytes}")
-        if self.streams < 1:
-            raise PlanError(f"streams must be at least 1, not {self.streams}")
+        for name in ("lossy", "nccl"):
+            if not getattr(self, name):
+                structs.force_setattr(self, name, UNSET)
+        for name in ("unit_bytes", "streams"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"threads must be at least 1, not {self.threads}")
+        if any(cut.stream >= self.streams for cut in self.cuts or ()):
+            raise PlanError(f"a cut's stream is none of {self.streams}")
+        if any(cut.stop >= following.stop for cut, following in pairwise(self.cuts or ())):
+            raise PlanError("cuts must ascend")
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
         """Pickles what is set: pickle looks for `msgspec.UNSET` in every module that is loaded, for a millisecond."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return partial(Knobs, **{name: value for name, value in values.items() if value is not msgspec.UNSET}), ()
+        return partial(Knobs, **{name: one for name, one in structs.asdict(self).items() if one is not UNSET}), ()
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return structs.replace(self, **changes)
 
     @property
     def route(self) -> Route:
@@ -235,7 +247,7 @@ class Knobs:
 def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
     """Round cuts up to multiples of `piece` elements, and leave out units that become empty by it."""
     stops = [max(cut.stop, min(-(-cut.stop // piece) * piece, numel)) for cut in cuts]
-    rounded = [msgspec.structs.replace(cut, stop=stop) for cut, stop in zip(cuts, stops, strict=True)]
+    rounded = [structs.replace(cut, stop=stop) for cut, stop in zip(cuts, stops, strict=True)]
     before = [(0, 0), *zip((cut.stop for cut in cuts), (cut.stop for cut in rounded), strict=True)]
     return tuple(
         new
@@ -250,6 +262,16 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
+
+
+STEP_OCTAVES = 0.5
+"""Step between the unit sizes of neighbours."""
+
+NEAR_OCTAVES = 0.3
+"""Settings whose unit sizes differ by less are close to each other."""
+
+MOST_POINTS = 100
+"""Settings of a space that is searched completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,11 +341,55 @@ class KnobSpace:
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and knobs.route in self.routes
             and (not knobs.lossy or (goes_through_sockets(knobs.route) and set(knobs.lossy.names) <= set(self.lossy)))
-            and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self._may_tell(knobs.nccl)))
+            and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self.may_tell(knobs.nccl)))
         )
 
-    def _may_tell(self, ways: NcclWays) -> bool:
+    def loses(self, knobs: Knobs) -> bool:
+        """Return whether units travel compressed."""
+        return bool(knobs.lossy)
+
+    def every(self) -> tuple[Knobs, ...]:
+        """Return all uniform settings if they are at most `MOST_POINTS`, else none."""
+        points = KnobLattice(self).points
+        return points if len(points) <= MOST_POINTS else ()
+
+    def around(self, knobs: Knobs, tried: Collection[Knobs]) -> Iterator[Knobs]:
+        """Yield settings that differ in one knob by one step, but none that is close to one of `tried`.
+
+        Planned units count as uniform ones.
+        """
+        known = [one for one in tried if one.cuts is None]
+        beside = (one for one in self._neighbours(knobs) if one in self)
+        return (one for one in beside if not any(_near(one, other) for other in known))
+
+    def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
+        if knobs.cuts is not None:
+            knobs = knobs.but(cuts=None)
+            yield knobs
+        yield from (knobs.but(streams=n) for n in self.streams_around(knobs.streams) if n != knobs.streams)
+        low, high = self.unit_bytes
+        sizes = (self.whole_unit_bytes(knobs.unit_bytes * 2**step) for step in (-STEP_OCTAVES, STEP_OCTAVES))
+        yield from (knobs.but(unit_bytes=size) for size in sizes if low <= size <= high)
+        yield from (knobs.but(transport=t, algorithm=a) for t, a in self.routes if (t, a) != knobs.route)
+        yield from (knobs.but(threads=n) for n in self.threads_around(knobs.threads) if n != knobs.threads)
+
+    def may_tell(self, ways: NcclWays) -> bool:
+        """Return whether each size class may be told its algorithm and protocol."""
         return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
+
+    def nearest(self, knobs: Knobs) -> Knobs:
+        """Return the knobs with unit size, streams and threads moved to the nearest permitted values, by ratio."""
+        low, high = self.unit_bytes
+        counts, wanted = [count for count in self.threads if count is not None], knobs.threads
+        if wanted is None or not counts:
+            threads = wanted if wanted in self.threads else self.threads[0]
+        else:
+            threads = min(counts, key=lambda count: abs(math.log(count / wanted)))
+        return knobs.but(
+            unit_bytes=max(low, min(high, knobs.unit_bytes)),
+            streams=min(self.streams_on(knobs.route), key=lambda count: abs(math.log(count / knobs.streams))),
+            threads=threads,
+        )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
         """That permitted count and the ones next to it, ascending; none if it is not permitted."""
@@ -342,6 +408,11 @@ class KnobSpace:
     def unit_bytes_log2(self) -> tuple[float, float]:
         """Bounds of `unit_bytes` on the scale on which it is searched."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
+
+
+def _near(first: Knobs, second: Knobs) -> bool:
+    same = first.but(unit_bytes=second.unit_bytes) == second
+    return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
 
 
 def _around(choices: tuple[_T, ...], one: _T) -> tuple[_T, ...]:

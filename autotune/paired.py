@@ -42,10 +42,9 @@ adjacent measurements of the same setting (ABBA) are correlated if a neighbour s
 """
 
 GUESS_PAIRS, GUESS_RATE = 3, 0.125
-"""Pairs and one-sided error rate of a guess. Three pairs suffice if the candidate is slower, or faster, in each.
+"""Pairs and one-sided error rate of a guess that the candidate gains too little, which ends a comparison.
 
-A guess that the candidate gains too little ends every comparison. A guess that it gains enough ends only comparisons
-with `guess=True`, with LIKELY.
+Three pairs suffice if the candidate is slower in each.
 """
 
 UNSTEADY = 3.0
@@ -65,7 +64,6 @@ class Verdict(Enum):
 
     OPEN = "more pairs are needed"
     FASTER = "the candidate is proved faster"
-    LIKELY = "the candidate is probably faster"
     NOT_PROVED = "no gain is proved"
     SLOWER = "the candidate is clearly slower"
     FAILED = "one of the two settings could not be run"
@@ -131,8 +129,6 @@ class PairedComparison:
         noise_before: standard deviation of one measurement before the comparison, as a share; None = not known.
         least_gain: share that the candidate must gain to be worth a change; 0 = any.
         earlier: gain of the same candidate over the same baseline that an earlier job has proved. It is pooled.
-        guess: end with LIKELY as soon as the candidate is probably faster. For a step of a search whose result is
-            proved later.
         baseline, candidate: logarithms of seconds, `(n_pairs,)`; infinite if the setting could not be run.
 
     Raises:
@@ -143,7 +139,6 @@ class PairedComparison:
     noise_before: float | None = None
     least_gain: float = 0.0
     earlier: Gain | None = None
-    guess: bool = False
     baseline: list[float] = field(default_factory=list)
     candidate: list[float] = field(default_factory=list)
 
@@ -280,17 +275,11 @@ class PairedComparison:
             return Verdict.FAILED
         if (n in self.looks or n > last) and self.proved:
             return Verdict.FASTER
-        low, high = self._guessed
-        if self.guess and low > 1.0 + self.least_gain:
-            return Verdict.LIKELY
-        if n < last and high > 1.0 + self.least_gain:
+        if n < last and self._guessed_high > 1.0 + self.least_gain:
             return Verdict.OPEN
         return Verdict.SLOWER if self.gain.high < 1.0 else Verdict.NOT_PROVED
 
     @property
-    def _guessed(self) -> tuple[float, float]:
-        """Ends of the interval for guesses."""
-        if self.n_pairs < GUESS_PAIRS:
-            return 0.0, math.inf
-        _, low, high = map(math.exp, interval(self.leads, GUESS_RATE))
-        return low, high
+    def _guessed_high(self) -> float:
+        """Upper end of the interval for guesses."""
+        return math.inf if self.n_pairs < GUESS_PAIRS else math.exp(interval(self.leads, GUESS_RATE)[2])

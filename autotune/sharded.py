@@ -14,15 +14,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from sirtaki.comm.compress import Codec, codec_of, packed_bytes
+from msgspec import Meta
+
 from sirtaki.errors import TuningError
-from sirtaki.measures import Gain
+from sirtaki.fields import Text
 
 from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
-from .paired import FEWEST_PAIRS, PairedComparison, Verdict
+
+if TYPE_CHECKING:
+    from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
 
 SHARDED_FILE = "sharded.json"
 """In the folder of a recording: a `RecordedStep`."""
@@ -31,6 +35,11 @@ STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 MOST_SCATTERING = 2
 """The second one leaves while the network is still busy with the first; there is nothing for a third one to fill."""
+
+
+# Limits hold where a setting is read from a file or a database.
+_Modules = Annotated[int, Meta(ge=0, le=2**20)]
+_Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +61,15 @@ class ShardKnobs:
         scatters: the same of gradients that are scattered.
     """
 
-    streams: int
-    ahead: int = 1
-    behind: int = 1
-    kept: tuple[int, ...] = ()
-    near: tuple[int, ...] = ()
-    scattering: int = 1
-    joined: tuple[int, ...] = ()
-    gathers: str = ""
-    scatters: str = ""
+    streams: Annotated[int, Meta(ge=1, le=1024)]
+    ahead: _Modules = 1
+    behind: _Modules = 1
+    kept: _Places = ()
+    near: _Places = ()
+    scattering: Annotated[int, Meta(ge=1, le=1024)] = 1
+    joined: _Places = ()
+    gathers: Text = ""
+    scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
         """Places of the modules that are gathered as one, for all of so many modules, in the order of use."""
@@ -71,6 +80,8 @@ class ShardKnobs:
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
         """What packs gathers, and what packs scatters; None = they travel as they are."""
+        from sirtaki.comm.compress import codec_of
+
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
@@ -180,8 +191,8 @@ class ShardSpace:
                 knobs = one
         return knobs
 
-    def around(self, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Settings that differ in one thing, what usually matters most first."""
+    def around(self, knobs: ShardKnobs, tried: Collection[ShardKnobs]) -> Iterator[ShardKnobs]:
+        """Yield settings that differ in one thing and are not in `tried`, those that usually matter most first."""
         place = self.streams.index(knobs.streams)
         bare = replace(knobs, kept=(), near=())
         last = replace(bare, kept=self.dropped[-1:])
@@ -199,7 +210,7 @@ class ShardSpace:
             *(replace(knobs, ahead=knobs.ahead + step) for step in (1, -1)),
             *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),
         ]
-        return (one for one in dict.fromkeys(candidates) if one != knobs and one in self)
+        return (one for one in dict.fromkeys(candidates) if one != knobs and one in self and one not in tried)
 
 
 LITTLE_BYTES = 4 << 20
@@ -287,7 +298,7 @@ class ShardedStep:
             if rival == best or spans_s[rival] > (1.0 - LEAST_STEP) * best_s:
                 return best
             best, best_s = rival, spans_s[rival]
-            candidates = space.around(best)
+            candidates = space.around(best, ())
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
         """Yields settings whose kept modules shorten the backward pass most, within the memory that is left."""
@@ -565,174 +576,7 @@ class _Played:
 
 def packed_share(codec: Codec | None) -> float:
     """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
+    from sirtaki.comm.compress import packed_bytes
+
     numel = 1 << 20
     return 1.0 if codec is None else packed_bytes(codec, numel) / (4 * numel)
-
-
-MOST_PAIRS = 16
-
-WORTHWHILE = 0.01
-"""Share of a step that a setting must gain."""
-
-DOUBTFUL = 0.1
-"""Share of a step that a setting may still gain, from which on a search without a result is doubted."""
-
-
-class ShardSession:
-    """Spends a budget of steps on finding the fastest setting; on one rank, which tells the others.
-
-    Attributes:
-        space: what may be set.
-        knobs: to run now; in the end those to keep.
-        done: the search is over.
-        why: it ended as it did, in words.
-        doubt: the default stays, but steps scatter so much that another search may find something faster.
-        proved: how much faster than the default the kept setting is; None = the default stays.
-        default_s: what a step has taken with the default in the latest turn; not a number = none has run yet.
-        seen: how many times as fast as the default the fastest one looks until now; not proved.
-        used: steps until now.
-        at_most: steps that the search may take, a last proof included that begins within the budget.
-        tried: how many settings have run, the default among them.
-    """
-
-    def __init__(
-        self,
-        space: ShardSpace,
-        default: ShardKnobs,
-        *,
-        budget: int,
-        first: ShardKnobs | None = None,
-        step: ShardedStep | None = None,
-    ) -> None:
-        """Begins with the default, or with what an earlier job has found.
-
-        Args:
-            space: what may be set.
-            default: what runs untuned, and stays if nothing beats it.
-            budget: steps in all.
-            first: what an earlier job has found, tried before all others; nothing else is tried if it wins or is the
-                default.
-            step: of this job, to say what may be expected; None = it is not known.
-        """
-        self.space, self._default, self._left, self._first, self._step = space, default, budget, first, step
-        self.knobs, self.done, self.tried = default, False, 1
-        self.proved: Gain | None = None
-        self.seen, self.used, self.at_most = 1.0, 0, budget + _steps(FEWEST_PAIRS)
-        self.default_s, self.why, self._missed = math.nan, "", 0.0
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
-        self._running: ShardKnobs | None = None
-        self._script = self._search()
-        if budget > 0:
-            self._take(lambda: next(self._script))
-        else:
-            self.done = True
-
-    def record(self, span_s: float) -> None:
-        """Takes how long a step with `knobs` took on the slowest rank, and sets what is to run next.
-
-        Args:
-            span_s: seconds; infinite if it could not be run.
-        """
-        if not self.done:
-            self._left -= 1
-            self.used += 1
-            self._take(lambda: self._script.send(span_s))
-
-    def _take(self, going_on: Callable[[], ShardKnobs]) -> None:
-        try:
-            self.knobs = going_on()
-        except StopIteration as end:  # at once where the budget is too small to prove anything
-            self.knobs, self.done = end.value, True
-
-    @property
-    def doubt(self) -> bool:
-        """Whether the default stays, but steps scatter so much that another search may find something faster."""
-        return self.proved is None and self._missed > DOUBTFUL
-
-    def _search(self) -> Generator[ShardKnobs, float, ShardKnobs]:
-        best, refused = self._default, {self._default}
-        if self._first == best:
-            self.why = "an earlier job has found nothing faster"
-            yield best
-            return best
-        self.why = "beat the default in paired turns"
-        if self._first is not None and self._first in self.space:
-            self.tried += 1
-            self.proved = yield from self._compare(self._first, best, guess=False)
-            if self.proved is not None:
-                return self._first
-        while self._left >= _steps(FEWEST_PAIRS):
-            if (rival := self._next_rival(best, refused)) is None:
-                break
-            refused.add(rival)
-            self.tried += 1
-            if (won := (yield from self._compare(rival, best, guess=True))) is not None:
-                best = rival
-                self.seen *= won.times
-            elif self._is_expected_to_win(rival, best):
-                self._step = None  # it was wrong, and is asked no more
-        if best != self._default:
-            self.proved = yield from self._compare(best, self._default, guess=False)
-        if self.proved is None:
-            self.why = "nothing was proved to beat the default in paired turns"
-            if self.doubt:
-                self.why += ": steps scatter, others seem to use the host or the network"
-            return self._default
-        return best
-
-    def _next_rival(self, best: ShardKnobs, refused: Collection[ShardKnobs]) -> ShardKnobs | None:
-        """What is expected to be fastest, then what differs from the best in one thing; None = all have been tried."""
-        beside = [one for one in self.space.around(best) if one not in refused]
-        if (step := self._step) is None:
-            return next(iter(beside), None)
-        if best not in self._fastest:
-            self._fastest[best] = step.fastest(self.space, best)
-        fastest = self._fastest[best]
-        if fastest not in refused:
-            return fastest
-        return min(beside, key=lambda one: step.expected_s(self.space, one), default=None)
-
-    def _is_expected_to_win(self, rival: ShardKnobs, best: ShardKnobs) -> bool:
-        if self._step is None:
-            return False
-        rival_s, best_s = (self._step.expected_s(self.space, one) for one in (rival, best))
-        return rival_s < (1.0 - WORTHWHILE) * best_s
-
-    def _compare(
-        self, rival: ShardKnobs, best: ShardKnobs, *, guess: bool
-    ) -> Generator[ShardKnobs, float, Gain | None]:
-        """Compare two settings in pairs.
-
-        Args:
-            rival: the candidate.
-            best: the baseline.
-            guess: a probable gain is enough, because the result of the search is proved at the end.
-
-        Returns:
-            The gain of `rival` over `best`; None if it is not proved, or not probable.
-        """
-        most = max((n for n in range(FEWEST_PAIRS, MOST_PAIRS + 1) if _steps(n) <= self._left), default=FEWEST_PAIRS)
-        looks = (FEWEST_PAIRS, most) if most > FEWEST_PAIRS else (most,)
-        pairs = PairedComparison(looks=looks, least_gain=WORTHWHILE, guess=guess)
-        verdict = yield from pairs.run(
-            lambda: self._measure(best), lambda: self._measure(rival), candidate_first=self._running == rival
-        )
-        if verdict in (Verdict.FASTER, Verdict.LIKELY):
-            return pairs.gain
-        if verdict is not Verdict.FAILED:
-            self._missed = max(self._missed, math.log(pairs.gain.high))
-        return None
-
-    def _measure(self, knobs: ShardKnobs) -> Generator[ShardKnobs, float, float]:
-        if knobs != self._running:
-            yield knobs  # the first step after a change does not count
-        self._running = knobs
-        span_s = yield knobs
-        if knobs == self._default:
-            self.default_s = span_s
-        return span_s
-
-
-def _steps(n_pairs: int) -> int:
-    """Return the steps of a comparison. A pair takes two measurements and a change of the setting."""
-    return 1 + 3 * n_pairs

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
 from sirtaki.measures import ring_bytes
 
-from .paired import FEWEST_PAIRS, PairedComparison, Verdict
+from .trial import Proposal, Trial
 
 Curve = npt.NDArray[np.float64]
 
@@ -274,6 +273,19 @@ class VolumeModel:
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 
+    def candidates(self, fixed: SparsePath | None) -> list[SparsePlan]:
+        """Return the plans to try, the one predicted to be fastest first.
+
+        Args:
+            fixed: the only path that may be used; None = any.
+        """
+        if fixed is not None:
+            best = self.best_of(fixed)
+            return [GATHER if best is None else best]
+        ranked = self.ranked()
+        limit_s = HOPELESS * self.seconds(ranked[0])
+        return [plan for plan in ranked if self.seconds(plan) <= limit_s][:N_CANDIDATES]
+
     def _plans(self, path: SparsePath) -> Iterator[SparsePlan]:
         if path is SparsePath.BLOCKS:
             for block_rows in BLOCK_ROWS:
@@ -306,11 +318,8 @@ N_CANDIDATES = 3
 HOPELESS = 3.0
 """What is predicted to take so many times as long as the fastest is not tried."""
 
-LOOKS = (FEWEST_PAIRS, 14)
-"""Rounds of trials after which they are judged. In a round each candidate runs once; the order alternates."""
-
-UNCOUNTED = 1
-"""Rounds before those, which do not count."""
+TRIAL_BUDGET = 60
+"""Iterations of a search for the fastest plan."""
 
 LOST_COVERAGE = 0.9
 """Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
@@ -323,14 +332,6 @@ MEMORY = 0.1
 
 LEAST_WATCHED = 20
 """Iterations before a change is believed, at first; twice as many after each change."""
-
-
-class Stage(Enum):
-    """How far the choice has got."""
-
-    LEARN = "learn"
-    TRY = "try"
-    KEEP = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,151 +351,58 @@ class Seen:
     by_rank: Sequence[npt.NDArray[np.int64]] = ()
 
 
-class SparseChoice:
-    """Of one parameter.
+@dataclass(slots=True, kw_only=True)
+class SparseDecision:
+    """The plan of one parameter, and what it follows from; the same on all ranks.
 
     Attributes:
-        plan: of the next iteration.
-        stage: see above.
-        candidates: that are tried, or were.
-        learned: what these follow from; None before that.
-        predicted_s: of each candidate.
-        measured_s: of each candidate, the median of its trials; empty until they have run.
-        checks: the first candidate is the plan that an earlier job has kept, and the second one is gathering.
-        may_recall: what an earlier job has kept may be used.
+        plan: plan of the next iteration.
+        candidates: plans that are tried, or were; the first one stays unless another is proved faster.
+        learned: accesses from which the candidates follow; None before they are known.
+        predicted_s: predicted time of each candidate; empty if nothing was predicted.
+        measured_s: median time of each candidate, NaN if it was not measured; empty before trials.
     """
 
-    def __init__(self, *, fixed: SparsePath | None, tries: bool) -> None:
-        """Begins to learn if there is anything to choose.
-
-        Args:
-            fixed: the only path that may be used; None = any.
-            tries: candidates are tried; else `GATHER`, or the fixed path, runs as the model says.
-        """
-        self._fixed, self._patience = fixed, LEAST_WATCHED
-        self.checks, self.may_recall = False, fixed is None
-        self.candidates: list[SparsePlan] = []
-        self.learned: TouchCounts | None = None
-        self.predicted_s: list[float] = []
-        self.measured_s: list[float] = []
-        if fixed is SparsePath.HOT_COLD or (fixed is None and tries):
-            self._learn()
-        else:
-            self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)
-            self._counts: TouchCounts | None = None
-            self._watch: _Watch | None = None
-
-    def _learn(self) -> None:
-        self.stage, self.plan = Stage.LEARN, GATHER
-        self._counts = TouchCounts()
-        self._left = LEARNING_ITERATIONS
-
-    def note(self, seen: Seen) -> None:
-        """One iteration by `plan` is over."""
-        if self.stage is Stage.LEARN:
-            assert self._counts is not None
-            if seen.n_touched:  # an iteration that touches nothing teaches nothing
-                self._counts.note(seen.by_rank, seen.union)
-                self._left -= 1
-        elif self.stage is Stage.TRY:
-            self._tried += 1
-            self.plan = self.candidates[_turn(self._tried, len(self.candidates))]
-        elif self._watch is not None and self._watch.changed(seen):
-            self._patience *= 2
-            self._learn()
-
-    @property
-    def has_learned(self) -> bool:
-        """`choose` is to be called before the next iteration."""
-        return self.stage is Stage.LEARN and self._left <= 0
-
-    @property
-    def counts(self) -> TouchCounts:
-        """What was learned, once `has_learned`."""
-        assert self._counts is not None
-        return self._counts
-
-    def recall(self, plan: SparsePlan) -> None:
-        """Check the plan that an earlier job has kept for rows with a similar access skew, instead of `choose`.
-
-        Gathering is kept without a check, any other plan unless gathering is proved faster.
-        """
-        self.candidates = [GATHER] if plan == GATHER else [plan, GATHER]
-        self.predicted_s, self.measured_s = [], []
-        self._try(checks=True)
-
-    def choose(self, predicted: VolumeModel) -> None:
-        """Candidates follow from the model of what was learned."""
-        if self._fixed is not None:
-            best = predicted.best_of(self._fixed)
-            self.candidates = [GATHER if best is None else best]
-        else:
-            ranked = predicted.ranked()
-            limit_s = HOPELESS * predicted.seconds(ranked[0])
-            self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
-        self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
-        self._try(checks=False)
-
-    def _try(self, *, checks: bool) -> None:
-        self.learned, self._counts, self.checks = self._counts, None, checks
-        self.stage, self._tried, self._rounds, self.plan = Stage.TRY, 0, LOOKS[0], self.candidates[0]
-        if len(self.candidates) == 1:
-            self._keep(self.candidates[0])
-
-    @property
-    def has_tried(self) -> bool:
-        """`settle` is to be called before the next iteration."""
-        return self.stage is Stage.TRY and self._tried >= (UNCOUNTED + self._rounds) * len(self.candidates)
-
-    def settle(self, spans_s: Sequence[float]) -> None:
-        """Keep the first candidate, or the fastest other one if a paired comparison proves it faster.
-
-        If more pairs are needed, trials go on. If a check proves gathering faster, `choose` must follow.
-
-        Args:
-            spans_s: times of all trials in order, each the minimum over the ranks; the same on all ranks.
-        """
-        n = len(self.candidates)
-        times_s: list[list[float]] = [[] for _ in range(n)]
-        for number, span_s in enumerate(spans_s[UNCOUNTED * n :], UNCOUNTED * n):
-            times_s[_turn(number, n)].append(span_s)
-        self.measured_s = list(map(statistics.median, times_s))
-        rival = min(range(1, n), key=self.measured_s.__getitem__)
-        pairs = PairedComparison.of(times_s[0], times_s[rival], looks=LOOKS)
-        if pairs.verdict is Verdict.OPEN:
-            self._rounds = LOOKS[1]
-        elif pairs.verdict is not Verdict.FASTER:
-            self._keep(self.candidates[0])
-        elif self.checks:
-            self.may_recall = self.checks = False
-            self.stage, self._counts, self._left = Stage.LEARN, self.learned, 0
-        else:
-            self._keep(self.candidates[rival])
-
-    def _keep(self, plan: SparsePlan) -> None:
-        learned = self.learned
-        assert learned is not None
-        covered = int(learned.of(plan.hot_rows).sum()) / max(1, int(learned.counts.sum()))
-        self._watch = _Watch(covered=covered, touched=learned.touched, least=self._patience)
-        self.stage, self.plan = Stage.KEEP, plan
+    plan: SparsePlan = GATHER
+    candidates: Sequence[SparsePlan] = ()
+    learned: TouchCounts | None = None
+    predicted_s: Sequence[float] = ()
+    measured_s: Sequence[float] = ()
 
 
-def _turn(number: int, candidates: int) -> int:
-    """Return which candidate runs in a trial; every second round runs in reverse order."""
-    turn = number % candidates
-    return turn if number // candidates % 2 == 0 else candidates - 1 - turn
+class VolumeArm:
+    """Proposes plans in the order in which they were predicted to be fast."""
+
+    name = "traffic volumes"
+
+    def __init__(self, plans: Sequence[SparsePlan]) -> None:
+        self._left = list(plans)
+
+    def ask(self, n: int = 1) -> Sequence[Proposal[SparsePlan]]:
+        """Propose the next `n` plans."""
+        asked, self._left = self._left[:n], self._left[n:]
+        return [Proposal(arm=self.name, knobs=plan) for plan in asked]
+
+    def tell(self, trials: Sequence[Trial[SparsePlan]]) -> None:
+        """Learn nothing: the order is fixed."""
 
 
-class _Watch:
-    """Notices that rows are touched otherwise than they were."""
+class AccessWatch:
+    """Notices that accesses have changed since a plan was chosen."""
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """`covered`: the part of touches that hot rows had; `touched`: rows in an iteration; `least`: iterations."""
+        """Begin with the accesses from which the plan follows.
+
+        Args:
+            covered: share of accesses to frequent rows.
+            touched: rows accessed in an iteration by all ranks together.
+            least: iterations before a change is believed.
+        """
         self._covered, self._touched, self._least = covered, touched, least
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
     def changed(self, seen: Seen) -> bool:
-        """After an iteration."""
+        """Return whether accesses have changed, after another iteration."""
         if not seen.n_touched:
             return False
         self._n += 1
@@ -606,21 +514,21 @@ class SparseSummary:
 
 
 def summarise(
-    choice: SparseChoice, form: RowFormat, *, name: str, ranks: int, looked_up: float, counts: TouchCounts
+    decision: SparseDecision, form: RowFormat, *, name: str, ranks: int, looked_up: float, counts: TouchCounts
 ) -> SparseSummary:
-    """Of a choice that is made.
+    """Summarise a decision.
 
     Args:
-        choice: of the parameter.
-        form: of its rows.
-        name: of it.
-        ranks: how many there are.
+        decision: the decision.
+        form: format of the parameter's rows.
+        name: name of the parameter.
+        ranks: number of ranks.
         looked_up: see `SparseSummary`.
-        counts: how much was touched; what the choice has learned counts instead where there is such a thing.
+        counts: accesses; the decision's own count instead, if it has any.
     """
-    counts = choice.learned or counts
-    popular = len(choice.plan.hot_rows) or knee(coverage(counts.descending()))
-    plans = choice.candidates or [choice.plan]
+    counts = decision.learned or counts
+    popular = len(decision.plan.hot_rows) or knee(coverage(counts.descending()))
+    plans = decision.candidates or [decision.plan]
 
     return SparseSummary(
         name=name,
@@ -630,15 +538,15 @@ def summarise(
         looked_up=looked_up,
         touched=counts.touched,
         union=counts.union,
-        plan=choice.plan.describe(),
+        plan=decision.plan.describe(),
         ways=tuple(
             Way(
                 plan=plan.describe(),
                 predicted_s=predicted_s,
-                measured_s=measured_s,
+                measured_s=measured_s if measured_s is not None and math.isfinite(measured_s) else None,
                 n_bytes=traffic(plan, form, ranks, counts).received_bytes(ranks),
             )
-            for plan, predicted_s, measured_s in zip_longest(plans, choice.predicted_s, choice.measured_s)
+            for plan, predicted_s, measured_s in zip_longest(plans, decision.predicted_s, decision.measured_s)
         ),
         curve=curve_points(counts, also=popular),
         popular_rows=popular,

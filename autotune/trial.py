@@ -6,13 +6,50 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Annotated, Any, Generic, Protocol
 
 import msgspec
+from typing_extensions import TypeVar
 
 from sirtaki.errors import PlanError, TuningError
+from sirtaki.fields import Count, Number, Text
 
 from .knobs import Knobs
+
+
+class Describable(Protocol):
+    """What a setting must be: hashable, and able to describe itself."""
+
+    def __hash__(self) -> int: ...
+
+    def describe(self) -> str:
+        """Return the setting in words, for logs."""
+        ...
+
+
+S = TypeVar("S", bound=Describable, default=Knobs)
+"""A kind of setting. Without another one named, `Knobs`."""
+
+
+_Accepted = TypeVar("_Accepted", contravariant=True)
+
+
+class Space(Protocol[_Accepted]):
+    """The settings that may be chosen.
+
+    Three more methods are optional: `around(setting, tried)` yields permitted settings that differ in one thing, but
+    none that is close to one of `tried`. `every()` returns all settings, or `()` if they are many. `loses(setting)`
+    returns whether gradients lose precision with the setting.
+    """
+
+    def __contains__(self, setting: _Accepted) -> bool: ...
+
+
+class Everything:
+    """The space of a search whose arm proposes permitted settings only."""
+
+    def __contains__(self, setting: object) -> bool:
+        return True
 
 
 class TrialStatus(Enum):
@@ -24,8 +61,8 @@ class TrialStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Knobs that an arm would like to see measured.
+class Proposal(Generic[S]):
+    """A setting that an arm would like to see measured.
 
     Attributes:
         arm: name of the arm.
@@ -35,13 +72,13 @@ class Proposal:
     """
 
     arm: str
-    knobs: Knobs
+    knobs: S
     iterations: int | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(Generic[S]):
     """A proposal that has run.
 
     Attributes:
@@ -54,11 +91,11 @@ class Trial:
         was_best: it beat the best span so far by more than the noise.
     """
 
-    arm: str
-    knobs: Knobs
-    iterations: int
-    span_s: float
-    noise_s: float = 0.0
+    arm: Text
+    knobs: S
+    iterations: Count
+    span_s: Annotated[float, msgspec.Meta(gt=0)]
+    noise_s: Number = 0.0
     status: TrialStatus = TrialStatus.COMPLETE
     was_best: bool = False
 
@@ -68,7 +105,7 @@ class Trial:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+    def from_json(cls, data: Mapping[str, Any]) -> Trial[Knobs]:
         """The trial that `to_json` described.
 
         Raises:
@@ -76,19 +113,13 @@ class Trial:
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
-            trial = msgspec.convert(finite, cls)
+            return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(f"this is not a trial: {err!r}") from err
-        if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
-            raise TuningError(
-                f"a trial's span must be positive, its noise finite and its iterations not negative, "
-                f"not {trial.span_s}, {trial.noise_s} and {trial.iterations}"
-            )
-        return trial
 
 
-class Arm(Protocol):
-    """Proposes knobs and learns from trials. No threads, files, process groups or clocks of its own.
+class Arm(Protocol[S]):
+    """Proposes settings and learns from trials. No threads, files, process groups or clocks of its own.
 
     Three more methods are optional; each may answer None for "no opinion":
     `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
@@ -99,10 +130,10 @@ class Arm(Protocol):
 
     name: str
 
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
+    def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
         """Up to `n` proposals; learns nothing. Empty = nothing to propose (now)."""
         ...
 
-    def tell(self, trials: Sequence[Trial]) -> None:
+    def tell(self, trials: Sequence[Trial[S]]) -> None:
         """Learns from finished trials, whoever asked for them; proposes nothing."""
         ...

@@ -101,7 +101,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     whole = CompiledSirtaki(model, backend=inner, tune=True)  # the first one: its steps are those of a recording
     contenders: dict[str, Contender] = {WHOLE: whole}
     whole.warm_up()
-    whole.sync._apply(whole.sync._default)
+    whole.sync.apply(whole.sync.default)
     whole.step()
     whole.record(options["folder"], iterations=RECORDED)
     comm.Barrier()

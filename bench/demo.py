@@ -132,7 +132,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         return time.perf_counter() - begin_s, loss.item()
 
     settled = 0
-    tuned = None if options["ddp"] else optimizer._gradients.reducers[0].tuned
+    tuned = None if options["ddp"] else optimizer._gradients.reducers[0].tuning
     while settled < 3 or (tuned is not None and tuned.tuning and settled < MOST_STEPS):
         step(settled)
         settled += 1

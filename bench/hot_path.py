@@ -102,7 +102,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     """Return seconds of a negotiation round on the slowest rank. A sample is the mean of a few rounds. Collective."""
     from sirtaki.comm.control.communicator import Backend
     from sirtaki.comm.control.mpi import world
-    from sirtaki.comm.gradients.iteration import agree
+    from sirtaki.comm.gradients.negotiation import agree
 
     everybody = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
     everybody.failures.crowded = everybody.size > len(allowed_processors())  # as a job finds out

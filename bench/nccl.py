@@ -38,7 +38,7 @@ from bench.lib.landscapes.landscape import Landscape, Message, Physics, replay
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace, NcclWays
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import SessionResult, TuningSession
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.nccl_streams.transport import ALLOWANCES, ctas_for
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, NcclWay, TransportKind, Unit
@@ -256,7 +256,7 @@ def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
     """Return all settings of the lattice, each with NCCL's choice and with every combination."""
     for knobs in KnobLattice(landscape.space, steps_per_octave=1).points:
         yield knobs
-        yield from (replace(knobs, nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
+        yield from (knobs.but(nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
 
 
 def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:
@@ -264,7 +264,7 @@ def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) ->
     arm = default_arms(
         space=landscape.space, rng=np.random.default_rng(seed), budget_iterations=budget, names=list(OUR_ARMS)
     )
-    session = WarmupSession(
+    session = TuningSession(
         space=landscape.space,
         default=landscape.default,
         arm=arm,
@@ -315,7 +315,7 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
     import torch
 
     from sirtaki.engine import job as jobs
-    from sirtaki.engine.tuning.warmup import open_router
+    from sirtaki.engine.tuning.pipeline_target import open_router
 
     current = jobs.current()
     control = current.control

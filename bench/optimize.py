@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
@@ -65,7 +64,7 @@ CHOSEN, DEFAULT, TUNED, RIVAL = "chosen", "untuned", "warm-up", "rival "
 
 def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
     """Return the time of a step with these knobs on this rank, the second one after the change. Collective."""
-    contender.sync._apply(knobs)
+    contender.sync.apply(knobs)
     contender.step()
     comm.Barrier()
     begin_s = time.perf_counter()
@@ -78,8 +77,8 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     folder, job = Path(options["folder"]), JOBS[options["job"]]
     contender = Sirtaki(lambda: job.make(rank=comm.rank), tune=True)
     contender.warm_up()
-    tuned, default = contender.sync.knobs, contender.sync._default
-    contender.sync._apply(default)
+    tuned, default = contender.sync.knobs, contender.sync.default
+    contender.sync.apply(default)
     contender.step()
     comm.Barrier()
     contender.record(folder, iterations=RECORDED)
@@ -89,7 +88,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     chosen, *rivals = comm.bcast(named)
 
     grid = [
-        replace(default, unit_bytes=unit_bytes, streams=streams, cuts=None)
+        default.but(unit_bytes=unit_bytes, streams=streams, cuts=None)
         for unit_bytes in GRID_UNITS
         for streams in GRID_STREAMS["one host" if job.cluster is None else "between hosts"]
     ]

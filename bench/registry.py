@@ -26,16 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib.harness import Report, finish, parser
-from sirtaki.registry.entry import Entry, EntryKey, Provenance, Topology
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.plan import TransportKind
+from sirtaki.registry.cluster import Topology
 from sirtaki.registry.graph import ModelGraph, Node, digest, model_graph
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import EntryKey, JobRecord, Provenance
 from sirtaki.registry.store import Store
 from sirtaki.registry.warm_start import Match, nearest
 
 LOOKUP_BAR_S = 0.2
 SEED = 7
 
-KNOBS = {"unit_bytes": 1 << 22, "streams": 4, "threads": None, "algorithm": "flat", "transport": "gloo", "cuts": None}
+KNOBS = Knobs(unit_bytes=1 << 22, streams=4, transport=TransportKind.GLOO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def random_topology(rng: random.Random) -> Topology:
     return Topology.from_ranks(names, host_kinds=dict.fromkeys(names, kind))
 
 
-def random_entry(rng: random.Random, number: int) -> Entry:
+def random_entry(rng: random.Random, number: int) -> JobRecord:
     model, topology = random_model(rng), random_topology(rng)
     key = EntryKey(
         model=digest(str(number))[:32],  # a made-up fingerprint: it is only compared
@@ -98,7 +101,7 @@ def random_entry(rng: random.Random, number: int) -> Entry:
         device="cpu",
         versions={},
     )
-    return Entry(
+    return JobRecord(
         key=key,
         model=model,
         topology=topology,
@@ -112,7 +115,7 @@ def random_entry(rng: random.Random, number: int) -> Entry:
 def fill(store: Store, n_entries: int, rng: random.Random) -> None:
     entries = (random_entry(rng, number) for number in range(n_entries))
     while some := list(islice(entries, 500)):
-        store.save_all(some)
+        store.put_all(some)
 
 
 def timed(action: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
@@ -161,8 +164,8 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
                     "nearest_without_limit": everything[0].distance if everything else None,
                 }
             )
-        some = store.get(store.summaries()[0].id)
-        exact_s, _ = timed(lambda: store.lookup(some.key), 20)
+        some = store.find(JobRecord, store.summaries()[0].id)
+        exact_s, _ = timed(lambda: store.get(JobRecord, some.key), 20)
         return {
             "entries": n_entries,
             "lookups": lookups,

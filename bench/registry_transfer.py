@@ -33,6 +33,7 @@ modelled.
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -48,20 +49,20 @@ from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, Libra
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import REGISTRY_ARM, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import REGISTRY_ARM, Purpose, SessionResult, TuningSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
+from sirtaki.engine.tuning.cache import first_proposals
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
-from sirtaki.registry import warm_start
-from sirtaki.registry.entry import Entry, Topology, make_key
+from sirtaki.registry.cluster import Topology
 from sirtaki.registry.graph import ModelGraph, Node, layout_fingerprint, model_graph
-from sirtaki.registry.safe_store import open_store
-from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord, Provenance, make_key
+from sirtaki.registry.warm_start import JobDescription, Neighbour, adapted_all, neighbours
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (512, 1024, 2048, 4096)
@@ -303,7 +304,7 @@ class Outcome:
 def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
     """Run one warm-up, which begins with the settings `seeds`."""
     rng = np.random.default_rng([luck.seed, 2])
-    session = WarmupSession(
+    session = TuningSession(
         space=job.space,
         default=job.default,
         arm=_arm(job, luck),
@@ -340,14 +341,14 @@ def _measured(job: Job, luck: Luck) -> PlanningModel:
 
 
 @cache
-def entry_of(job: Job, luck: Luck) -> Entry:
+def entry_of(job: Job, luck: Luck) -> JobRecord:
     """Return the registry entry of a cold warm-up of another job."""
     result = run(job, luck).results[-1]
-    return Entry(
+    return JobRecord(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
         model=job.graph,
         topology=job.topology,
-        knobs=result.knobs.to_json(),
+        knobs=result.knobs,
         best_span_s=result.best_span_s,
         default_span_s=result.default_span_s,
         noise_s=result.noise_s,
@@ -355,19 +356,20 @@ def entry_of(job: Job, luck: Luck) -> Entry:
         arm=result.arm,
         layout=job.layout,
         link=_measured(job, luck).links[ROUTE],
+        provenance=Provenance(created_s=time.time()),
     )
 
 
-def proposals(job: Job, entries: Sequence[Entry], luck: Luck) -> list[Knobs]:
+def proposals(job: Job, entries: Sequence[JobRecord], luck: Luck) -> list[Knobs]:
     """Return the first settings to try with these entries in the registry, by the same steps as in `sirtaki.torch`."""
     measured = _measured(job, luck)
-    asked = warm_start.Job(
+    asked = JobDescription(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
         model=job.graph,
         topology=job.topology,
         layout=job.layout,
-        links={route_names(ROUTE): measured.links[ROUTE]} if luck.planners else {},
-        permitted=permitted_by(job.space),
+        links={ROUTE: measured.links[ROUTE]} if luck.planners else {},
+        space=job.space,
         name=job.network,
     )
     starts = adapted_all(_look_up(asked, entries), asked)
@@ -377,11 +379,11 @@ def proposals(job: Job, entries: Sequence[Entry], luck: Luck) -> list[Knobs]:
     return [proposal.knobs for proposal in found]
 
 
-def _look_up(asked: warm_start.Job, entries: Sequence[Entry]) -> list[Neighbour]:
+def _look_up(asked: JobDescription, entries: Sequence[JobRecord]) -> list[Neighbour]:
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(str(Path(folder) / "registry.db"))
-        store.save_all(entries)
-        assert store.lookup(asked.key) is None, "a job must not find itself"
+        store.put_all(entries)
+        assert store.get(JobRecord, asked.key) is None, "a job must not find itself"
         found = neighbours(store, asked)
         store.close()
     return found

@@ -29,10 +29,9 @@ from torch import nn
 from bench.lib.cluster import NETWORKS, why_unavailable
 from bench.lib.harness import Report, Spread, finish, parser, ratio
 from bench.lib.ranks import in_turns, run_ranks, start
-from sirtaki.autotune.sparse import Stage
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import job
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 RANKS = 4
 SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
@@ -180,9 +179,10 @@ class Sirtaki(Contender):
         """Train until all choices are made. Collective."""
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
-            choices = self._reducer.sparse.choices.values()
-            tuned = self._reducer.tuned
-            chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
+            rows = self._reducer.sparse.rows
+            targets = () if rows is None else rows.targets.values()
+            tuned = self._reducer.tuning
+            chosen = all(target.kept for target in targets) and len(targets) > 0
             if chosen and (tuned is None or not tuned.tuning):
                 break
 

@@ -387,7 +387,7 @@ class Feedback:
 
 
 class Laid(Protocol):
-    """What is needed of a `GradientGroup`."""
+    """What is needed of a `FlatGroup`."""
 
     layout: GradientLayout
     buffer: FlatBuffer

@@ -42,22 +42,6 @@ def script_is_in_inference_mode() -> bool:
     return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
 
-def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, run outside of all modes of the calling thread, so that it does in any thread the same.
-
-    Outside of inference mode, since other threads could not write the tensors that `function` makes.
-    """
-
-    @functools.wraps(function)
-    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        if not (_changes_operations() or torch._C._len_torch_dispatch_stack()):
-            return function(*args, **options)
-        with _without_modes(), _disable_current_modes():
-            return function(*args, **options)
-
-    return outside
-
-
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return `function`, run outside of modes of the calling thread, but for `TorchDispatchMode`.
 
@@ -66,7 +50,10 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
 
     @functools.wraps(function)
     def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        if not _changes_operations():
+        core = torch._C
+        if not (
+            core._len_torch_function_stack() or core._is_any_autocast_enabled() or torch.is_inference_mode_enabled()
+        ):
             return function(*args, **options)
         with _without_modes():
             return function(*args, **options)
@@ -74,10 +61,21 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
     return outside
 
 
-def _changes_operations() -> bool:
-    return bool(
-        torch._C._len_torch_function_stack() or torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled()
-    )
+def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Return `function`, run outside of all modes of the calling thread, so that it does in any thread the same.
+
+    Outside of inference mode, since other threads could not write the tensors that `function` makes.
+    """
+    outside_of_others = outside_changes(function)
+
+    @functools.wraps(function)
+    def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+        if not torch._C._len_torch_dispatch_stack():
+            return outside_of_others(*args, **options)
+        with _disable_current_modes():
+            return outside_of_others(*args, **options)
+
+    return outside
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Whole tensors, cut into units that travel over several lanes at the same time.
 
 Large tensors of eager operations and of torch.distributed's process groups go this way; gradients, whose units are
-planned, go that of `gradients.synchroniser`, over the same lanes. A tensor goes through these hands:
+planned, go that of `gradients.pipeline`, over the same lanes. A tensor goes through these hands:
 
     submit ─▶ _issue: its next unit is cut off, and copied into a free slot if there are slots
            ─▶ _begin: the unit goes over the next stream

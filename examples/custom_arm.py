@@ -22,7 +22,7 @@ from sirtaki.autotune import (
     Proposal,
     TransportKind,
     Trial,
-    WarmupSession,
+    TuningSession,
     default_arms,
 )
 
@@ -76,7 +76,7 @@ def main() -> None:
     default = Knobs(unit_bytes=32 * MIB, streams=1, transport=TransportKind.GLOO)
     rng = np.random.default_rng(0)
     bandit = default_arms(space=space, rng=rng, names=["grid", "bayesian"], planners=[CoordinateDescent(space)])
-    session = WarmupSession(space=space, default=default, arm=bandit, rng=rng)
+    session = TuningSession(space=space, default=default, arm=bandit, rng=rng)
     while not session.done:
         now = session.assignment
         noise = np.exp(0.03 * rng.standard_normal(now.measured_iterations))

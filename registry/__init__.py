@@ -1,7 +1,6 @@
-"""Remembers winners. Knows graphs and stores, nothing of communication or tuning.
+"""Stores settings that jobs found fastest: records, graphs of models, databases. Imports no torch.
 
-May import `sirtaki.errors` and `sirtaki.measures` only. Knobs and trials travel through it as JSON; the caller turns
-them into its own types.
+Records hold the classes that run (`Knobs`, `ShardKnobs`, `SparsePath`), so this package is above `sirtaki.autotune`.
 """
 
 if __name__ != "sirtaki.registry":  # every module would be there twice, with classes that differ

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError
-
-from .checked import Label
+from sirtaki.fields import Label
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -16,9 +16,9 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
+from sirtaki.fields import MAX_LABEL_CHARS
 from sirtaki.uncompiled import something_is_compiled, unless_traced
 
-from .checked import MAX_LABEL_CHARS
 from .graph import ModelGraph, Node, model_graph, topological_order
 
 if TYPE_CHECKING:

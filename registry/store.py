@@ -1,4 +1,4 @@
-"""Entries, ways of rows and settings of sharded training in SQLite or another database of SQLAlchemy's."""
+"""The registry: records in SQLite or another database of SQLAlchemy's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -48,22 +48,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import CorruptStoreError, RegistryError
+from sirtaki.fields import parsed, plain
 from sirtaki.measures import Gain
 
-from .checked import parsed, plain
-from .entry import (
-    WAYS,
-    AnyWay,
-    ClusterShape,
-    Entry,
-    EntryKey,
-    Key,
-    Topology,
-    Way,
-    entry_from_body,
-    supersedes,
-    way_from_json,
-)
+from .cluster import ClusterShape
 from .graph import (
     SIGNATURE_VERSION,
     GraphJson,
@@ -76,6 +64,7 @@ from .graph import (
     signature,
     to_bytes,
 )
+from .schema import RECORDS, JobRecord, Key, StoredSetting
 
 logger = logging.getLogger(__name__)
 
@@ -139,24 +128,28 @@ distances = Table(
 )
 
 
-def _table_of(kind: type[Way]) -> Table:
+def _table_of(kind: type[StoredSetting]) -> Table:
+    if kind is JobRecord:
+        return entries
     return Table(
-        kind.listed,
+        kind.table,
         metadata,
         Column("id", String(64), primary_key=True),
         Column("kind", String(64), nullable=False),  # digest of the key
         Column("created_s", Float(53), nullable=False),
         Column("body", Text, nullable=False),
-        Index(f"{kind.listed}_by_kind", "kind"),
+        Index(f"{kind.table}_by_kind", "kind"),
     )
 
 
-_TABLES = {kind: _table_of(kind) for kind in WAYS}
+_TABLES = {kind: _table_of(kind) for kind in RECORDS}
+
+R = TypeVar("R", bound=StoredSetting)
 
 SCHEMAS: Sequence[Sequence[Table]] = (
     (versions, models, signatures, topologies, entries),
     (distances,),
-    *((table,) for table in _TABLES.values()),
+    *((table,) for table in _TABLES.values() if table is not entries),
 )
 """The tables that each version of the schema has added; older ones that may not be written stay as they are."""
 
@@ -168,8 +161,8 @@ _ATTEMPTS = 5
 # A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
 _MAX_GRAPH_BYTES = 1 << 27
 
-MOST_WAYS = 1000
-"""So many of one key are looked at, the newest of them."""
+MOST_OF_A_KEY = 1000
+"""Number of records with one key that are read, the newest ones."""
 
 _PARAMETERS = 500  # databases limit how many a statement has
 
@@ -184,7 +177,7 @@ class EntrySummary:
         hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
         fixed: knobs that the user had fixed.
         condition: as in `EntryKey`.
-        gain: as in `Entry`.
+        gain: as in `JobRecord`.
     """
 
     id: str
@@ -220,18 +213,18 @@ _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if nam
 
 
 class Store:
-    """Keeps one entry a key, ways of rows, and settings of sharded training.
+    """A registry. It keeps one record for each id.
 
-    Methods raise RegistryError where it cannot be read or written.
+    All methods raise RegistryError if it cannot be read or written.
 
     Attributes:
-        read_only: it is never written: so it was opened, or it may not be.
+        read_only: it is never written, because it was opened so, or because it cannot be written.
         name: of the file or database, without a password.
     """
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
         self.read_only = read_only
-        self._kinds: Sequence[Table] = (entries, *_TABLES.values())
+        self._kinds: Sequence[type[StoredSetting]] = RECORDS
         url = _url(url_or_path)
         self._path = file_of(url_or_path)
         self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
@@ -244,35 +237,45 @@ class Store:
                 self._engine = create_engine(url, poolclass=NullPool, connect_args=connect_args)
                 self._prepare(self._engine)
 
-    def lookup(self, key: EntryKey) -> Entry | None:
-        """The entry of exactly this key; None also where it is damaged."""
-        with self._reading() as connection, _skipping(f"entry {key.digest()}"):
-            return next(_load(connection, [key.digest()]), None)
-        return None
+    def get(self, kind: type[R], key: Key) -> R | None:
+        """Return the newest record of this key, None if there is none, or if it is damaged."""
+        return next(self.all(kind, key), None)
 
-    def get(self, id_prefix: str) -> Entry:
-        """The one entry whose id begins like this."""
+    def all(self, kind: type[R], key: Key | None = None) -> Iterator[R]:
+        """Read all records of a type, or those of a key, newest first. Damaged ones are left out and logged."""
+        if kind not in self._kinds:
+            return
+        table, level = _TABLES[kind], logging.WARNING if key is None else logging.INFO
+        newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
+        if key is not None:
+            by_key = table.c.id if table is entries else table.c.kind
+            newest = newest.where(by_key == key.digest()).limit(MOST_OF_A_KEY)
         with self._reading() as connection:
-            return _load_one(connection, _find(connection, id_prefix, (entries,))[1])
+            names = list(connection.execute(newest).scalars())
+        for some in _in_parts(names):
+            with self._reading() as connection:
+                rows = {row[0]: row for row in _rows(connection, kind, some)}
+            for name in some:
+                with _skipping(f"{kind.called} {name}", level):
+                    if name in rows:
+                        yield _record(kind, *rows[name])
 
-    def find(self, id_prefix: str) -> Entry | Way:
-        """The one entry, way of rows or setting of sharded training whose id begins like this."""
+    def nearest(self, kind: type[R], key: Key, wanted: object) -> list[R]:
+        """Return the records of this key that can be of use, nearest to what is wanted first (`kind.distance`)."""
+        found = [(record.distance(wanted), record) for record in self.all(kind, key)]
+        return [record for apart, record in sorted(found, key=lambda one: one[0]) if apart < float("inf")]
+
+    def find(self, kind: type[R], id_prefix: str) -> R:
+        """Return the only record of this type whose id begins like this. `StoredSetting` = a record of any type."""
         with self._reading() as connection:
-            table, name = _find(connection, id_prefix, self._kinds)
-            if table is entries:
-                return _load_one(connection, name)
-            kind = _kind_of(table)
-            try:
-                body = connection.execute(select(table.c.body).where(table.c.id == name)).scalar_one()
-                return _way(kind, name, body)
-            except RegistryError as err:
-                raise RegistryError(f"{kind.called} {name} is damaged ({err}): forget it") from err
-
-    def entries(self) -> Iterator[Entry]:
-        """All entries in full, newest first. One that cannot be read is left out with a warning."""
-        for summary in self.summaries():
-            with _skipping(f"entry {summary.id}", logging.WARNING), self._reading() as connection:
-                yield from _load(connection, [summary.id])
+            found, name = self._find(connection, kind, id_prefix)
+            row = next(_rows(connection, found, [name]), None)
+        if row is None:
+            raise RegistryError(f"{found.called} {name} has lost its model or its cluster: forget it")
+        try:
+            return _record(found, *row)
+        except RegistryError as err:
+            raise RegistryError(f"{found.called} {name} is damaged ({err}): forget it") from err
 
     def summaries(self) -> list[EntrySummary]:
         """All entries, newest first; a damaged one, too, with what can be read of it."""
@@ -301,36 +304,33 @@ class Store:
                 )
             return found
 
-    def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
-        """Keeps the entry, unless the one there is better (`entry.supersedes`); False if so. Atomic.
+    def put(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
+        """Store a record, unless the stored one is better (`StoredSetting.supersedes`). Return False if so. Atomic.
 
-        `disproved` is what this job has found there, run, and found wanting: it gives way, whatever it claims.
+        Args:
+            record: the record.
+            disproved: stored record that this job has run and found slow. It is replaced whatever it claims.
         """
-        return self.save_all([entry], disproved=disproved) == 1
+        return self.put_all([record], disproved=disproved) == 1
 
-    def save_way(self, way: Way) -> bool:
-        """Keeps a way, of rows or of shards, unless the one of the same id is as new; False if so. Atomic."""
-        return self.save_all([], [way]) == 1
-
-    def save_all(self, new: Sequence[Entry], ways: Sequence[Way] = (), *, disproved: Entry | None = None) -> int:
-        """Saves all entries and ways or, if anything goes wrong, none; how many were kept."""
-        bodies = [canonical_json(entry.body()) for entry in new]
-        for entry, body in zip(new, bodies, strict=True):  # what cannot be read must not be written
-            entry_from_body(body, model=entry.model, topology=entry.topology)
+    def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
+        """Store all records or, if anything goes wrong, none. Return how many were stored."""
+        for record in records:  # a record that cannot be read must not be written
+            type(record).from_json(record.body() | record.graphs)
         for _ in range(_ATTEMPTS):
             try:
                 with self._writing() as connection:
-                    kept = sum(_save(connection, *one, disproved) for one in zip(new, bodies, strict=True))
-                    return kept + sum(_save_way(connection, way) for way in ways)
+                    return sum(_put(connection, record, disproved) for record in records)
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
         raise RegistryError(f"{self.name} is written by so many others at once that nothing could be kept")
 
     def forget(self, id_prefix: str) -> str:
-        """Removes the one entry, way of rows or setting of sharded training whose id begins like this; its id."""
+        """Remove the only record whose id begins like this. Return its id."""
         with self._writing() as connection:
-            table, name = _find(connection, id_prefix, self._kinds)
+            kind, name = self._find(connection, StoredSetting, id_prefix)
+            table = _TABLES[kind]
             connection.execute(delete(table).where(table.c.id == name))
             _delete_orphans(connection)
             return name
@@ -339,7 +339,7 @@ class Store:
         """Removes what is older, and all but the `keep` newest of each kind; how many went."""
         gone = 0
         with self._writing() as connection:
-            for table in self._kinds:
+            for table in map(_TABLES.__getitem__, self._kinds):
                 if older_than_s is not None:
                     old = table.c.created_s < time.time() - older_than_s
                     gone += connection.execute(delete(table).where(old)).rowcount
@@ -409,23 +409,25 @@ class Store:
             if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
                 raise
 
-    def ways(self, kind: type[AnyWay], key: Key | None = None) -> list[AnyWay]:
-        """All ways of a kind, or some of this key, the newest first; those that are damaged are left out."""
-        table, found = _TABLES[kind], list[AnyWay]()
-        if table not in self._kinds:
-            return found
-        newest = select(table.c.id, table.c.body).order_by(table.c.created_s.desc(), table.c.id)
-        if key is not None:
-            newest = newest.where(table.c.kind == key.digest()).limit(MOST_WAYS)
-        with self._reading() as connection:
-            for name, body in connection.execute(newest):
-                with _skipping(f"{kind.called} {name}", logging.WARNING if key is None else logging.INFO):
-                    found.append(_way(kind, name, body))
-        return found
-
     def close(self) -> None:
         """Lets go of all connections. Idempotent."""
         self._engine.dispose()
+
+    def _find(self, connection: Connection, kind: type[R], id_prefix: str) -> tuple[type[R], str]:
+        """Return the type and the id of the only record of a type whose id begins like this."""
+        kinds = [one for one in self._kinds if issubclass(one, kind)]
+        found = []
+        for one in kinds:
+            table = _TABLES[one]
+            like = table.c.id.startswith(id_prefix, autoescape=True)
+            found += [
+                (one, str(name)) for name in connection.execute(select(table.c.id).where(like).limit(3)).scalars()
+            ]
+        if len(found) == 1 and id_prefix:
+            return found[0]
+        called, lists = (" or ".join(getattr(one, name) for one in kinds) for name in ("called", "shown_by"))
+        what = "several ids begin" if found else f"no {called} has an id that begins"
+        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -467,7 +469,7 @@ class Store:
                 raise RegistryError(f"there is no registry in {self.name}")
             if self.read_only:
                 there_are = [table for added in SCHEMAS[:version] for table in added]
-                self._kinds = [table for table in self._kinds if table in there_are]
+                self._kinds = [kind for kind in RECORDS if _TABLES[kind] in there_are]
             elif version < len(SCHEMAS):
                 metadata.create_all(connection, tables=[table for added in SCHEMAS[version:] for table in added])
                 connection.execute(delete(versions))
@@ -541,50 +543,30 @@ def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
         yield names[start : start + _PARAMETERS]
 
 
-def _find(connection: Connection, id_prefix: str, tables: Sequence[Table]) -> tuple[Table, str]:
-    """The one id that begins like this, and in which of the tables it is."""
-    found = [
-        (table, str(name))
-        for table in tables
-        for name in connection.execute(
-            select(table.c.id).where(table.c.id.startswith(id_prefix, autoescape=True)).limit(3)
-        ).scalars()
-    ]
-    if len(found) != 1 or not id_prefix:
-        kind, lists = "entry", "`sirtaki registry list`"
-        if len(tables) > 1:
-            ways = [_kind_of(table) for table in tables[1:]]
-            kind = f"{kind} or {' or '.join(way.called for way in ways)}"
-            lists = f"{lists}, {' and '.join(way.shown_by for way in ways)}"
-        what = "several ids begin" if found else f"no {kind} has an id that begins"
-        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
-    return found[0]
+def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str]) -> Iterator[Sequence[Any]]:
+    """Read id and body of records and, of jobs, the bodies of model and topology."""
+    table = _TABLES[kind]
+    wanted = select(table.c.id, table.c.body)
+    if table is entries:
+        wanted = (
+            wanted.add_columns(models.c.body, topologies.c.body)
+            .join(models, models.c.fingerprint == entries.c.model)
+            .join(topologies, topologies.c.fingerprint == entries.c.topology)
+        )
+    yield from connection.execute(wanted.where(table.c.id.in_(ids)))
 
 
-def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
-    """The entries of these ids with their graphs."""
-    rows = connection.execute(
-        select(entries.c.id, entries.c.body, models.c.body, topologies.c.body)
-        .join(models, models.c.fingerprint == entries.c.model)
-        .join(topologies, topologies.c.fingerprint == entries.c.topology)
-        .where(entries.c.id.in_(ids))
-    )
-    for name, body, model, topology in rows:
-        try:
-            graph, cluster = parsed(GraphJson, _expanded(model), at="model"), parsed(Topology, _expanded(topology))
-            entry = entry_from_body(body, model=graph.graph(), topology=cluster)
-        except RegistryError as err:
-            raise RegistryError(f"entry {name} is damaged: {err}") from err
-        if entry.id != name:
-            raise RegistryError(f"entry {name} is damaged: it is of another job")
-        yield entry
-
-
-def _load_one(connection: Connection, name: str) -> Entry:
-    entry = next(_load(connection, [name]), None)
-    if entry is None:
-        raise RegistryError(f"entry {name} has lost its model or its cluster: forget it")
-    return entry
+def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
+    """Return the record of a row; RegistryError if it is damaged."""
+    data = parsed(dict[str, Any], body)
+    data |= {
+        field: parsed(dict, _expanded(graph), at=field)
+        for field, graph in zip(("model", "topology"), graphs, strict=False)
+    }
+    record = kind.from_json(data)
+    if record.id != name:
+        raise RegistryError("it is of another job")
+    return record
 
 
 def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tuple[str, ModelGraph]]:
@@ -595,26 +577,36 @@ def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tup
                 yield name, parsed(GraphJson, _expanded(body)).graph()
 
 
-def _save(connection: Connection, entry: Entry, body: str, disproved: Entry | None) -> bool:
-    """Keeps an entry unless the one there is better; False if so."""
-    mine = entries.c.id == entry.id
-    is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
+def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting | None) -> bool:
+    """Store a record, unless the stored one is better. Return False if so."""
+    kind, table = type(record), _TABLES[type(record)]
+    mine = table.c.id == record.id
+    is_there = connection.execute(select(table.c.id).where(mine).with_for_update()).first() is not None
+    row = next(_rows(connection, kind, [record.id]), None)
     damaged = False
-    if is_there:
+    if row is not None:
         try:
-            old = next(_load(connection, [entry.id]), None)
+            old = _record(kind, *row)
+            if old != disproved and not record.supersedes(old):
+                return False
         except RegistryError as err:
-            logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
-            old, damaged = None, True
-        if old is not None and old != disproved and not supersedes(entry, old):
-            return False
-    key = entry.key
-    graph = {"body": _compressed(graph_to_json(entry.model))}
-    summary = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
-    cluster = {
-        "shape": canonical_json(plain(entry.topology.shape())),
-        "body": _compressed(plain(entry.topology)),
-    }
+            logger.warning("%s %s cannot be read and is replaced: %s", kind.called, record.id, err)
+            damaged = True
+    values = {"id": record.id, "created_s": record.created_s, "body": canonical_json(record.body())}
+    if isinstance(record, JobRecord):
+        values |= _put_graphs(connection, record, damaged)
+    else:
+        values["kind"] = record.key.digest()
+    connection.execute(update(table).where(mine).values(values) if is_there else insert(table).values(values))
+    return True
+
+
+def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dict[str, Any]:
+    """Store the graphs of a record. Return the columns of its row that lists and searches read."""
+    key = record.key
+    graph = {"body": _compressed(graph_to_json(record.model))}
+    summary = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(record.model))}
+    cluster = {"shape": canonical_json(plain(record.topology.shape())), "body": _compressed(plain(record.topology))}
     for table, fingerprint, values in (
         (models, key.model, graph),
         (signatures, key.model, summary),
@@ -625,44 +617,12 @@ def _save(connection: Connection, entry: Entry, body: str, disproved: Entry | No
             connection.execute(insert(table).values(fingerprint=fingerprint, **values))
         elif damaged:
             connection.execute(update(table).where(same).values(**values))
-    own = ("id", "complete", "best_span_s", "default_span_s", "n_trials", "arm")
-    row = {
+    names = ("complete", "best_span_s", "default_span_s", "n_trials", "arm")
+    return {
         **{name: getattr(key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
-        **{name: getattr(entry, name) for name in own},
-        "created_s": entry.provenance.created_s,
-        "model_name": entry.provenance.model_name,
-        "body": body,
+        **{name: getattr(record, name) for name in names},
+        "model_name": record.provenance.model_name,
     }
-    connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
-    return True
-
-
-def _save_way(connection: Connection, way: Way) -> bool:
-    """Keeps a way unless the one of the same id is as new; False if so."""
-    kind, body = type(way), canonical_json(way.to_json())
-    table = _TABLES[kind]
-    _way(kind, way.id, body)  # what cannot be read must not be written
-    mine = table.c.id == way.id
-    there = connection.execute(select(table.c.body).where(mine).with_for_update()).scalar_one_or_none()
-    if there is not None:
-        with _skipping(f"{kind.called} {way.id}"):
-            if _way(kind, way.id, there).created_s >= way.created_s:
-                return False
-    connection.execute(delete(table).where(mine))
-    row = {"id": way.id, "kind": way.key.digest(), "created_s": way.created_s, "body": body}
-    connection.execute(insert(table).values(row))
-    return True
-
-
-def _kind_of(table: Table) -> type[Way]:
-    return next(kind for kind in WAYS if _TABLES[kind] is table)
-
-
-def _way(kind: type[AnyWay], name: str, body: str) -> AnyWay:
-    way = way_from_json(kind, parsed(dict, body))
-    if way.id != name:
-        raise RegistryError("it is of another job")
-    return way
 
 
 def _delete_orphans(connection: Connection) -> None:

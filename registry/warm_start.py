@@ -9,14 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import UNSET
 
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.comm.plan import Route
 from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 
-from .entry import ClusterShape, Entry, EntryKey, LinkClass, Topology
+from .cluster import ClusterShape, LinkClass, Topology
 from .graph import (
     DOUBLING_COST,
     EDGE_COST,
@@ -32,6 +35,7 @@ from .graph import (
     normalised,
     signature,
 )
+from .schema import EntryKey, JobRecord
 
 if TYPE_CHECKING:
     from .store import Store
@@ -182,51 +186,6 @@ _LEAST_GAIN = 0.05
 # A fit may give almost no latency, and the ratio of two such is noise: nothing starts up faster than this.
 _LEAST_STARTUP_S = 1e-6
 
-RouteNames = tuple[str, str]
-"""Transport and algorithm, by their names in knobs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permitted:
-    """What a job may choose.
-
-    Attributes:
-        routes: the default one first.
-        streams: ascending.
-        unit_bytes: smallest and largest.
-        threads: ascending, or a single None.
-        lossy: compressors.
-        nccl: ways of NCCL's, each with the size class of units that it is for.
-    """
-
-    routes: tuple[RouteNames, ...]
-    streams: tuple[int, ...]
-    unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
-    threads: tuple[int | None, ...] = (None,)
-    lossy: tuple[str, ...] = ()
-    nccl: tuple[tuple[str, str], ...] = ()
-
-    def nearest(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """The knobs with unit size, streams and threads moved to the nearest permitted values, by ratio."""
-        low, high = self.unit_bytes
-        return {
-            **knobs,
-            "unit_bytes": max(low, min(high, knobs["unit_bytes"])),
-            "streams": min(self.streams, key=lambda n: abs(math.log(n / knobs["streams"]))),
-            "threads": self._threads(knobs["threads"]),
-        }
-
-    def _threads(self, wanted: int | None) -> int | None:
-        counts = [count for count in self.threads if count is not None]
-        if wanted is None or not counts:
-            return wanted if wanted in self.threads else self.threads[0]
-        return min(counts, key=lambda n: abs(math.log(n / wanted)))
-
-
-def route_of(knobs: Mapping[str, Any]) -> RouteNames:
-    """What carries the units."""
-    return knobs["transport"], knobs["algorithm"]
-
 
 def alike(factor: float) -> bool:
     """Whether a ratio is near enough to one not to be acted on."""
@@ -248,30 +207,28 @@ def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float)
     return math.sqrt(latency_ratio * bandwidth_ratio * size_ratio)
 
 
-def with_uniform_units(knobs: Mapping[str, Any], itemsize_bytes: int) -> dict[str, Any]:
-    """Explicit cuts replaced by uniform ones like the unit in which the middle byte travels.
+def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
+    """Replace explicit cuts by uniform ones of the size of the unit that carries the middle byte.
 
-    Large units count for what they carry, and so they should: small ones at either end are there for their place.
+    Large units count for what they carry because small ones at either end are there for their place.
     """
-    if not knobs["cuts"]:
-        return {**knobs, "cuts": None}
-    stops = [0, *(cut[0] for cut in knobs["cuts"])]
-    units = [(stop - start, cut[2]) for (start, stop), cut in zip(pairwise(stops), knobs["cuts"], strict=True)]
+    if not knobs.cuts:
+        return knobs.but(cuts=None)
+    stops = [0, *(cut.stop for cut in knobs.cuts)]
+    units = [(stop - start, cut.threads) for (start, stop), cut in zip(pairwise(stops), knobs.cuts, strict=True)]
     units.sort(key=lambda unit: unit[0])
     carried = accumulate(size for size, _ in units)
     size, threads = next(unit for unit, sum_ in zip(units, carried, strict=True) if 2 * sum_ >= stops[-1])
-    uniform = {"cuts": None, "unit_bytes": bounded(size * itemsize_bytes), "threads": threads or knobs["threads"]}
-    return {**knobs, **uniform}
+    return knobs.but(cuts=None, unit_bytes=bounded(size * itemsize_bytes), threads=threads or knobs.threads)
 
 
-def scaled_streams(knobs: Mapping[str, Any], there: LinkModel, here: LinkModel, *, unit_bytes: int) -> int:
-    """As many times what keeps the link busy here as it was there; unchanged where a G(n) was not measured."""
-    streams: int = knobs["streams"]
-    wanted_there, wanted_here = _streams_wanted(there, knobs["unit_bytes"]), _streams_wanted(here, unit_bytes)
+def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_bytes: int) -> int:
+    """Return as many times what keeps the link busy here as it was there; unchanged where G(n) was not measured."""
+    wanted_there, wanted_here = _streams_wanted(there, knobs.unit_bytes), _streams_wanted(here, unit_bytes)
     if wanted_there is None or wanted_here is None or alike(wanted_here / wanted_there):
-        return streams
-    most = max(len(here.throughput), streams)
-    return max(1, min(most, round(streams * wanted_here / wanted_there)))
+        return knobs.streams
+    most = max(len(here.throughput), knobs.streams)
+    return max(1, min(most, round(knobs.streams * wanted_here / wanted_there)))
 
 
 def bounded(unit_bytes: float) -> int:
@@ -295,18 +252,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is known of a job before its first trial.
+class JobDescription:
+    """A job before its first trial.
 
     Attributes:
         key: its key, of this model and topology.
-        model: the model's graph.
+        model: graph of the model.
         topology: the cluster.
         layout: `layout_fingerprint` of the gradients, for explicit cuts; empty = they never carry over.
         itemsize_bytes: bytes of one element as it travels.
-        links: what the job has measured, of as many routes as it has.
-        permitted: what it may choose; None = anything.
-        name: the model's name, for explanations.
+        links: measured links, of as many routes as the job has measured.
+        space: what it may choose; None = anything.
+        name: name of the model, for explanations.
     """
 
     key: EntryKey
@@ -314,16 +271,16 @@ class Job:
     topology: Topology
     layout: str = ""
     itemsize_bytes: int = 4
-    links: Mapping[RouteNames, LinkModel] = field(default_factory=dict)
-    permitted: Permitted | None = None
+    links: Mapping[Route, LinkModel] = field(default_factory=dict)
+    space: KnobSpace | None = None
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another job's entry and how far it is."""
+    """The record of another job and its distance."""
 
-    entry: Entry
+    record: JobRecord
     distance: float
 
 
@@ -332,31 +289,31 @@ class WarmStart:
     """A first proposal.
 
     Attributes:
-        knobs: as `Knobs.to_json` gives them.
-        distance: of the entry; 0.0 for the job's own.
-        source: one sentence for the log, of where they come from.
+        knobs: the setting, adapted.
+        distance: of the record; 0.0 for the job's own.
+        source: origin in one sentence, for the log.
         changes: what had to be changed, in words.
-        lost_cuts: the entry has planned units, which do not fit this job; who planned them could plan anew.
-        entry: where the knobs come from, unscaled.
+        lost_cuts: the record has planned units that do not fit this job; its planner could plan anew.
+        record: where the knobs come from, as stored.
     """
 
-    knobs: Mapping[str, Any]
+    knobs: Knobs
     distance: float
     source: str
     changes: tuple[str, ...]
     lost_cuts: bool
-    entry: Entry
+    record: JobRecord
 
     @property
     def explanation(self) -> str:
-        """Where they come from, and what had to be changed."""
+        """Origin, and what had to be changed."""
         return "; ".join([self.source, *self.changes])
 
 
-def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
-    """The `k` entries of other jobs that are nearest, nearest first; those that cannot be read are left out.
+def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
+    """Return the `k` nearest records of other jobs, nearest first; those that cannot be read are left out.
 
-    What was measured of their links is not in the key, so it is looked at here: of twice as many as are wanted.
+    The key does not contain measured links, so they are compared here, of twice as many records as are wanted.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -370,8 +327,8 @@ def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6)
         if match.id == key.digest():
             continue
         try:
-            entry = store.get(match.id)
-            readable.append(Neighbour(entry=entry, distance=match.distance + _farther_by_link(entry, job)))
+            record = store.find(JobRecord, match.id)
+            readable.append(Neighbour(record=record, distance=match.distance + _farther_by_link(record, job)))
         except CorruptStoreError:
             raise
         except RegistryError as err:
@@ -379,18 +336,18 @@ def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6)
     return sorted(readable, key=lambda neighbour: neighbour.distance)[:k]
 
 
-def _farther_by_link(entry: Entry, job: Job) -> float:
-    """What the measured links add to the distance, at one number of ranks: nothing where one of them is not known."""
-    there, here = _resized_link(entry, job), job.links.get(route_of(entry.knobs))
+def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
+    """Return what the measured links add to the distance, at one number of ranks; 0 where a link is not known."""
+    there, here = _resized_link(record, job), job.links.get(record.knobs.route)
     if there is None or here is None:
         return 0.0
     octaves = link_class(there).octaves_from(link_class(here))
-    shapes = entry.topology.shape(), job.topology.shape()
+    shapes = record.topology.shape(), job.topology.shape()
     return TOPOLOGY_WEIGHT * (topology_distance(*shapes, link_octaves=octaves) - topology_distance(*shapes))
 
 
-def adapted_all(found: Sequence[Neighbour], job: Job) -> list[WarmStart]:
-    """Each as `adapted` gives it, in their order; of those with equal knobs the first only."""
+def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmStart]:
+    """Adapt each record, in this order; of those with equal knobs only the first."""
     starts: list[WarmStart] = []
     for neighbour in found:
         start = adapted(neighbour, job)
@@ -399,41 +356,38 @@ def adapted_all(found: Sequence[Neighbour], job: Job) -> list[WarmStart]:
     return starts
 
 
-def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
-    """The entry's knobs as they suit the job's cluster, link and layout, with a sentence that says what was changed."""
-    entry = neighbour.entry
-    knobs = dict(entry.knobs)
+def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
+    """Adapt the knobs of a record to the job's space, link and layout, and say in a sentence what was changed."""
+    record, space = neighbour.record, job.space
+    knobs = record.knobs
     changes: list[str] = []
-    if job.permitted is not None and route_of(knobs) not in job.permitted.routes:
-        transport, algorithm = job.permitted.routes[0]
-        changes.append(f"over {transport} {algorithm}, as {' '.join(route_of(knobs))} is left out here")
-        knobs |= {"transport": transport, "algorithm": algorithm}
-    if job.permitted is not None and "lossy" in knobs:
-        names = set(knobs["lossy"].values())
-        if not names <= set(job.permitted.lossy) or route_of(knobs) != route_of(entry.knobs):
+    if space is not None and knobs.route not in space.routes:
+        transport, algorithm = space.routes[0]
+        there = " ".join(part.value for part in knobs.route)
+        changes.append(f"over {transport.value} {algorithm.value}, as {there} is left out here")
+        knobs = knobs.but(transport=transport, algorithm=algorithm)
+    if space is not None and knobs.lossy:
+        names = set(knobs.lossy.names)
+        if not names <= set(space.lossy) or knobs.route != record.knobs.route:
             changes.append(f"without {', '.join(sorted(names))}, which is left out here")
-            del knobs["lossy"]
-    if job.permitted is not None and not set(knobs.get("nccl", {}).items()) <= set(job.permitted.nccl):
+            knobs = knobs.but(lossy=UNSET)
+    if space is not None and knobs.nccl and not space.may_tell(knobs.nccl):
         changes.append("as NCCL decides, which is not told here")
-        del knobs["nccl"]
-    here = job.links.get(route_of(knobs)) or _resized_link(entry, job)
-    latency_ratio, bandwidth_ratio = _link_ratios(entry, job, here)
-    if (
-        route_of(knobs) in job.links
-        and entry.link is not None
-        and not (alike(latency_ratio) and alike(bandwidth_ratio))
-    ):
+        knobs = knobs.but(nccl=UNSET)
+    here = job.links.get(knobs.route) or _resized_link(record, job)
+    latency_ratio, bandwidth_ratio = _link_ratios(record, job, here)
+    if knobs.route in job.links and record.link is not None and not (alike(latency_ratio) and alike(bandwidth_ratio)):
         latency, bandwidth = _about(latency_ratio), _about(bandwidth_ratio)
         changes.append(f"this link has its latency × {latency} and its bandwidth × {bandwidth}")
-    factor = unit_factor(latency_ratio, bandwidth_ratio, _size_ratio(entry.model, job.model))
-    fits = bool(job.layout) and job.layout == entry.layout
-    lost_cuts = knobs["cuts"] is not None and not (fits and alike(factor))
+    factor = unit_factor(latency_ratio, bandwidth_ratio, _size_ratio(record.model, job.model))
+    fits = bool(job.layout) and job.layout == record.layout
+    lost_cuts = knobs.cuts is not None and not (fits and alike(factor))
     if lost_cuts:
         changes.append(f"its planned units do not fit this {'link' if fits else 'layout'}, their usual size does")
         knobs = with_uniform_units(knobs, job.itemsize_bytes)
-    if knobs["cuts"] is None:
-        final = _scaled(knobs, entry, here, factor)
-        final = final if job.permitted is None else job.permitted.nearest(final)
+    if knobs.cuts is None:
+        final = _scaled(knobs, record, here, factor)
+        final = final if space is None else space.nearest(final)
         changes += _differences(knobs, final)
         knobs = final
     return WarmStart(
@@ -442,23 +396,23 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         source=_source(neighbour, job),
         changes=tuple(changes),
         lost_cuts=lost_cuts,
-        entry=entry,
+        record=record,
     )
 
 
-def _resized_link(entry: Entry, job: Job) -> LinkModel | None:
-    """The entry's link with the job's number of ranks; None where it is not known."""
-    there, here = entry.key.world_size, job.key.world_size
-    if entry.link is None or min(there, here) == 1:
-        return entry.link
-    return entry.link.rescaled(from_ranks=there, to_ranks=here)
+def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
+    """Return the record's link with the job's number of ranks; None where it is not known."""
+    there, here = record.key.world_size, job.key.world_size
+    if record.link is None or min(there, here) == 1:
+        return record.link
+    return record.link.rescaled(from_ranks=there, to_ranks=here)
 
 
-def _link_ratios(entry: Entry, job: Job, here: LinkModel | None) -> tuple[float, float]:
-    """Of latency and bandwidth; where they are not known, of a ring, whose latency grows with its ranks."""
-    if entry.link is not None and here is not None:
-        return link_ratios(entry.link, here)
-    return job.key.world_size / entry.key.world_size, 1.0
+def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
+    """Return the ratios of latency and bandwidth; where they are not known, of a ring, whose latency grows with it."""
+    if record.link is not None and here is not None:
+        return link_ratios(record.link, here)
+    return job.key.world_size / record.key.world_size, 1.0
 
 
 def _size_ratio(there: ModelGraph, here: ModelGraph) -> float:
@@ -466,32 +420,35 @@ def _size_ratio(there: ModelGraph, here: ModelGraph) -> float:
     return sizes[1] / sizes[0] if all(sizes) else 1.0
 
 
-def _scaled(knobs: Mapping[str, Any], entry: Entry, here: LinkModel | None, factor: float) -> dict[str, Any]:
-    unit_bytes = knobs["unit_bytes"] if alike(factor) else bounded(knobs["unit_bytes"] * factor)
-    streams = knobs["streams"]
-    if entry.link is not None and here is not None:
-        streams = scaled_streams(knobs, entry.link, here, unit_bytes=unit_bytes)
-    return {**knobs, "unit_bytes": unit_bytes, "streams": streams}
+def _scaled(knobs: Knobs, record: JobRecord, here: LinkModel | None, factor: float) -> Knobs:
+    unit_bytes = knobs.unit_bytes if alike(factor) else bounded(knobs.unit_bytes * factor)
+    streams = knobs.streams
+    if record.link is not None and here is not None:
+        streams = scaled_streams(knobs, record.link, here, unit_bytes=unit_bytes)
+    return knobs.but(unit_bytes=unit_bytes, streams=streams)
 
 
 def _about(ratio: float) -> str:
-    """In two digits: `260`, not `2.6e+02`."""
+    """Format with two digits: `260`, not `2.6e+02`."""
     return f"{float(f'{ratio:.2g}'):g}"
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _differences(before: Knobs, after: Knobs) -> list[str]:
     changes = []
-    if after["unit_bytes"] != before["unit_bytes"]:
-        changes.append(f"units {_about(after['unit_bytes'] / before['unit_bytes'])} times as large")
-    counts = [name for name in ("streams", "threads") if after[name] != before[name]]
-    return changes + [f"{name} {after[name]} instead of {before[name]}" for name in counts]
+    if after.unit_bytes != before.unit_bytes:
+        changes.append(f"units {_about(after.unit_bytes / before.unit_bytes)} times as large")
+    if after.streams != before.streams:
+        changes.append(f"streams {after.streams} instead of {before.streams}")
+    if after.threads != before.threads:
+        changes.append(f"threads {after.threads} instead of {before.threads}")
+    return changes
 
 
-def _source(neighbour: Neighbour, job: Job) -> str:
-    entry = neighbour.entry
-    if entry.key == job.key:
-        state = "what an earlier job found" if entry.complete else "the best so far of a job that was cut short"
-        source = f"{state}, {entry.describe_gain()} than the default"
+def _source(neighbour: Neighbour, job: JobDescription) -> str:
+    record = neighbour.record
+    if record.key == job.key:
+        state = "what an earlier job found" if record.complete else "the best so far of a job that was cut short"
+        source = f"{state}, {record.describe_gain()} than the default"
     else:
-        source = f"what a similar job found, {entry.describe()}, distance {neighbour.distance:.2f} of 1"
+        source = f"what a similar job found, {record.describe()}, distance {neighbour.distance:.2f} of 1"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from sirtaki.errors import TuningError
+from sirtaki.fields import Number, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +31,11 @@ class LinkModel:
         TuningError: the start-up or processor time is negative, or a throughput is not positive.
     """
 
-    alpha_s: float
-    throughput: tuple[float, ...]
-    host_s: float = 0.0
-    residual: float = 0.0
-    busy: float = 1.0
+    alpha_s: Number
+    throughput: Annotated[tuple[Positive, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    host_s: Number = 0.0
+    residual: Number = 0.0
+    busy: Number = 1.0
 
     def __post_init__(self) -> None:
         for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):

@@ -12,7 +12,7 @@ compiled, and load nothing:
 - A code object says that its frames, and all frames that they call, are not evaluated (`set_code_exec_strategy`).
 - A function's attribute `_torchdynamo_disable` says that it is not inlined; `torch.compiler.disable` sets it, too.
 
-A function that is created at run time lacks this attribute. That is intended for the hook of `GradientReducer`.
+A function that is created at run time lacks this attribute. That is intended for the hook of `GradientHooks`.
 Compiled autograd inlines the hook, so the graph of a pass breaks only at the first and the last gradient. A marked hook
 would break the graph at every gradient.
 

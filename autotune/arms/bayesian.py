@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -271,7 +271,7 @@ class BayesianArm:
                 middle = round(FINE_STEPS_PER_OCTAVE * math.log2(knobs.unit_bytes))
                 for step in range(middle - FINE_STEPS, middle + FINE_STEPS + 1):
                     size = space.whole_unit_bytes(2 ** (step / FINE_STEPS_PER_OCTAVE))
-                    around.append(replace(knobs, unit_bytes=min(max(size, low), high), streams=streams))
+                    around.append(knobs.but(unit_bytes=min(max(size, low), high), streams=streams))
         return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._known]
 
     def _fit(self) -> tuple[GaussianProcess, dict[Knobs, float]]:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -443,7 +443,7 @@ class CompressorArm:
             transport, algorithm = self._route
             offered = self._space.streams_on(self._route)
             streams = max((count for count in offered if count <= best.streams), default=offered[0])
-            best = replace(best, transport=transport, algorithm=algorithm, streams=streams, cuts=None)
+            best = best.but(transport=transport, algorithm=algorithm, streams=streams, cuts=None)
         if not best.lossy:
             yield from self._all_alike(best)
             return
@@ -451,20 +451,20 @@ class CompressorArm:
             for name in ("", *self._space.lossy):
                 others = {other.value: best.lossy.by(other) for other in UnitClass if other is not kind}
                 if lossy := Lossy(**others, **{kind.value: name}):
-                    yield replace(best, lossy=lossy)
+                    yield best.but(lossy=lossy)
         for factor in (2.0, 0.5):
             yield self._with_units(best, factor * best.unit_bytes)
 
     def _all_alike(self, knobs: Knobs) -> Iterator[Knobs]:
         for name in self._space.lossy:
-            compressed = replace(knobs, lossy=Lossy.all_by(name))
+            compressed = knobs.but(lossy=Lossy.all_by(name))
             # Whole matrices compress more, and a unit takes two rounds however little is left of it.
             least = self._space.unit_bytes[1] / 4 if name.startswith("powersgd") else 0.0
             yield self._with_units(compressed, least) if knobs.unit_bytes < least else compressed
 
     def _with_units(self, knobs: Knobs, unit_bytes: float) -> Knobs:
         low, high = self._space.unit_bytes
-        return replace(knobs, unit_bytes=min(max(self._space.whole_unit_bytes(unit_bytes), low), high), cuts=None)
+        return knobs.but(unit_bytes=min(max(self._space.whole_unit_bytes(unit_bytes), low), high), cuts=None)
 
 
 # ── NCCL's own knobs ───
@@ -513,10 +513,10 @@ class NcclArm:
         refused = [knobs.nccl for knobs in over_nccl if knobs.nccl and not math.isfinite(self._ran[knobs])]
         for ways in self._space.nccl:
             if ways not in refused:
-                yield replace(best, nccl=NcclWays(**{**(best.nccl or NcclWays()).by_class, **ways.by_class}))
+                yield best.but(nccl=NcclWays(**{**(best.nccl or NcclWays()).by_class, **ways.by_class}))
         if best.nccl:
             for kind in best.nccl.by_class:
-                yield replace(best, nccl=msgspec.structs.replace(best.nccl, **{kind: None}))
+                yield best.but(nccl=msgspec.structs.replace(best.nccl, **{kind: None}))
         if told is not None:
             yield from self._beside(told)
 
@@ -527,9 +527,9 @@ class NcclArm:
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():
             size = min(max(self._space.whole_unit_bytes(factor * knobs.unit_bytes), low), high)
-            yield replace(knobs, unit_bytes=size, cuts=None, nccl=NcclWays.of(size, way))
-        yield from (replace(knobs, streams=n, cuts=None) for n in self._space.streams_around(knobs.streams))
-        yield from (replace(knobs, threads=n) for n in self._space.threads)
+            yield knobs.but(unit_bytes=size, cuts=None, nccl=NcclWays.of(size, way))
+        yield from (knobs.but(streams=n, cuts=None) for n in self._space.streams_around(knobs.streams))
+        yield from (knobs.but(threads=n) for n in self._space.threads)
 
 
 def _tells_some_unit(knobs: Knobs) -> bool:

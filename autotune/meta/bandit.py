@@ -216,9 +216,9 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
-def opinion(arm: Arm | None, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
-    """What an optional method of an arm answers; None where there is no such method, or no arm."""
-    method = getattr(arm, of, None)
+def opinion(source: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
+    """Return the answer of an optional method of an arm or a space; None without that method."""
+    method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import combinations_with_replacement
+from typing import Generic
 
 import numpy as np
 
 from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
-from ..knobs import KnobLattice, Knobs, KnobSpace
 from ..paired import FEWEST_PAIRS, FEWEST_PAIRS_KNOWN, USUAL_NOISE, PairedComparison, Verdict, pairs_wanted
-from ..trial import Arm, Proposal, Trial, TrialStatus
+from ..trial import Arm, Proposal, S, Space, Trial, TrialStatus
 from .bandit import opinion
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(Generic[S]):
     """What to run now.
 
     Attributes:
@@ -71,7 +71,7 @@ class Assignment:
         purpose: why it is run.
     """
 
-    knobs: Knobs
+    knobs: S
     discarded_iterations: int
     measured_iterations: int
     arm: str
@@ -79,7 +79,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionResult:
+class SessionResult(Generic[S]):
     """What the warm-up found, or has found so far.
 
     Attributes:
@@ -96,7 +96,7 @@ class SessionResult:
         doubt: why the default stays although something seemed to be faster: the host is shared, or the default drifts.
     """
 
-    knobs: Knobs
+    knobs: S
     default_span_s: float
     best_span_s: float
     noise_s: float
@@ -116,7 +116,7 @@ _OUTLIER = 2.5  # standard deviations from which on a difference counts as no la
 
 
 @dataclass(slots=True, kw_only=True)
-class Setting:
+class Setting(Generic[S]):
     """One setting's measurements.
 
     Attributes:
@@ -125,7 +125,7 @@ class Setting:
         spans_s: all its measured spans, `(n_measured,)`; infinite where it could not be run.
     """
 
-    knobs: Knobs
+    knobs: S
     arm: str
     spans_s: list[float] = field(default_factory=list)
 
@@ -151,8 +151,8 @@ class Setting:
         return any(math.isinf(span) for span in self.spans_s)
 
     def as_trial(
-        self, proposal: Proposal, *, status: TrialStatus = TrialStatus.COMPLETE, was_best: bool = False
-    ) -> Trial:
+        self, proposal: Proposal[S], *, status: TrialStatus = TrialStatus.COMPLETE, was_best: bool = False
+    ) -> Trial[S]:
         """All measurements of the setting as one trial of that proposal."""
         return Trial(
             arm=proposal.arm,
@@ -165,29 +165,29 @@ class Setting:
         )
 
 
-class Ledger:
+class Ledger(Generic[S]):
     """All settings measured so far, and the noise of one measurement.
 
     Args:
         identity: knobs with equal identity are one setting (say, because they expand to the same plan).
     """
 
-    def __init__(self, *, identity: Callable[[Knobs], Hashable]) -> None:
+    def __init__(self, *, identity: Callable[[S], Hashable]) -> None:
         self._identity = identity
-        self._settings: dict[Hashable, Setting] = {}
+        self._settings: dict[Hashable, Setting[S]] = {}
         self._differences: list[float] = []
 
     def __len__(self) -> int:
         return len(self._settings)
 
-    def __getitem__(self, knobs: Knobs) -> Setting:
+    def __getitem__(self, knobs: S) -> Setting[S]:
         return self._settings[self._identity(knobs)]
 
-    def find(self, knobs: Knobs) -> Setting | None:
+    def find(self, knobs: S) -> Setting[S] | None:
         """The setting that these knobs stand for, if it has been measured."""
         return self._settings.get(self._identity(knobs))
 
-    def add(self, knobs: Knobs, *, arm: str, spans_s: Sequence[float], repeats: bool = True) -> Setting:
+    def add(self, knobs: S, *, arm: str, spans_s: Sequence[float], repeats: bool = True) -> Setting[S]:
         """Enters measured spans.
 
         Args:
@@ -204,7 +204,7 @@ class Ledger:
             setting.spans_s.append(valid)
         return setting
 
-    def ranked(self) -> list[Setting]:
+    def ranked(self) -> list[Setting[S]]:
         """All settings that ran, the fastest first."""
         return sorted(
             (setting for setting in self._settings.values() if not setting.failed), key=lambda setting: setting.span_s
@@ -223,7 +223,7 @@ class Ledger:
         squares = sum(min(difference, longest) ** 2 / 2.0 for difference in self._differences)
         return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + squares) / (_PRIOR_WEIGHT + n))
 
-    def at_stake(self, first: Setting, second: Setting) -> float:
+    def at_stake(self, first: Setting[S], second: Setting[S]) -> float:
         """Share of the span that is lost on average by taking `first` for the faster one, as it seems to be."""
         if math.isinf(first.span_s) or math.isinf(second.span_s):
             return 0.0
@@ -231,15 +231,15 @@ class Ledger:
         luck = statistics.NormalDist()
         return error * luck.pdf(lead / error) - lead * luck.cdf(-lead / error)
 
-    def _error(self, first: Setting, second: Setting) -> float:
+    def _error(self, first: Setting[S], second: Setting[S]) -> float:
         """Standard error of the difference between two settings' logarithms."""
         return self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
 
-    def sure_lead(self, first: Setting, second: Setting) -> float:
+    def sure_lead(self, first: Setting[S], second: Setting[S]) -> float:
         """Logarithm of how much faster `first` is, less what luck usually gives to the fastest of several."""
         return math.log(second.span_s / first.span_s) - self._error(first, second)
 
-    def lead(self, first: Setting, second: Setting) -> float:
+    def lead(self, first: Setting[S], second: Setting[S]) -> float:
         """By how many standard errors `first` is faster than `second`; negative if it is slower."""
         if math.isinf(first.span_s) or math.isinf(second.span_s):
             return 0.0 if first.span_s == second.span_s else math.copysign(math.inf, second.span_s - first.span_s)
@@ -257,7 +257,7 @@ USUAL_MEASUREMENTS = 4  # that an earlier job's times rest on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class Remembered(Generic[S]):
     """What an earlier job of the same kind has kept.
 
     Attributes:
@@ -269,14 +269,14 @@ class Remembered:
         other_times: how many times as much or as little time both may take on the same link.
     """
 
-    knobs: Knobs
+    knobs: S
     best_s: float
     default_s: float
     noise: float = 0.0
     gain: Gain | None = None
     other_times: float = 1.5
 
-    def broken_by(self, best: Setting, default: Setting, *, noise: float) -> bool:
+    def broken_by(self, best: Setting[S], default: Setting[S], *, noise: float) -> bool:
         """Whether the link is clearly another one than it was.
 
         Args:
@@ -297,38 +297,6 @@ class Remembered:
         return gained - CLEAR * math.hypot(*errors) > math.log(OTHER_GAIN)
 
 
-# ── what lies next to a setting ──────────────────────────────────────────────────────────────────────────────────────
-
-STEP_OCTAVES = 0.5
-NEAR_OCTAVES = 0.3
-"""Unit sizes that differ by less are neighbours that have been tried."""
-
-
-def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
-    """Settings that differ in one knob by one step: streams, unit size, route, threads; a plan counts as uniform."""
-    if knobs.cuts is not None:
-        knobs = replace(knobs, cuts=None)
-        yield knobs
-    yield from (replace(knobs, streams=n) for n in space.streams_around(knobs.streams) if n != knobs.streams)
-    low, high = space.unit_bytes
-    sizes = (space.whole_unit_bytes(knobs.unit_bytes * 2**step) for step in (-STEP_OCTAVES, STEP_OCTAVES))
-    yield from (replace(knobs, unit_bytes=size) for size in sizes if low <= size <= high)
-    yield from (replace(knobs, transport=t, algorithm=a) for t, a in space.routes if (t, a) != knobs.route)
-    yield from (replace(knobs, threads=n) for n in space.threads_around(knobs.threads) if n != knobs.threads)
-
-
-def untried(knobs: Knobs, space: KnobSpace, tried: Iterable[Knobs]) -> Iterator[Knobs]:
-    """The neighbours that no tried setting is near to."""
-    known = [one for one in tried if one.cuts is None]
-    near = (one for one in neighbours(knobs, space) if one in space)
-    return (one for one in near if not any(_near(one, other) for other in known))
-
-
-def _near(first: Knobs, second: Knobs) -> bool:
-    same = replace(first, unit_bytes=second.unit_bytes) == second
-    return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
-
-
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.35  # shares of the budget between which the final comparison gets what it needs
 LARGE_RESERVE = 0.5  # where compressors are allowed there are two of them; and where noise asks for many turns
 REFINEMENT = 0.12  # share of the budget that is for neighbours of the fastest setting
@@ -337,29 +305,29 @@ NOISY = 0.06  # noise from which on neighbours cannot be told apart
 
 MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
 FEW = 16  # settings that are all tried: those of a model of a unit or two, where most knobs come to the same
-MOST_POINTS = 100  # of a lattice that is looked at for that
 
 PROMISING = 1.0  # standard errors behind the best at which a setting is not measured again
 WORTHWHILE = 0.001  # the share of the span that must be in reach to go on searching
 
 INDIFFERENT = 0.001  # share of the span that may be lost by not comparing any further
+DOUBTFUL = 0.1  # gain that noise may hide in a search that asks for a least gain, before its result is in doubt
 HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
 MAX_ROUNDS = 8  # of the finals
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
 
-_Script = Generator[Assignment, Sequence[float], None]
+_Script = Generator[Assignment[S], Sequence[float], None]
 """Yields what is to run, and is sent the measured spans."""
 
 
-def _seeds(similar: Sequence[Knobs], draws: Sequence[Knobs]) -> list[Proposal]:
+def _seeds(similar: Sequence[S], draws: Sequence[S]) -> list[Proposal[S]]:
     return [
         *(Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar),
         *(Proposal(arm=DRAW_ARM, knobs=knobs, reason="to learn contention") for knobs in draws),
     ]
 
 
-class WarmupSession:
-    """Spends a budget of iterations on finding the best knobs.
+class TuningSession(Generic[S]):
+    """A search for the fastest setting within a budget of iterations. Runs on rank 0.
 
     Args:
         space: proposals outside it are refused.
@@ -378,26 +346,28 @@ class WarmupSession:
         identity: knobs with equal identity are the same setting and not run twice.
         refine: what lies next to the fastest setting is run, too, after the arms have had their trials.
         retune: it is no warm-up: `default` runs already.
+        least_gain: share that a setting must gain over the default to be kept.
     """
 
     def __init__(
         self,
         *,
-        space: KnobSpace,
-        default: Knobs,
-        arm: Arm | None,
+        space: Space[S],
+        default: S,
+        arm: Arm[S] | None,
         rng: np.random.Generator,
         budget_iterations: int = 100,
         discarded_iterations: int = 1,
         measured_iterations: int = 2,
-        exact: Remembered | None = None,
-        seeds: Sequence[Knobs] = (),
-        draws: Sequence[Knobs] = (),
-        given: Knobs | None = None,
-        history: Sequence[Trial] = (),
-        identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
+        exact: Remembered[S] | None = None,
+        seeds: Sequence[S] = (),
+        draws: Sequence[S] = (),
+        given: S | None = None,
+        history: Sequence[Trial[S]] = (),
+        identity: Callable[[S], Hashable] = lambda knobs: knobs,
         refine: bool = True,
         retune: bool = False,
+        least_gain: float = 0.0,
     ) -> None:
         if discarded_iterations < 0 or measured_iterations < 1:
             raise TuningError(
@@ -409,11 +379,11 @@ class WarmupSession:
         self._discarded, self._measured = discarded_iterations, measured_iterations
         self._turn = discarded_iterations + measured_iterations  # what a setting takes that did not run before
         self._most_finalists = 3 if budget_iterations >= 60 else 2
-        self._refines = refine
+        self._refines, self._least_gain = refine, least_gain
         self._ledger = Ledger(identity=identity)
-        self._trials: list[Trial] = []
+        self._trials: list[Trial[S]] = []
         self._since_best = 0  # trials since the last new best
-        self._incumbent: Setting | None = None  # the last new best, at first the default
+        self._incumbent: Setting[S] | None = None  # the last new best, at first the default
         self._running = default if retune else None
         self._called = "the setting that ran" if retune else "the default"
         self._exact = exact
@@ -422,13 +392,13 @@ class WarmupSession:
         self._has_refused = False
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
-        self._outcome: tuple[Knobs, str, Gain | None] | None = None
+        self._outcome: tuple[S, str, Gain | None] | None = None
         self._doubt = ""
         self._script = self._warm_up()
         self._assignment = next(self._script)
 
     @property
-    def assignment(self) -> Assignment:
+    def assignment(self) -> Assignment[S]:
         """What to run now; after the end, the kept knobs with nothing to measure."""
         return self._assignment
 
@@ -438,7 +408,7 @@ class WarmupSession:
         return self._outcome is not None
 
     @property
-    def trials(self) -> tuple[Trial, ...]:
+    def trials(self) -> tuple[Trial[S], ...]:
         """Every finished trial, in order, the default's among them; another session's `history`."""
         return tuple(self._trials)
 
@@ -469,7 +439,7 @@ class WarmupSession:
             logger.debug("warm-up over after %d iterations: %s", self._spent, result.reason)
 
     @property
-    def result(self) -> SessionResult:
+    def result(self) -> SessionResult[S]:
         """What was found; before the end, the best so far if it beats the default by more than the noise."""
         knobs, reason, gain = self._outcome or (self._best_so_far(), "the tuning phase was cut short", None)
         setting, default_s = self._setting(knobs), self._setting(self._default).span_s
@@ -492,9 +462,7 @@ class WarmupSession:
         """Training iterations until the end, those that have run included, if nothing ends it earlier."""
         return self._iterations
 
-    def begin_search(
-        self, arm: Arm, *, space: KnobSpace, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
-    ) -> None:
+    def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
         """Goes on from `Purpose.SEARCH`, as if nothing had been found but with what was measured.
 
         Args:
@@ -517,7 +485,7 @@ class WarmupSession:
 
     # ── the course of events ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _warm_up(self) -> _Script:
+    def _warm_up(self) -> _Script[S]:
         if self._exact is not None and self._accepts(self._exact.knobs):
             held = yield from self._check(self._exact)
             if held and not self._link_has_changed(self._exact):
@@ -551,7 +519,7 @@ class WarmupSession:
         kept, gain, verdict = yield from self._prove(self._default, self._called, lossy=False)
         if self._setting(self._default).failed:
             return self._end(kept, f"{verdict}; {why}")
-        if any(setting.knobs.lossy for setting in self._ledger.ranked()):
+        if any(self._loses(setting.knobs) for setting in self._ledger.ranked()):
             doubt = self._doubt
             rival = self._called if kept == self._default else "the fastest that loses nothing"
             found, more, told = yield from self._prove(kept, rival, lossy=True)
@@ -562,15 +530,15 @@ class WarmupSession:
         return self._end(kept, f"{verdict}; {why}", gain)
 
     def _prove(
-        self, base: Knobs, called: str, *, lossy: bool
-    ) -> Generator[Assignment, Sequence[float], tuple[Knobs, Gain | None, str]]:
+        self, base: S, called: str, *, lossy: bool
+    ) -> Generator[Assignment[S], Sequence[float], tuple[S, Gain | None, str]]:
         """The fastest of those settings that lose something, or nothing, if paired turns prove it faster than `base`.
 
         Returns:
             What is kept, the gain over `base` that is proved, and the verdict in words.
         """
         kept, gain, verdict = base, None, f"nothing came near {called}"
-        beaten: list[Knobs] = []  # by the base, clearly: then another one has its turn
+        beaten: list[S] = []  # by the base, clearly: then another one has its turn
         while (challenger := (yield from self._select(base, beaten, lossy=lossy))) is not None:
             if self._setting(base).failed:
                 return challenger, None, f"{called} cannot be run"
@@ -584,17 +552,17 @@ class WarmupSession:
             beaten.append(challenger)
         return kept, gain, verdict
 
-    def _end(self, knobs: Knobs, reason: str, gain: Gain | None = None) -> None:
+    def _end(self, knobs: S, reason: str, gain: Gain | None = None) -> None:
         self._outcome = knobs, reason, gain
 
-    def _check(self, exact: Remembered) -> Generator[Assignment, Sequence[float], bool]:
+    def _check(self, exact: Remembered[S]) -> Generator[Assignment[S], Sequence[float], bool]:
         """Runs an earlier job's result in paired turns with the default, then the user's plan if there is one.
 
         Returns:
             Whether one of them is kept, or the default, if that is what the earlier job kept.
         """
         given, self._given = self._given, None
-        kept: list[tuple[float, Knobs, str, Gain | None]] = []
+        kept: list[tuple[float, S, str, Gain | None]] = []
         if self._same(exact.knobs, self._default):
             yield from self._run_default()
             kept.append((1.0, exact.knobs, "the registry knows the default as the best for this job", None))
@@ -616,14 +584,14 @@ class WarmupSession:
             self._end(*max(kept, key=lambda one: one[0])[1:])
         return bool(kept)
 
-    def _link_has_changed(self, exact: Remembered) -> bool:
+    def _link_has_changed(self, exact: Remembered[S]) -> bool:
         """Whether this job's first iterations are not like those of the job that `exact` is of."""
         best, default = self._setting(exact.knobs), self._setting(self._default)
         return exact.broken_by(best, default, noise=self._ledger.noise)
 
     # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _search(self) -> Generator[Assignment, Sequence[float], str]:
+    def _search(self) -> Generator[Assignment[S], Sequence[float], str]:
         """Runs trials until the budget, the patience or the proposals end; says which."""
         patience = max(8, self._iterations // (4 * self._turn))
         while True:
@@ -638,17 +606,17 @@ class WarmupSession:
                 return "nothing left to propose"
             yield from self._race(proposal)
 
-    def _refine(self) -> _Script:
+    def _refine(self) -> _Script[S]:
         """Runs what lies next to the fastest setting, until nothing new does or the iterations for trials are used."""
         while self._left_for_trials > self._discarded:
             tried = [setting.knobs for setting in self._ledger.ranked()]
-            beside = untried(tried[0], self._space, tried) if tried else iter(())
-            knobs = next((one for one in beside if self._accepts(one) and self._ledger.find(one) is None), None)
+            beside = opinion(self._space, "around", tried[0], tried) if tried else None
+            knobs = next((one for one in beside or () if self._accepts(one) and self._ledger.find(one) is None), None)
             if knobs is None:
                 return
             yield from self._race(Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="next to the fastest"))
 
-    def _race(self, proposal: Proposal) -> _Script:
+    def _race(self, proposal: Proposal[S]) -> _Script[S]:
         """A trial: measures a proposal as often as it takes to tell it from the best."""
         wanted = proposal.iterations or self._measured
         rival = next((best for best in self._ledger.ranked() if not self._same(best.knobs, proposal.knobs)), None)
@@ -663,7 +631,7 @@ class WarmupSession:
                 break
         self._finish(proposal)
 
-    def _next_proposal(self) -> Proposal | None:
+    def _next_proposal(self) -> Proposal[S] | None:
         """The next proposal that is worth running; the arm is told at once what is known of the others."""
         for _ in range(MAX_RETRIES):
             given, self._given = self._given, None
@@ -685,17 +653,16 @@ class WarmupSession:
             self._tell(known.as_trial(proposal))
         return self._overlooked()
 
-    def _overlooked(self) -> Proposal | None:
+    def _overlooked(self) -> Proposal[S] | None:
         """Where there are few settings in all: one that nobody has proposed; to try it costs less than to doubt."""
-        lattice = KnobLattice(self._space)
-        if len(lattice) > MOST_POINTS:
-            return None
-        distinct = {self._identity(knobs): knobs for knobs in lattice.points if self._accepts(knobs)}
+        distinct = {
+            self._identity(knobs): knobs for knobs in opinion(self._space, "every") or () if self._accepts(knobs)
+        }
         left = (knobs for knobs in distinct.values() if self._ledger.find(knobs) is None)
         knobs = next(left, None) if len(distinct) <= FEW else None
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="nobody has proposed it")
 
-    def _accepts(self, knobs: Knobs) -> bool:
+    def _accepts(self, knobs: S) -> bool:
         """Whether these knobs can be run here; what similar jobs, histories and arms propose may be anything."""
         try:
             if knobs in self._space:
@@ -710,9 +677,9 @@ class WarmupSession:
 
     # ── the final comparison ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _finalists(self, base: Knobs, beaten: Sequence[Knobs], *, lossy: bool) -> list[Knobs]:
+    def _finalists(self, base: S, beaten: Sequence[S], *, lossy: bool) -> list[S]:
         """The fastest settings and those with the best surrogate's estimate, in turns, but none that is hopeless."""
-        ranked = [setting for setting in self._ledger.ranked() if bool(setting.knobs.lossy) is lossy]
+        ranked = [setting for setting in self._ledger.ranked() if self._loses(setting.knobs) is lossy]
         rivals = [
             setting.knobs
             for setting in ranked
@@ -725,8 +692,8 @@ class WarmupSession:
         return list(dict.fromkeys(knobs for pair in in_turns for knobs in pair))[: self._most_finalists]
 
     def _select(
-        self, base: Knobs, beaten: Sequence[Knobs], *, lossy: bool
-    ) -> Generator[Assignment, Sequence[float], Knobs | None]:
+        self, base: S, beaten: Sequence[S], *, lossy: bool
+    ) -> Generator[Assignment[S], Sequence[float], S | None]:
         """Rounds of the finalists in random order, after each of which the slower half leaves; who remains.
 
         Of two that cannot be told apart both stay while iterations last that the paired turns do not need.
@@ -749,8 +716,8 @@ class WarmupSession:
         return min(field, key=self._believed_s, default=None)
 
     def _compare(
-        self, knobs: Knobs, *, arm: str, known: Gain | None = None, base: Knobs | None = None
-    ) -> Generator[Assignment, Sequence[float], PairedComparison | None]:
+        self, knobs: S, *, arm: str, known: Gain | None = None, base: S | None = None
+    ) -> Generator[Assignment[S], Sequence[float], PairedComparison | None]:
         """Compare a setting with the default in pairs.
 
         The first look comes after as many pairs as will probably prove the lead seen in the search, the last one after
@@ -767,7 +734,7 @@ class WarmupSession:
         """
         default, final = base or self._default, arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
-        left = self._left - (0 if knobs.lossy or not final else self._for_lossy)
+        left = self._left - (0 if self._loses(knobs) or not final else self._for_lossy)
         at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._for_turns(n) <= left), default=0)
         if final and not at_most:
             return None
@@ -778,10 +745,11 @@ class WarmupSession:
         pairs = PairedComparison(
             noise_before=self._ledger.noise,
             looks=(wanted, at_most) if wanted < at_most else (wanted,),
+            least_gain=self._least_gain,
             earlier=known,
         )
 
-        def measure(one: Knobs) -> Generator[Assignment, Sequence[float], float]:
+        def measure(one: S) -> Generator[Assignment[S], Sequence[float], float]:
             proposer = DEFAULT_ARM if one == self._default else self._setting(one).arm if final else arm
             spans_s = yield from self._run(one, arm=proposer, purpose=Purpose.FINALS, measured=1)
             return spans_s[0]
@@ -791,8 +759,8 @@ class WarmupSession:
         return pairs
 
     def _judge(
-        self, knobs: Knobs, pairs: PairedComparison | None, *, base: Knobs | None = None, called: str = ""
-    ) -> tuple[Knobs, Gain | None, str]:
+        self, knobs: S, pairs: PairedComparison | None, *, base: S | None = None, called: str = ""
+    ) -> tuple[S, Gain | None, str]:
         """Return the setting to keep, its proved gain if there is one, and the verdict in words.
 
         Args:
@@ -808,7 +776,13 @@ class WarmupSession:
         self._doubt = pairs.doubt
         if pairs.verdict is Verdict.FASTER:
             return knobs, pairs.pooled, f"beat {against}"
+        if self._least_gain and not self._doubt and pairs.gain.high > 1.0 + DOUBTFUL:
+            possible = f"a gain of {100 * (pairs.gain.high - 1.0):.0f} % would not show"
+            self._doubt = f"measurements scatter so that {possible}: others seem to use the host or the network"
         return base, None, f"nothing was proved to beat {against}" + (self._doubt and f": {self._doubt}")
+
+    def _loses(self, knobs: S) -> bool:
+        return bool(opinion(self._space, "loses", knobs))
 
     # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -820,12 +794,12 @@ class WarmupSession:
     def _left_for_trials(self) -> int:
         """The others are kept for the final comparison; negative where they are used already."""
         needed = self._most_finalists * self._turn + self._for_pairs + self._for_lossy
-        more = self._space.lossy or self._ledger.noise > USUAL_NOISE
+        more = getattr(self._space, "lossy", ()) or self._ledger.noise > USUAL_NOISE
         most = LARGE_RESERVE if more else MAX_RESERVE
         reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(most * self._iterations))
         return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
 
-    def _pairs_wanted(self, knobs: Knobs, base: Knobs | None = None) -> int:
+    def _pairs_wanted(self, knobs: S, base: S | None = None) -> int:
         """Return how many pairs will probably prove the lead of a setting over the default, or over `base`."""
         setting, default = self._setting(knobs), self._setting(base or self._default)
         if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
@@ -846,8 +820,8 @@ class WarmupSession:
         None are kept where no compressed setting is the fastest, nor in a short session, where those that lose nothing
         come first.
         """
-        ranked = self._ledger.ranked() if self._space.lossy and self._iterations >= SHORT else []
-        return self._for_turns(ENOUGH_PAIRS) + self._turn if ranked and ranked[0].knobs.lossy else 0
+        ranked = self._ledger.ranked() if self._iterations >= SHORT else []
+        return self._for_turns(ENOUGH_PAIRS) + self._turn if ranked and self._loses(ranked[0].knobs) else 0
 
     def _for_turns(self, n_pairs: int) -> int:
         """Iterations of so many paired turns, in each of which the setting changes once, and once before them."""
@@ -862,8 +836,8 @@ class WarmupSession:
     # ── what runs, and what was measured ─────────────────────────────────────────────────────────────────────────
 
     def _run(
-        self, knobs: Knobs, *, arm: str, purpose: Purpose, measured: int
-    ) -> Generator[Assignment, Sequence[float], Sequence[float]]:
+        self, knobs: S, *, arm: str, purpose: Purpose, measured: int
+    ) -> Generator[Assignment[S], Sequence[float], Sequence[float]]:
         """Has a setting measured; its spans."""
         discarded = 0 if self._running == knobs else self._discarded
         spans_s = yield Assignment(
@@ -874,11 +848,11 @@ class WarmupSession:
         self._ledger.add(knobs, arm=arm, spans_s=spans_s)
         return spans_s
 
-    def _run_default(self) -> _Script:
+    def _run_default(self) -> _Script[S]:
         yield from self._run(self._default, arm=DEFAULT_ARM, purpose=Purpose.DEFAULT, measured=self._measured)
         self._finish(Proposal(arm=DEFAULT_ARM, knobs=self._default))
 
-    def _finish(self, proposal: Proposal) -> None:
+    def _finish(self, proposal: Proposal[S]) -> None:
         """Closes the books on a setting that has run, and tells the arm."""
         setting = self._setting(proposal.knobs)
         was_best = self._ledger.lead(setting, self._incumbent or setting) > 1.0
@@ -894,11 +868,11 @@ class WarmupSession:
             "%s: %s: %.4g ms%s", trial.arm, trial.knobs.describe(), 1e3 * trial.span_s, ", new best" if was_best else ""
         )
 
-    def _tell(self, trial: Trial) -> None:
+    def _tell(self, trial: Trial[S]) -> None:
         if self._arm is not None:
             self._arm.tell([trial])
 
-    def _take_in(self, history: Sequence[Trial]) -> None:
+    def _take_in(self, history: Sequence[Trial[S]]) -> None:
         """Takes in an earlier session's trials, scaled by what the default took then and takes now."""
         before = [trial.span_s for trial in history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
@@ -922,16 +896,16 @@ class WarmupSession:
         left = self._for_turns(FEWEST_PAIRS) + self._turn
         self._spent = min(self._spent, max(self._iterations - left, self._turn))
 
-    def _setting(self, knobs: Knobs) -> Setting:
+    def _setting(self, knobs: S) -> Setting[S]:
         """What was measured of these knobs, perhaps nothing."""
         return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
 
-    def _believed_s(self, knobs: Knobs) -> float:
+    def _believed_s(self, knobs: S) -> float:
         """What a setting truly takes by the arm's surrogate, which knows its neighbours; as measured if unknown."""
         belief = opinion(self._arm, "expected_span_s", knobs)
         return self._setting(knobs).span_s if belief is None else belief
 
-    def _best_so_far(self) -> Knobs:
+    def _best_so_far(self) -> S:
         """The fastest, if it leads the default by more than the noise: of many settings one is fast by luck.
 
         What similar jobs have found was named beforehand, not picked for its luck: for that any lead will do.
@@ -944,5 +918,5 @@ class WarmupSession:
             return named.knobs
         return self._default
 
-    def _same(self, first: Knobs, second: Knobs) -> bool:
+    def _same(self, first: S, second: S) -> bool:
         return self._identity(first) == self._identity(second)

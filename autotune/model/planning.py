@@ -590,7 +590,7 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
         streams, threads = allowances[place]
         octaves = math.log2(DRAWN_UNITS) * float(rng.uniform(-1.0, 1.0))
         unit_bytes = min(max(round(default.unit_bytes * 2.0**octaves), low), high)
-        knobs = replace(default, unit_bytes=unit_bytes, streams=streams, threads=threads)
+        knobs = default.but(unit_bytes=unit_bytes, streams=streams, threads=threads)
         plan = knobs.to_plan(model.layout)
         if plan not in plans and simulator.run_knobs(knobs).span_s <= at_most_s:
             plans.add(plan)

@@ -20,7 +20,8 @@ from bench.gpu.place import Place
 from bench.lib.contenders import LEARNING_RATE
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine.reducing.reducer import OptimizerGradients, ReducerOptions
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
+from sirtaki.engine.reducing.sharing import OptimizerGradients
 
 WARM_STEPS = 12
 """Sirtaki learns the order of gradients in the first two steps, DDP rebuilds its buckets after the first."""
@@ -90,7 +91,7 @@ class Optimizer(OneRank):
     def describe(self) -> str:
         """Return the setting that runs."""
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # a DistributedOptimizer's
-        return str(gradients.reducers[0].tuned.knobs.describe())
+        return str(gradients.reducers[0].tuning.knobs.describe())
 
     def close(self) -> None:
         """See `OneRank`. Collective."""

@@ -65,7 +65,7 @@ class Bare:
             only: the only route to use, None = all available routes.
         """
         from sirtaki.comm.gradients.buffers import Reduction
-        from sirtaki.comm.gradients.synchroniser import Synchroniser
+        from sirtaki.comm.gradients.pipeline import GradientPipeline
         from sirtaki.comm.router import Router
         from sirtaki.engine.tuning.plans import default_knobs, knob_space, measure
 
@@ -78,7 +78,7 @@ class Bare:
         if only is not None:
             space = replace(space, routes=(only,))
         self.default = default_knobs(space, total_bytes=total_bytes, one_node=self._control.one_node)
-        self._sync = Synchroniser(
+        self._sync = GradientPipeline(
             self._params,
             [str(number) for number in range(len(self._params))],
             control=self._control,
@@ -111,7 +111,7 @@ class Bare:
 
     def measure(self, knobs: Knobs) -> tuple[float, float]:
         """Return span and time of one step with this setting, after an unmeasured one. Collective."""
-        self._sync.set_plans([knobs.to_plan(self.layout)])
+        self._sync.use([knobs.to_plan(self.layout)])
         self._step()
         begin_s = time.perf_counter()
         span_s = self._step().span_s
@@ -228,9 +228,9 @@ class Ddp(Contender):
 
     def _find_tuner(self) -> None:
         from sirtaki.engine import job
-        from sirtaki.engine.reducing.reducer import reducers_of
+        from sirtaki.engine.reducing.sharing import reducers_of
 
-        self.sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
+        self.sync = next((reducer.tuning for reducer in reversed(reducers_of(job.current()))), None)
 
     def describe(self) -> str:
         """See `Contender`."""
@@ -321,7 +321,7 @@ class Sirtaki(Contender):
         finally:
             current.settings = settings
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # None with one rank
-        self.sync = None if gradients is None else gradients.reducers[0].tuned
+        self.sync = None if gradients is None else gradients.reducers[0].tuning
 
     def finish(self) -> None:
         """Wait for deferred updates of the last step."""

@@ -1,4 +1,4 @@
-"""In which order gradients come and units leave."""
+"""The order in which gradients become ready, and the order in which units are launched."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 
 from ..control.plane import ControlPlane
 from ..plan import CommPlan, NcclWay, Route
-from .buffers import GradientBuffers, GradientGroup
+from .buffers import FlatBuffers, FlatGroup
 
 PROFILING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
 
 DISORDERLY_ITERATIONS = 3
-"""So many in a row before a rank asks for a new profile of the order."""
+"""Disorderly iterations in a row after which a rank asks for a new profile of the order."""
 
 PATIENCE_ITERATIONS = 50
-"""Each new profile doubles the time to the next one, beginning here: an order that never settles is not chased."""
+"""First pause between two profiles. Each profile doubles it, because an order that never settles is not worth it."""
 
 
 def agree_on_order(arrived: Sequence[int], control: ControlPlane, *, counts: bool) -> list[int]:
-    """Collective: parameters by their average place over ranks, so that no rank rules.
+    """Return the parameters by their average place over all ranks. Collective.
 
     Args:
-        arrived: all parameters in the order in which this rank's gradients came.
-        control: the ranks.
-        counts: this rank has computed gradients; False on one that takes part with zeros.
+        arrived: all parameters in the order in which this rank's gradients became ready.
+        control: control plane of the ranks.
+        counts: True if this rank has computed gradients; False if it takes part with zeros.
     """
     places = np.zeros(len(arrived))
     if counts:
@@ -38,15 +38,15 @@ def agree_on_order(arrived: Sequence[int], control: ControlPlane, *, counts: boo
 
 
 class OrderProfiling:
-    """Whether the order is profiled in the current iteration, and whether this rank asks for that.
+    """State of the profiling of the order, and this rank's request for a new profile.
 
-    A rank asks where gradients have come in another order than the one that was profiled, several iterations in a row.
+    A rank requests one if gradients have come in another order than the profiled one in several iterations in a row.
 
     Attributes:
-        active: it is profiled; the same on all ranks.
-        since: the iteration in which that began, the last time.
-        requested: somebody wants it to be profiled again; True until that begins.
-        asks: this rank asks the others for it, with a control flag of the current iteration.
+        active: True while the order is profiled; the same on all ranks.
+        since: the iteration in which the last profile began.
+        requested: the caller wants a new profile; True until it begins.
+        asks: this rank requests a new profile with a control flag of the current iteration.
     """
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ class OrderProfiling:
         self._disorderly = self._not_before = 0
 
     def begin(self, iteration: int) -> None:
-        """It is profiled from this iteration on."""
+        """Begin a profile with this iteration."""
         self.active, self.since, self._disorderly = True, iteration, 0
         self.requested = self.asks = False
 
     def ends_with(self, iteration: int) -> bool:
-        """Whether this is the last iteration in which it is profiled; it is not `active` any more then."""
+        """Return whether this is the last iteration of the profile, and end the profile then."""
         if not self.active or iteration + 1 - self.since < PROFILING_ITERATIONS:
             return False
         self.active = False
         self._not_before = iteration + 2 * (iteration - self.since + PATIENCE_ITERATIONS)
         return True
 
-    def watch(self, iteration: int, arrived: Sequence[int], expected: GradientBuffers) -> None:
-        """At the end of an iteration in which it was not profiled: decides whether this rank asks for it.
+    def watch(self, iteration: int, arrived: Sequence[int], expected: FlatBuffers) -> None:
+        """Decide whether this rank requests a profile. Call at the end of an iteration that was not profiled.
 
         Args:
             iteration: its number.
-            arrived: positions of parameters in that order, as this rank's gradients came, those that came.
-            expected: has the order that was profiled.
+            arrived: positions of this rank's gradients, in the order in which they became ready.
+            expected: flat buffers in the profiled order.
         """
         late = 0
         if arrived != expected.numbers:
@@ -85,14 +85,14 @@ class OrderProfiling:
 
 @dataclass(slots=True, eq=False)
 class ScheduledUnit:
-    """One unit with all that issuing it takes.
+    """One unit with all that is needed to launch it.
 
     Attributes:
-        members: parameters with elements in it, of the last unit also those without any.
-        due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
+        members: parameters with elements in the unit; the last unit also has those without any elements.
+        due: sort key among the units of all groups: (position of its last gradient, group, number in plan).
     """
 
-    group: GradientGroup
+    group: FlatGroup
     start: int
     stop: int
     stream: int
@@ -104,22 +104,20 @@ class ScheduledUnit:
 
     @property
     def n_bytes(self) -> int:
-        """What it moves."""
+        """Size of the unit."""
         return (self.stop - self.start) * self.group.layout.itemsize_bytes
 
 
-def schedule(
-    groups: Sequence[GradientGroup], plans: Sequence[CommPlan], position: Sequence[int]
-) -> list[ScheduledUnit]:
-    """The units of all groups, merged by the moment in which their last gradient is expected.
+def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: Sequence[int]) -> list[ScheduledUnit]:
+    """Return the units of all groups, sorted by the position of their last gradient.
 
-    The one with the control flags, at the end of the first flat buffer, is the last one, and waits for parameters
-    without elements, too.
+    The unit with the control flags, at the end of the first flat buffer, is the last one, and also waits for
+    parameters without elements.
 
     Args:
-        groups: what is reduced.
-        plans: one a group.
-        position: when each parameter's gradient is expected among all.
+        groups: groups of gradients.
+        plans: plans, one a group.
+        position: position of each parameter in the expected order.
     """
     units = [
         unit
@@ -133,8 +131,8 @@ def schedule(
     return units
 
 
-def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
-    """The units of one group's plan."""
+def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
+    """Return the units of one group's plan."""
     offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
     for serial, unit in enumerate(plan.units):
         while offsets[first + 1] <= unit.start:
@@ -163,14 +161,14 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
     return units
 
 
-class Schedule:
-    """Units in a fixed order, and what each of them waits for.
+class LaunchSchedule:
+    """Units in a fixed order, and the gradients and units that each waits for.
 
     Attributes:
-        units: in the order in which they are to leave.
-        units_of: for each parameter, the numbers of the units that have elements of it.
-        course: what leaves if gradients come in the expected order: after how many of them, and the units' numbers.
-        stops: those counts.
+        units: units in launch order.
+        units_of: numbers of the units that have elements of each parameter.
+        course: launch steps if gradients come in the expected order: (number of ready gradients, numbers of units).
+        stops: numbers of ready gradients in `course`.
     """
 
     def __init__(
@@ -181,13 +179,13 @@ class Schedule:
         held: Callable[[ScheduledUnit], bool],
         one_order: bool = True,
     ) -> None:
-        """Notes which unit waits for which.
+        """Compute which unit waits for which.
 
         Args:
-            units: in the order in which they are to leave.
-            order: all parameters, as their gradients are expected.
-            held: units that leave at the end of the backward pass, complete or not, and so do those behind them.
-            one_order: each unit leaves behind the one before it; otherwise behind the one before it on its stream.
+            units: units in launch order.
+            order: all parameters in the expected order of their gradients.
+            held: returns True for units that are launched when the backward pass ends, as are all units behind them.
+            one_order: each unit waits for the unit before it; otherwise for the one before it on its stream.
         """
         self.units = list(units)
         # For each unit, how many gradients it waits for, and one more if it is to follow another unit; one entry more,
@@ -213,14 +211,14 @@ class Schedule:
         self.stops = frozenset(count for count, _ in self.course)
 
     def missing(self, came: Sequence[int] = ()) -> list[int]:
-        """For `count`: what each unit waits for still, once the gradients of these parameters have come."""
+        """Return the pending counts of all units, for `count`, after the gradients of these parameters."""
         missing = self._awaited.copy()
         for index in came:
             self.count(index, missing)
         return missing
 
     def count(self, index: int, missing: list[int]) -> list[int]:
-        """A gradient has come: notes it in `missing`, and returns the units that leave, in this order."""
+        """Count a ready gradient in `missing`. Return the units to launch, in launch order."""
         leaving = []
         for number in self.units_of[index]:
             missing[number] -= 1
@@ -231,7 +229,7 @@ class Schedule:
         return leaving
 
     def together(self, index: int) -> list[int]:
-        """The parameters that have elements in no other units than this one has; it is among them."""
+        """Return the parameters that have elements in the units of this one only, itself included."""
         own = self.units_of[index]
         if own not in self._together:
             members = sorted({member for number in own for member in self.units[number].members})
@@ -245,12 +243,12 @@ one in earnest, units would begin in the order in which gradients come: nothing 
 a stream waits now and then for the gradients of its next unit."""
 
 Lanes = tuple[Route, int | None]
-"""What units may change streams among: those of one route with one allowance of threads."""
+"""A set of streams among which units may move: those of one route with one allowance of threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPace:
-    """What an iteration is like that is played; the same on all ranks.
+    """Expected times of a simulated iteration; the same on all ranks.
 
     Attributes:
         needed: for each parameter, its place in the order in which the forward pass reads them.
@@ -265,10 +263,10 @@ class IterationPace:
     s_per_byte: float
 
 
-def overtaking(
+def reorder_units(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[ScheduledUnit]:
-    """The units in the order in which they begin in the iteration that is played, each on the stream that was free.
+    """Return the units in the order in which they begin in a simulated iteration, each on a free stream.
 
     Units stay as they are cut, since the order in which ranks' elements are added up, and so the last bit of a sum, may
     depend on where a unit begins. Streams that are busy share the network evenly.
@@ -278,7 +276,7 @@ def overtaking(
         pace: of the iteration.
         held: units that leave when the backward pass has ended, not before.
     """
-    played, come_s = _Played(units, pace), coming_s(units, pace, held=held)
+    played, come_s = _StreamReplay(units, pace), complete_s(units, pace, held=held)
     for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
         played.advance(moment_s)
         for number in numbers:
@@ -288,18 +286,18 @@ def overtaking(
     return played.order
 
 
-def coming_s(
+def complete_s(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[float]:
-    """When each unit has all that it waits for, after the first gradient."""
+    """Return when each unit is complete, in seconds after the first gradient."""
     return [
         pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
         for unit in units
     ]
 
 
-class _Played:
-    """The streams of an iteration, and what waits for them."""
+class _StreamReplay:
+    """Simulation of the streams of one iteration, and of the units that wait for them."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:
         self._units, self._now_s, self._s_per_byte = units, 0.0, max(SLOWER * pace.s_per_byte, 1e-15)
@@ -329,7 +327,7 @@ class _Played:
                 self.order.append(replace(unit, stream=stream))
 
     def advance(self, until_s: float) -> None:
-        """Units end, and others begin in their places, until then."""
+        """Advance the simulation to this time: units end, and waiting units begin."""
         while self._left_bytes:
             least = min(self._left_bytes.values())
             ends_s = self._now_s + least * len(self._left_bytes) * self._s_per_byte

@@ -107,7 +107,7 @@ def as_it_ran(buffer: Buffer) -> Knobs:
         return even
     typical = int(statistics.median(unit.numel for unit in plan.units)) * buffer.layout.itemsize_bytes
     cuts = tuple(Cut(stop=unit.stop, stream=unit.stream) for unit in plan.units)
-    return replace(even, unit_bytes=min(max(typical, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES), cuts=cuts)
+    return even.but(unit_bytes=min(max(typical, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES), cuts=cuts)
 
 
 class Search:

@@ -30,10 +30,10 @@ from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks
 from sirtaki.comm.plan import Route
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 from sirtaki.engine.job import Job, current, is_initialized
-from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.engine.reducing.gradient_hooks import GradientHooks
 from sirtaki.engine.settings import ProfileRequest, variables_set
+from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 from sirtaki.engine.tuning.plans import fitted_links, probe_routes
-from sirtaki.engine.tuning.warmup import TunedSynchroniser
 from sirtaki.errors import ConfigError, RecordingError
 from sirtaki.machine import (
     allowed_processors,
@@ -232,16 +232,16 @@ def own_placement(control: ControlPlane) -> Placement:
     )
 
 
-def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
+def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
     """Return what reduces gradients on this rank, each with its key."""
     return [
-        (there.key, there.tuned)
+        (there.key, there.tuning)
         for there in job.participants
-        if isinstance(there, GradientReducer) and there.tuned is not None
+        if isinstance(there, GradientHooks) and there.tuning is not None
     ]
 
 
-def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
+def _of_all_ranks(job: Job) -> list[PipelineTarget]:
     """Those that reduce over all ranks; iterations of the first one are counted, which is the same on all ranks."""
     return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
@@ -336,7 +336,7 @@ class JobRecorder:
             self._finished = leader.synchroniser.iteration
             self._end_step(now_s, leader)
 
-    def _end_step(self, now_s: float, leader: TunedSynchroniser) -> None:
+    def _end_step(self, now_s: float, leader: PipelineTarget) -> None:
         if self.stage is Stage.WAITING:
             job = current()
             tuning = any(tuned.tuning for tuned in _of_all_ranks(job))

@@ -201,7 +201,7 @@ class UnitId(NamedTuple):
     """What makes a unit the same thing on all ranks that take part in it.
 
     Attributes:
-        iteration: of its optimizer (`Synchroniser.iteration`), not of the recording.
+        iteration: of its optimizer (`GradientPipeline.iteration`), not of the recording.
         buffer: `Buffer.number`.
         start, stop: elements of the flat buffer.
         route: by which transport, and how the ranks go about it.

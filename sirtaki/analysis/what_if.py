@@ -1050,7 +1050,7 @@ def best_knobs(
     found: dict[Knobs, float] = {}
     for size in unit_bytes:
         for count in streams:
-            knobs = replace(now, unit_bytes=size, streams=count, cuts=None)
+            knobs = now.but(unit_bytes=size, streams=count, cuts=None)
             try:
                 changed = with_knobs(mean, knobs)
                 if plan_refusal(job, changed.plans) is None:
@@ -1072,8 +1072,7 @@ def knobs_of(
     if not job.buffers:
         raise ReplayError("no gradients were exchanged, so there is no plan to change")
     now = job.buffers[0].knobs
-    return replace(
-        now,
+    return now.but(
         unit_bytes=unit_bytes or now.unit_bytes,
         streams=streams or now.streams,
         transport=transport or now.transport,

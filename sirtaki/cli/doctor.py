@@ -258,7 +258,7 @@ def check_settings() -> Iterator[DoctorFinding]:
 
 
 def _registry(url_or_path: str | None) -> DoctorFinding:
-    from sirtaki.registry.safe_store import default_path, open_store
+    from sirtaki.registry.opening import default_path, open_store
     from sirtaki.registry.store import file_of
 
     if url_or_path == REGISTRY_OFF:

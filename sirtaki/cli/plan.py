@@ -70,7 +70,7 @@ def main(options: Namespace) -> int:
         link_at=_link(options, model),
         ranks=options.ranks,
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
-        default=replace(untuned, transport=route[0], algorithm=route[1]),
+        default=untuned.but(transport=route[0], algorithm=route[1]),
         # Contention was measured with the rates of the measured link.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,

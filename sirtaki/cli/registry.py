@@ -12,12 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, told_gain
-from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay, ShardWay, Way
 from sirtaki.registry.graph import least_distance
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import RECORDS, JobRecord, RowsRecord, ShardsRecord, StoredSetting
 from sirtaki.registry.warm_start import nearest
 
 from .output import add_formats, positive, print_table, printed, whole
@@ -115,7 +116,7 @@ def _list(store: Store, options: Namespace) -> None:
 
 
 def _rows(store: Store, options: Namespace) -> None:
-    def row(way: RowWay) -> dict[str, str]:
+    def row(way: RowsRecord) -> dict[str, str]:
         return {
             "parameter": way.name,
             "rows": str(way.key.n_rows),
@@ -127,11 +128,11 @@ def _rows(store: Store, options: Namespace) -> None:
             "hot": str(way.n_hot or ""),
         }
 
-    _show_ways(options, store.ways(RowWay), row, "no ways of rows are remembered yet")
+    _show_records(options, store.all(RowsRecord), row, "no ways of rows are remembered yet")
 
 
 def _shards(store: Store, options: Namespace) -> None:
-    def row(way: ShardWay) -> dict[str, str]:
+    def row(way: ShardsRecord) -> dict[str, str]:
         return {
             "model": way.key.model[:8],
             "modules": str(way.modules),
@@ -142,29 +143,30 @@ def _shards(store: Store, options: Namespace) -> None:
             "faster than untuned": f"{way.gain:.0%}" if way.gain else "nothing was",
         }
 
-    _show_ways(options, store.ways(ShardWay), row, "no settings of sharded training are remembered yet")
+    _show_records(options, store.all(ShardsRecord), row, "no settings of sharded training are remembered yet")
 
 
-_W = TypeVar("_W", bound=Way)
+_R = TypeVar("_R", bound=StoredSetting)
 
 
-def _show_ways(options: Namespace, ways: Sequence[_W], row: Callable[[_W], dict[str, str]], nothing: str) -> None:
-    rows = [{"id": way.id[:8], **row(way), "made": _date(way.created_s)} for way in ways]
-    _show_rows(options, rows, [{"id": way.id, **way.to_json()} for way in ways], nothing)
+def _show_records(options: Namespace, found: Iterable[_R], row: Callable[[_R], dict[str, str]], nothing: str) -> None:
+    records = list(found)
+    rows = [{"id": record.id[:8], **row(record), "made": _date(record.created_s)} for record in records]
+    _show_rows(options, rows, [{"id": record.id, **record.to_json()} for record in records], nothing)
 
 
 def _show(store: Store, options: Namespace) -> None:
-    found = store.find(options.id)
+    found = store.find(StoredSetting, options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
         key: Any = found.key  # of its own kind, all with versions
         facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
-        if isinstance(found, Entry):
+        if isinstance(found, JobRecord):
             facts["versions"] = _versions(found.provenance.versions)
         print_table(["", ""], facts.items())
 
 
-def _way_facts(way: RowWay) -> Mapping[str, str]:
+def _rows_facts(way: RowsRecord) -> Mapping[str, str]:
     key = way.key
     return {
         "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
@@ -179,7 +181,7 @@ def _way_facts(way: RowWay) -> Mapping[str, str]:
     }
 
 
-def _shard_facts(way: ShardWay) -> Mapping[str, str]:
+def _shards_facts(way: ShardsRecord) -> Mapping[str, str]:
     key = way.key
     return {
         "model": f"{way.modules} sharded modules on {key.ranks} ranks, {key.model}",
@@ -193,8 +195,8 @@ def _shard_facts(way: ShardWay) -> Mapping[str, str]:
     }
 
 
-def _entry_facts(entry: Entry) -> Mapping[str, str]:
-    key, knobs = entry.key, dict(entry.knobs)
+def _job_facts(entry: JobRecord) -> Mapping[str, str]:
+    key, knobs = entry.key, entry.knobs.to_json()
     if knobs["cuts"] is not None:
         knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
     links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
@@ -220,14 +222,14 @@ def _entry_facts(entry: Entry) -> Mapping[str, str]:
 
 
 _FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: depends on the record type
-    Entry: _entry_facts,
-    RowWay: _way_facts,
-    ShardWay: _shard_facts,
+    JobRecord: _job_facts,
+    RowsRecord: _rows_facts,
+    ShardsRecord: _shards_facts,
 }
 
 
 def _similar(store: Store, options: Namespace) -> None:
-    entry = store.get(options.id)
+    entry = store.find(JobRecord, options.id)
     found = nearest(
         store,
         entry.model,
@@ -238,7 +240,7 @@ def _similar(store: Store, options: Namespace) -> None:
         max_distance=options.max_distance,
         budget_s=10.0,
     )
-    matches = [(match, store.get(match.id)) for match in found if match.id != entry.id][: options.k]
+    matches = [(match, store.find(JobRecord, match.id)) for match in found if match.id != entry.id][: options.k]
     least = {match.id: least_distance(entry.model, other.model) for match, other in matches}
     rows = [
         {
@@ -282,25 +284,22 @@ def _show_rows(options: Namespace, rows: Sequence[Mapping[str, str]], data: Any,
 
 
 def _export(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.entry import write_document
+    from sirtaki.registry.documents import write_document
 
-    entries: Iterable[Entry] = store.entries()
-    ways: Sequence[Way] = [*store.ways(RowWay), *store.ways(ShardWay)]
+    records: Iterable[StoredSetting] = (record for kind in RECORDS for record in store.all(kind))
     if options.ids:
-        named = [store.find(id_prefix) for id_prefix in options.ids]
-        entries = [one for one in named if isinstance(one, Entry)]
-        ways = [one for one in named if not isinstance(one, Entry)]
+        records = [store.find(StoredSetting, id_prefix) for id_prefix in options.ids]
     try:
         opened = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
     except OSError as err:
         raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
     with opened as file:
-        count = write_document(entries, ways, file)
+        count = write_document(records, file)
     print(f"exported: {count}", file=sys.stderr)
 
 
 def _import(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.entry import read_document
+    from sirtaki.registry.documents import read_document
 
     source = "standard input" if options.file == "-" else options.file
     with ExitStack() as stack:
@@ -309,11 +308,11 @@ def _import(store: Store, options: Namespace) -> None:
         except OSError as err:
             raise RegistryError(f"{source} cannot be read: {err.strerror}") from err
         try:
-            entries, ways = read_document(file)
+            records = read_document(file)
         except RegistryError as err:
             raise RegistryError(f"nothing of {source} was imported: {err}") from err
-    kept = store.save_all(entries, ways)
-    _report(options, {"imported": kept, "kept as they were": len(entries) + len(ways) - kept})
+    kept = store.put_all(records)
+    _report(options, {"imported": kept, "kept as they were": len(records) - kept})
 
 
 def _prune(store: Store, options: Namespace) -> None:
@@ -358,17 +357,19 @@ def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
     }
 
 
-def _words(way: RowWay) -> str:
+def _words(way: RowsRecord) -> str:
     """Describe the path of a record without the number of rows."""
-    if way.path == HOT_COLD:
-        return f"{way.path}, {way.cold}{', aggregator' if way.aggregated else ''}"
-    return f"{way.path} of {way.block_rows}" if way.path == BLOCKS else way.path
+    if way.path is SparsePath.HOT_COLD:
+        return f"{way.path.value}, {way.cold.value}{', aggregator' if way.aggregated else ''}"
+    return f"{way.path.value} of {way.block_rows}" if way.path is SparsePath.BLOCKS else way.path.value
 
 
-def _setting(way: ShardWay) -> str:
-    numbers = {name: getattr(way, name) for name in ("streams", "ahead", "behind")}
-    numbers |= {"kept": len(way.kept), "scattering": way.scattering, "near": len(way.near), "joined": len(way.joined)}
-    used = {"gathers": way.gathers, "scatters": way.scatters}
+def _setting(way: ShardsRecord) -> str:
+    knobs = way.setting
+    numbers = {name: getattr(knobs, name) for name in ("streams", "ahead", "behind")}
+    numbers |= {"kept": len(knobs.kept), "scattering": knobs.scattering}
+    numbers |= {"near": len(knobs.near), "joined": len(knobs.joined)}
+    used = {"gathers": knobs.gathers, "scatters": knobs.scatters}
     return _pairs((name, value) for name, value in (numbers | used).items() if value or name == "kept")
 
 

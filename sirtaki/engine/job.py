@@ -28,14 +28,14 @@ from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.waiting import Deadline, Poll, leave_together, wait_for
 from sirtaki.comm.control.watchdog import Courier, Watchdog
-from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
 from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.machine import at_exit, in_forked_children
-from sirtaki.registry.safe_store import load_ahead
+from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Presence, Totals
@@ -44,7 +44,7 @@ from . import generations
 from .generations import Generations, of_this_process
 from .lanes import open_lanes
 from .membership import Dismissed
-from .participants import ActiveReducers, BlockedRanks, JoinProtocol
+from .participants import ActiveReducers, BlockedRanks, JoinProtocol, Tuning
 from .ranks import open_beside, open_ranks, settings_beside
 from .tuning.plans import part_bytes_of
 
@@ -141,8 +141,6 @@ class JobObservers:
     def _describe(self) -> dict[str, Any]:
         """Return what `sirtaki top` shows. The first call starts adding up iterations."""
         totals, job = self._count(), self._job
-        running = [there.running for there in job.participants]
-        known = [there for there in running if there is not None]
         gain = totals.gain
         return {
             "job": job.job,
@@ -152,9 +150,9 @@ class JobObservers:
             "ranks": job.size,
             "generation": self._generation,
             "began_s": self._began_s,
-            "iteration": max((there.iteration for there in known), default=0),
-            "tuning": any(there.tuning for there in known),
-            "setting": "; ".join(dict.fromkeys(there.setting for there in known)),
+            "iteration": max((pipeline.iteration for pipeline in job.pipelines), default=0),
+            "tuning": any(tuning.tuning for tuning in job.tunings),
+            "setting": "; ".join(dict.fromkeys(tuning.knobs.describe() for tuning in job.tunings)),
             "trials": totals.trials,
             "gain": gain if gain == gain else None,
             **totals.now(),
@@ -250,12 +248,19 @@ class Job:
         self.blocked.poll()
 
     def _on_failure(self) -> None:
-        if any(in_flight.device.streams for in_flight in self._in_flight()):
+        if any(pipeline.device.streams for pipeline in self.pipelines):
             threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
 
-    def _in_flight(self) -> list[InFlight]:
-        found = (participant.in_flight for participant in self.participants)
-        return [in_flight for in_flight in found if in_flight is not None]
+    @property
+    def pipelines(self) -> list[GradientPipeline]:
+        """What reduces the dense gradients of the participants. Thread-safe."""
+        found = (participant.pipeline for participant in self.participants)
+        return [pipeline for pipeline in found if pipeline is not None]
+
+    @property
+    def tunings(self) -> list[Tuning]:
+        """What tunes the pipelines. Thread-safe."""
+        return [tuning for participant in self.participants if (tuning := participant.tuning) is not None]
 
     def _end_if_a_device_waits(self) -> None:
         """End the process if a GPU waits for other ranks of the failed job.
@@ -268,7 +273,7 @@ class Job:
         """
 
         def ends() -> bool:
-            return _job is not self or any(in_flight.stalled() for in_flight in self._in_flight())
+            return _job is not self or any(pipeline.in_flight.stalled() for pipeline in self.pipelines)
 
         wait_for(ends, Deadline.after(DEVICE_S), Poll.SLOW)
         if _job is self:
@@ -299,8 +304,8 @@ class Job:
         where = self.watchdog.progress()
         timeline.stop()
         recorder.end()
-        for participant in self.participants:
-            participant.remember()
+        for tuning in self.tunings:
+            tuning.remember()
         return where
 
     def close_participants(self, number: int) -> None:

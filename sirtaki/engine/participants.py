@@ -18,10 +18,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.waiting import Poll, wait_for
 from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
-from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 
@@ -75,19 +76,19 @@ class IterationCounter:
         return self.finished + (not missing or (waiting is not None and waiting[0] is not WaitStage.ASK))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurrentSetting:
-    """Setting that a reducer's iterations use now.
+class Tuning(Protocol):
+    """Tuning of the gradients of a participant.
 
     Attributes:
-        iteration: number of the current iteration.
-        setting: description of the setting.
-        tuning: the setting may be a trial's.
+        knobs: the current setting.
+        tuning: True while settings are tried.
     """
 
-    iteration: int
-    setting: str
+    knobs: Knobs
     tuning: bool
+
+    def remember(self) -> None:
+        """Store what an unfinished warm-up has found. Idempotent."""
 
 
 class ActiveReducer(Protocol):
@@ -116,19 +117,12 @@ class ActiveReducer(Protocol):
         """Whether gradients are being reduced."""
 
     @property
-    def in_flight(self) -> InFlight | None:
-        """Work that a device may still perform. None if nothing is reduced. Thread-safe."""
+    def pipeline(self) -> GradientPipeline | None:
+        """Reduction of its dense gradients; None where nothing is reduced. Any thread."""
 
     @property
-    def busy(self) -> bool:
-        """Whether a device still works on iterations that have ended on the host. Thread-safe."""
-
-    @property
-    def running(self) -> CurrentSetting | None:
-        """Setting of the current iterations. None if nothing is reduced. Thread-safe."""
-
-    def remember(self) -> None:
-        """Store the results of an unfinished warm-up. Idempotent."""
+    def tuning(self) -> Tuning | None:
+        """Tuning of its dense gradients; None where nothing is reduced. Any thread."""
 
     def contribute_zeros(self) -> None:
         """Contribute zeros to an iteration that the other ranks have not begun to end. Called on ranks in `join()`."""
@@ -154,6 +148,11 @@ class ActiveReducer(Protocol):
 
     def close(self, reason: str) -> None:
         """Stop reducing gradients because of `reason`. Not collective. Idempotent."""
+
+
+def _is_busy(participant: ActiveReducer) -> bool:
+    """Return whether a device is still working on iterations that have ended on the host. Thread-safe."""
+    return participant.pipeline is not None and participant.pipeline.in_flight.busy
 
 
 class ActiveReducers:
@@ -280,7 +279,7 @@ class JoinProtocol:
             for mine in self._taking_part.copy():
                 if mine.key == participant.key:
                     mine.ended = True
-                if mine.ended and not participant.busy:
+                if mine.ended and not _is_busy(participant):
                     self._taking_part.remove(mine)
 
     def forget(self, key: Key) -> None:
@@ -291,7 +290,7 @@ class JoinProtocol:
 
     def _forget_ended(self) -> None:
         """Remove iterations that have ended on the device, too, because other ranks may drop the reducer."""
-        busy = {participant.key for participant in self._participants if participant.busy}
+        busy = {participant.key for participant in self._participants if _is_busy(participant)}
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def poll(self) -> None:
@@ -329,7 +328,7 @@ class JoinProtocol:
         self._participants.drain()
         failures = self._watchdog.failures
         # Because a device may wait for a rank in `join()`.
-        wait_for(lambda: not any(participant.busy for participant in self._participants), failures=failures)
+        wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
             self._taking_part.clear()

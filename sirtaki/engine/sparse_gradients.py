@@ -8,9 +8,10 @@ Rows go past the flat buffers, once the ranks have agreed on which parameters ha
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,7 @@ import sirtaki
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     Pace,
-    Seen,
-    SparseChoice,
     SparseSummary,
-    Stage,
     TouchCounts,
     VolumeModel,
     curve_points,
@@ -31,18 +29,20 @@ from sirtaki.autotune.sparse import (
 )
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
-from sirtaki.comm.gradients.buffers import REMEDY, Reduction
-from sirtaki.comm.gradients.iteration import Interrupted
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.edits import REMEDY
+from sirtaki.comm.gradients.negotiation import Interrupted
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.errors import PlanError
-from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import RowsKey, RowsRecord, Skew
 
+from .rows_target import RowsTarget
 from .tuning.cache import cluster_fingerprint
+from .tuning.controller import TuningController
+from .tuning.memory import SettingsMemory
 from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
 from .tuning.trial_log import TrialLogWriter
 
@@ -152,89 +152,6 @@ OF_ROWS = ("streams", "transport")
 """Knobs that hold for rows, too, where the user has fixed them."""
 
 
-class SparseMemory:
-    """What earlier jobs have kept for rows that are touched alike, in the registry, which rank 0 reads and writes."""
-
-    def __init__(self, control: ControlPlane, settings: Settings) -> None:
-        self._control, self._settings = control, settings
-        self._topology = ""
-        self._store: SafeStore | None = None
-
-    def recall(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
-        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks."""
-        if not learned:
-            return {}
-        if not self._topology:
-            self._topology = cluster_fingerprint(self._control, self._settings)
-        found = {name: self._find(name, *one) for name, one in learned.items()} if self._writes else {}
-        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
-
-    @property
-    def _writes(self) -> bool:
-        return self._control.rank == 0 and self._settings.registry != REGISTRY_OFF
-
-    def _find(self, name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
-        try:
-            key, nothing = self._key(form), list[RowWay]()
-            found = self._opened().read(lambda store: store.ways(RowWay, key), nothing)
-            way = nearest_way(found, skew_of(counts), name=name)
-            plan = None if way is None else plan_of(way, counts)
-        except Exception:  # whatever others have stored, training goes on
-            logger.warning("what earlier jobs have found of rows of %s is left alone", name, exc_info=True)
-            return None
-        if way is not None and plan is not None:
-            logger.info(
-                "rows of %s are touched like those of %s in an earlier job, which went by %s",
-                name,
-                way.name,
-                plan.describe(),
-            )
-        return plan
-
-    def keep(self, name: str, form: RowFormat, choice: SparseChoice) -> None:
-        """Not collective: the way that is kept is remembered, by rank 0; nothing before the first `recall`."""
-        if not self._writes or not self._topology or choice.learned is None:
-            return
-        plan = choice.plan
-        try:
-            way = RowWay(
-                key=self._key(form),
-                name=name,
-                skew=skew_of(choice.learned),
-                path=plan.path.value,
-                cold=plan.cold.value,
-                block_rows=plan.block_rows,
-                n_hot=len(plan.hot_rows),
-                span_s=min(choice.measured_s, default=0.0),
-                created_s=time.time(),
-            )
-            self._opened().attempt(lambda store: store.save_way(way), False)
-        except Exception:  # as above
-            logger.warning("the way of rows of %s is not remembered", name, exc_info=True)
-
-    def _key(self, form: RowFormat) -> RowsKey:
-        return RowsKey(
-            topology=self._topology,
-            ranks=self._control.size,
-            n_rows=form.n_rows,
-            row_bytes=form.row_bytes,
-            dtype=str(form.dtype).removeprefix("torch."),
-            versions={"sirtaki": sirtaki.__version__},
-            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
-        )
-
-    def _opened(self) -> SafeStore:
-        if self._store is None:  # once: a server that cannot be reached takes seconds each time
-            self._store = SafeStore(self._settings.registry)
-        return self._store
-
-    def close(self) -> None:
-        """Lets go of the registry. Idempotent."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-
 def skew_of(counts: TouchCounts) -> Skew:
     """How skewed touches are that were counted.
 
@@ -244,62 +161,20 @@ def skew_of(counts: TouchCounts) -> Skew:
     return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
 
 
-def plan_of(way: RowWay, counts: TouchCounts) -> SparsePlan | None:
-    """A remembered way for these rows, with as many hot ones as then; None where it is none that is known here."""
-    try:
-        path, cold = SparsePath(way.path), SparsePath(way.cold)
-        is_hot = path is SparsePath.HOT_COLD
-        return SparsePlan(
-            path=path,
-            hot_rows=tuple(np.sort(counts.ranked()[: way.n_hot]).tolist()) if is_hot else (),
-            cold=cold if is_hot else COLD_PATHS[0],
-            block_rows=way.block_rows if path is SparsePath.BLOCKS else 1,
-        )
-    except (ValueError, PlanError) as err:
-        logger.info("the way %s of %s in the registry cannot be taken here: %s", way.path, way.name, err)
-        return None
+def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
+    """Return a stored algorithm for these rows, with as many hot rows as then."""
+    is_hot = record.path is SparsePath.HOT_COLD
+    return SparsePlan(
+        path=record.path,
+        hot_rows=tuple(np.sort(counts.ranked()[: record.n_hot]).tolist()) if is_hot else (),
+        cold=record.cold if is_hot else COLD_PATHS[0],
+        block_rows=record.block_rows if record.path is SparsePath.BLOCKS else 1,
+    )
 
 
 # ── rows on their way ────────────────────────────────────────────────────────────────────────────────────────────────
 
 HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
-
-
-@dataclass(slots=True, eq=False)
-class _Parameter:
-    """What is known of one parameter's rows.
-
-    Attributes:
-        form: how they travel.
-        choice: by which algorithm.
-        spans_s: of its trials, on this rank.
-        looked_up: rows in this rank's gradients, in all iterations that are counted.
-        counts: of the first iterations, or of those since rows were touched otherwise.
-        mean: `looked_up` in an iteration, mean over the ranks; None until they have said it.
-        told: the choice is in `summary`.
-        summary: of the newest choice that was made.
-    """
-
-    form: RowFormat
-    choice: SparseChoice
-    spans_s: list[float] = field(default_factory=list)
-    looked_up: int = 0
-    counts: TouchCounts = field(default_factory=TouchCounts)
-    mean: float | None = None
-    told: bool = False
-    summary: SparseSummary | None = None
-
-    def note(self, work: SparseWork, ranks: int) -> None:
-        """An iteration is over, in which rows went by the choice's plan."""
-        reduced, stage = work.reduced, self.choice.stage
-        if stage is Stage.TRY:
-            self.spans_s.append(work.span_s)
-        by_rank = [indices.numpy() for indices in reduced.by_rank] if stage is Stage.LEARN else ()
-        self.choice.note(Seen(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
-        if self.told and self.choice.stage is Stage.LEARN:
-            self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
-        elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
-            self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
 
 class _Running(NamedTuple):
@@ -327,9 +202,11 @@ class SparseReductions:
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
-        self._memory = SparseMemory(control, settings)
+        self._memory = SettingsMemory(settings.registry if control.rank == 0 else REGISTRY_OFF)
+        self._topology = ""
+        self._controller = TuningController(control)
         self._params: Mapping[str, torch.Tensor] = {}
-        self._parameters: dict[str, _Parameter] = {}
+        self._targets: dict[str, RowsTarget] = {}
         self._order: list[str] = []
         self._iterations = 0
         self._running: dict[str, _Running] = {}
@@ -357,24 +234,26 @@ class SparseReductions:
         self._params, self._order = params, list(params)[::-1]  # as the backward pass brings them about
         for name, param in params.items():
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
-            if name not in self._parameters or self._parameters[name].form != form:
-                self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
+            if name not in self._targets or self._targets[name].form != form:
+                if name in self._targets:
+                    self._controller.abandon(self._targets[name])
+                self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=self._tries)
         self._worker.begin(self._order)
 
     @property
-    def choices(self) -> dict[str, SparseChoice]:
-        """Of the parameters that are watched, by name, in the order in which their gradients leave."""
-        return {name: self._parameters[name].choice for name in self._order}
+    def targets(self) -> dict[str, RowsTarget]:
+        """Return the targets of the watched parameters by name, in the order in which gradients are launched."""
+        return {name: self._targets[name] for name in self._order}
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
-        """Of the next iteration, by name."""
-        return {name: choice.plan for name, choice in self.choices.items()}
+        """Return the plans of the next iteration, by name."""
+        return {name: target.plan for name, target in self.targets.items()}
 
     @property
     def summaries(self) -> list[SparseSummary]:
         """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
-        return [summary for name in self._order if (summary := self._parameters[name].summary) is not None]
+        return [summary for name in self._order if (summary := self._targets[name].summary) is not None]
 
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -393,14 +272,14 @@ class SparseReductions:
 
         `version`: when it came; None = no backward pass gave it.
         """
-        given, one = gradient.detach(), self._parameters[name]
+        given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
             given = given.to_dense().to_sparse(1)
         if one.counts.n < LEARNING_ITERATIONS:
             one.looked_up += given._nnz()
         rows = coalesced(given.cpu())
         form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
-        work = SparseWork(name, rows, form, one.choice.plan)
+        work = SparseWork(name, rows, form, one.plan)
         self._worker.submit(work)
         self._running[name] = _Running(work, gradient, version)
 
@@ -472,69 +351,106 @@ class SparseReductions:
         if not running:
             return
         self._iterations += 1
-        before, watched = self.plans, {name: self._parameters[name] for name in self._order}
+        before, watched = self.plans, self.targets
         for name, one in watched.items():
-            one.note(running[name].work, self._control.size)
-        if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
-            self._settle(tried)
-        if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
+            one.note(running[name].work)
+        tried = [one for one in watched.values() if self._controller.tries(one)]
+        self._controller.iteration_ended()
+        for one in tried:
+            if one.kept and not one.checks:
+                self._remember(one)
+        if learned := [one for one in watched.values() if one.has_learned]:
             self._choose(learned)
         self._tell(watched)
         self._worker.lanes.grow()
-        changed = [one for name, one in watched.items() if one.choice.plan != before[name]]
-        if any(one.choice.stage is not Stage.TRY for one in changed):
+        changed = [one for name, one in watched.items() if one.plan != before[name]]
+        if any(not self._controller.tries(one) for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the way of sparse gradients")
         self._worker.begin(self._order)
 
-    def _settle(self, tried: Mapping[str, _Parameter]) -> None:
-        """Judge the trials of these parameters. Collective.
-
-        The minimum over the ranks counts, because the rank that comes last to a reduction has not waited for others.
-        """
-        mine = np.array([span_s for one in tried.values() for span_s in one.spans_s])
-        least = iter(self._control.minimum(mine).tolist())
-        for name, one in tried.items():
-            choice, checked = one.choice, one.choice.checks
-            choice.settle([next(least) for _ in one.spans_s])
-            if choice.stage is Stage.KEEP and not checked:
-                self._memory.keep(name, one.form, choice)
-            if self._control.rank == 0 and choice.stage is Stage.KEEP:
-                others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
-                logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
-            elif self._control.rank == 0 and choice.stage is Stage.LEARN:
-                logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
-
-    def _choose(self, learned: dict[str, _Parameter]) -> None:
-        """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
-        asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
-        recalled = self._memory.recall(asked)
-        for one in learned.values():
-            one.spans_s = []
-        for name, plan in recalled.items():
-            learned.pop(name).choice.recall(plan)
-        if not learned:
-            return
-        pace = measure(self._control, self._worker.lanes, streams=self._streams)
-        for name, one in learned.items():
-            form, choice = one.form, one.choice
-            choice.choose(VolumeModel(form, self._control.size, choice.counts, pace))
-            if choice.stage is Stage.KEEP:
-                self._memory.keep(name, form, choice)
+    def _choose(self, learned: Sequence[RowsTarget]) -> None:
+        """Begin with the plans of earlier jobs, else with those that probes predict to be fastest. Collective."""
+        recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
+        tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
+        if others := [one for one in learned if one.name not in recalled]:
+            pace = measure(self._control, self._worker.lanes, streams=self._streams)
+            for one in others:
+                if one.choose(VolumeModel(one.form, self._control.size, one.learned, pace)):
+                    tried.append(one)
+                    continue
+                self._remember(one)
                 if self._control.rank == 0:
-                    logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
+                    logger.info("sparse gradients of %s go by %s", one.name, one.plan.describe())
+        self._controller.begin(*tried, recalls=False)
 
-    def _tell(self, watched: Mapping[str, _Parameter]) -> None:
+    def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
+        """Return the plans of earlier jobs for rows with a similar access skew, by name. Collective."""
+        if not learned:
+            return {}
+        if not self._topology:
+            self._topology = cluster_fingerprint(self._control, self._settings)
+
+        def find(name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
+            def accept(record: RowsRecord) -> SparsePlan:
+                plan = plan_of(record, counts)
+                what = "rows of %s are accessed like those of %s in an earlier job, which went by %s"
+                logger.info(what, name, record.name, plan.describe())
+                return plan
+
+            return self._memory.recall(RowsRecord, self._key(form), (name, skew_of(counts)), accept)
+
+        nothing: dict[str, SparsePlan | None] = {}
+        found = nothing
+        if self._control.rank == 0:
+            found = self._memory.guard(lambda: {name: find(name, *one) for name, one in learned.items()}, nothing)
+        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
+
+    def _remember(self, target: RowsTarget) -> None:
+        """Store the plan that is kept, on rank 0."""
+        decision = target.decision
+        learned, plan = decision.learned, decision.plan
+        if not self._topology or learned is None:
+            return
+
+        def keep() -> bool:
+            record = RowsRecord(
+                key=self._key(target.form),
+                name=target.name,
+                skew=skew_of(learned),
+                path=plan.path,
+                cold=plan.cold,
+                block_rows=plan.block_rows,
+                n_hot=len(plan.hot_rows),
+                span_s=min((seconds for seconds in decision.measured_s if 0.0 < seconds < math.inf), default=0.0),
+                created_s=time.time(),
+            )
+            return self._memory.keep(record)
+
+        self._memory.guard(keep, False)
+
+    def _key(self, form: RowFormat) -> RowsKey:
+        return RowsKey(
+            topology=self._topology,
+            ranks=self._control.size,
+            n_rows=form.n_rows,
+            row_bytes=form.row_bytes,
+            dtype=str(form.dtype).removeprefix("torch."),
+            versions={"sirtaki": sirtaki.__version__},
+            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
+        )
+
+    def _tell(self, watched: Mapping[str, RowsTarget]) -> None:
         """Collective once a parameter's first iterations are over, which all ranks see alike."""
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
             for one, total in zip(due, totals, strict=True):
                 one.mean = total / (LEARNING_ITERATIONS * self._control.size)
         for name, one in watched.items():
-            if one.mean is not None and one.choice.stage is Stage.KEEP and not one.told:
+            if one.mean is not None and one.kept and not one.told:
                 one.told = True
                 one.summary = summarise(
-                    one.choice, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
+                    one.decision, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
                 )
                 self._log.sparse(one.summary, iteration=self._iterations)
 
@@ -543,6 +459,5 @@ class SparseReductions:
         if self._closed:
             return
         self._closed = True
-        self._memory.close()
         self._log.close()
         self._worker.close()

@@ -21,7 +21,7 @@ from sirtaki.comm.router import Router
 from sirtaki.measures import faster
 
 from . import job as job
-from .tuning.warmup import open_router
+from .tuning.pipeline_target import open_router
 
 UNITS, UNIT_BYTES = 16, 2 * MIB
 ROUNDS = 7

@@ -39,8 +39,8 @@ from sirtaki.engine import job
 from sirtaki.engine.autograd import accumulates
 from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.reducing.checks import Named
-from sirtaki.engine.reducing.reducer import GradientReducer, ReducerOptions
-from sirtaki.engine.tuning.warmup import without_others
+from sirtaki.engine.reducing.gradient_hooks import GradientHooks, ReducerOptions
+from sirtaki.engine.tuning.pipeline_target import without_others
 from sirtaki.errors import ConfigError, GradientError, NotInitializedError
 
 from .basics import record_if_wanted
@@ -187,7 +187,7 @@ CLOSED = (
 )
 
 
-class DdpGradients(GradientReducer):
+class DdpGradients(GradientHooks):
     """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
 
     undefined_are_zeros = True  # as DDP has it
@@ -197,7 +197,7 @@ class DdpGradients(GradientReducer):
     _due = _begun = False
     _unseen = 0  # forward passes that are to be synchronised, of which no output is known
     _graphs: Collection[Graph] = ()  # of the others; only those are here whose backward pass may still come
-    _arrivals: Arrivals | None = None
+    _arrivals: GradientCounter | None = None
     _active_ranks: torch.distributed.Work | None = None
     _watched: Sequence[Named] = ()  # parameters whose gradients are noticed in distributed autograd, too
 
@@ -213,7 +213,7 @@ class DdpGradients(GradientReducer):
 
     def count_arrivals(self) -> None:
         """The graph stays: a parameter may get gradients several times in a pass, as often as in the first one."""
-        self._arrivals = Arrivals([param for _, param in self.named])
+        self._arrivals = GradientCounter([param for _, param in self.named])
 
     def prepare(self) -> None:
         """The next backward pass is to be synchronised; DDP's forward says so.
@@ -369,7 +369,7 @@ class Graph:
     """Lives as long as what a forward pass has left for its backward pass."""
 
 
-class Arrivals:
+class GradientCounter:
     """Counts how often a gradient of each parameter comes in a backward pass."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:

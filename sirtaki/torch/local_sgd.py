@@ -34,7 +34,7 @@ from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.modes import outside_changes
 from sirtaki.engine import job
 from sirtaki.engine.reducing.checks import checksums, require_same_model
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 from sirtaki.errors import CommError, ConfigError
 
 from .collectives import Sum, grouped_allreduce_async, poll, synchronize

@@ -22,14 +22,16 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.modes import no_torch_function, without_subclasses
 from sirtaki.engine import job
 from sirtaki.engine.console import NO_LOG
-from sirtaki.engine.reducing.reducer import CLOSED, OptimizerGradients, Phase, ReducerOptions, reducers_of
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
+from sirtaki.engine.reducing.sharing import CLOSED, OptimizerGradients, reducers_of
 from sirtaki.engine.settings import Overlap
 from sirtaki.engine.tuning.overlap import ForwardOverlap
+from sirtaki.engine.tuning.pipeline_target import without_others
 from sirtaki.engine.tuning.plans import key_of
-from sirtaki.engine.tuning.warmup import without_others
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.machine import finalize
 from sirtaki.uncompiled import something_is_compiled
@@ -458,7 +460,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     @property
     def _overlap(self) -> ForwardOverlap | None:
         reducers = [] if self._gradients is None else self._gradients.reducers
-        tuned = reducers[0].tuned if len(reducers) == 1 else None
+        tuned = reducers[0].tuning if len(reducers) == 1 else None
         return None if tuned is None else tuned.overlap
 
     def _may_put_off(self) -> bool:
@@ -495,7 +497,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.phase is Phase.STEPPED:  # no backward pass since
+        if updates.state is IterationState.DEFERRED:  # no backward pass since
             updates.settle()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
@@ -524,7 +526,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
         self._stop_watching()
         if self._updates is not None:
-            if self._updates.phase is Phase.GATED and self._should_synchronize:
+            if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
                 self._tell_once(SYNCHRONIZED)
             self._updates.settle()
         super().synchronize()
@@ -532,10 +534,10 @@ class OverlappedOptimizer(AveragingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
-        if updates is None or updates.phase not in (Phase.GATED, Phase.STEPPED):
+        if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
             with nullcontext() if self._learning is None else without_subclasses():
                 super().zero_grad(set_to_none)  # which reads no parameter
-        elif updates.phase is Phase.GATED:  # its step was left out
+        elif updates.state is IterationState.LAUNCHED:  # its step was left out
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:
@@ -596,7 +598,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def finish(self) -> None:
         """Blocks until all parameters are what the last `step()` makes of them; not collective."""
-        if self._updates is not None and self._updates.phase is Phase.STEPPED:
+        if self._updates is not None and self._updates.state is IterationState.DEFERRED:
             self._updates.settle()
             self._stop_watching()
 

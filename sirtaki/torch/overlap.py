@@ -26,9 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from sirtaki.comm.collectives.operations import is_dtensor
 from sirtaki.comm.device import count_storage_users
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.modes import script_is_in_inference_mode
 from sirtaki.engine.reducing.checks import Named
-from sirtaki.engine.reducing.reducer import GradientReducer, OptimizerGradients, Phase
+from sirtaki.engine.reducing.gradient_hooks import GradientHooks
+from sirtaki.engine.reducing.sharing import OptimizerGradients
 from sirtaki.errors import StaleReadError
 from sirtaki.machine import free_in_forked_children
 
@@ -566,6 +569,11 @@ def _has_alias(param: torch.Tensor) -> bool:
     return _n_references(param) > _ALONE
 
 
+def _pipeline(hooks: GradientHooks) -> GradientPipeline:
+    assert hooks.pipeline is not None, "only what the pipeline reduces is put off"
+    return hooks.pipeline
+
+
 class Zeroing(Enum):
     """What `zero_grad` has asked for while updates were put off."""
 
@@ -616,25 +624,25 @@ class PutOffUpdates:
             reducer.gate = weakref.ref(self)
 
     @property
-    def _reducer(self) -> GradientReducer | None:
+    def _reducer(self) -> GradientHooks | None:
         reducers = self._gradients.reducers
         return reducers[0] if len(reducers) == 1 else None
 
     @property
-    def phase(self) -> Phase:
-        """The reducer's phase; COMING while there are several reducers."""
-        return Phase.COMING if (reducer := self._reducer) is None else reducer.phase
+    def state(self) -> IterationState:
+        """State of the iteration; COLLECTING while the optimizer uses several `GradientHooks`."""
+        return IterationState.COLLECTING if (reducer := self._reducer) is None else reducer.state
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _can(self, reducer: GradientReducer) -> bool:
+    def _can(self, reducer: GradientHooks) -> bool:
         """Whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
-        if not (reducer.can_put_off and self._allowed()):
+        if not (reducer.can_defer and self._allowed()):
             return False
         if reducer.hooked is not self._hooked:
             self._hooked, self._params = reducer.hooked, [param for _, param in reducer.hooked]
             self._number_of = {id(param): number for number, param in enumerate(self._params)}
-        return reducer.phase is Phase.GATED or all(map(can_be_held, self._params))
+        return reducer.state is IterationState.LAUNCHED or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
         """Holds all parameters, if it can; see `ForwardGate`."""
@@ -651,7 +659,7 @@ class PutOffUpdates:
     def withdraw(self) -> None:
         """Before `step()`: nothing is put off, and gradients are as after a backward pass that has waited for them."""
         with self._lock:
-            if (reducer := self._reducer) is not None and reducer.phase is Phase.GATED:
+            if (reducer := self._reducer) is not None and reducer.state is IterationState.LAUNCHED:
                 self._let_go_all()
                 reducer.reduce()
                 self._keeps = None
@@ -670,10 +678,10 @@ class PutOffUpdates:
             if reducer is None or not self._can(reducer):
                 self.withdraw()
                 return False
-            if reducer.phase is not Phase.GATED and reducer.written:  # `step()` is to raise that
+            if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:  # `step()` must raise that
                 return False
-            kept = reducer.phase is Phase.GATED
-            reducer.put_off()
+            kept = reducer.state is IterationState.LAUNCHED
+            reducer.defer()
             if not kept:  # some gradients did not come in the backward pass
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
@@ -708,7 +716,7 @@ class PutOffUpdates:
             if number not in self._waiting or reducer is None:
                 let_go(tensor)
                 return
-            if reducer.phase is Phase.GATED:
+            if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
             if not arrived:  # this rank is needed elsewhere
@@ -719,16 +727,16 @@ class PutOffUpdates:
             self._waiting.difference_update(arrived)
             for param in params:
                 let_go(param)
-            if reducer.phase is Phase.GATED:
-                reducer.hand_out(arrived)
+            if reducer.state is IterationState.LAUNCHED:
+                _pipeline(reducer).assign_gradients(arrived)
             else:
                 self._update(reducer, arrived, params)
 
-    def _update(self, reducer: GradientReducer, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+    def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
         came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
-        reducer.hand_out(arrived)
+        _pipeline(reducer).assign_gradients(arrived)
         self._partial.update(params)
         for number, param in zip(arrived, params, strict=True):
             zeroing = self._zeroing.pop(number, None)
@@ -743,7 +751,7 @@ class PutOffUpdates:
         """Blocks until what was put off is done, and the iteration has ended; before `step()`, withdraws."""
         with self._lock:
             self.withdraw()
-            if self.phase is not Phase.STEPPED:
+            if self.state is not IterationState.DEFERRED:
                 return
             for number in sorted(self._waiting):
                 if number in self._waiting:

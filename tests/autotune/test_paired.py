@@ -113,11 +113,6 @@ def test_what_gains_too_little_is_given_up_and_not_called_slower() -> None:
     assert (pairs.verdict, pairs.n_pairs) == (Verdict.NOT_PROVED, GUESS_PAIRS)
 
 
-def test_a_guess_needs_fewer_pairs_and_is_no_proof() -> None:
-    pairs = compared([0.05 + luck for luck in LUCK], guess=True)
-    assert (pairs.verdict, pairs.n_pairs, pairs.proved) == (Verdict.LIKELY, GUESS_PAIRS, False)
-
-
 def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
     earlier = Gain(times=1.05, low=1.03, high=1.07)
     pairs = compared([0.05 + luck for luck in LUCK], looks=(FEWEST_PAIRS_KNOWN,), earlier=earlier)

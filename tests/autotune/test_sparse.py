@@ -1,25 +1,15 @@
 """Which algorithm suits a sparse gradient: accesses are counted, times follow, candidates run, one is kept."""
 
 import json
-import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sirtaki.autotune.sparse import (
-    LEARNING_ITERATIONS,
-    LEAST_WATCHED,
-    LOOKS,
-    N_CANDIDATES,
-    UNCOUNTED,
     Pace,
-    Seen,
-    SparseChoice,
+    SparseDecision,
     SparseSummary,
-    Stage,
     TouchCounts,
     Traffic,
     VolumeModel,
@@ -193,188 +183,6 @@ def test_what_would_not_fit_is_not_tried_dense() -> None:
     assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
 
 
-# ── the choice of one parameter ───────────────────────────────────────────────────────────────────────────────────────
-
-N_ROWS = 1000
-
-
-def quick(counts: TouchCounts) -> VolumeModel:
-    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
-    return VolumeModel(RowFormat(N_ROWS, 16, torch.float32), 4, counts, pace)
-
-
-def seen(hot: int = 0, n: int = 120) -> Seen:
-    rows = np.arange(n // 4)
-    return Seen(n, hot, n // 4 + 10, [rows] * 4)
-
-
-def learned(choice: SparseChoice) -> None:
-    for _ in range(LEARNING_ITERATIONS):
-        assert choice.stage is Stage.LEARN
-        assert choice.plan is GATHER
-        assert not choice.has_learned
-        choice.note(seen())
-    assert choice.has_learned
-    choice.choose(quick(choice.counts))
-
-
-def tried_out(choice: SparseChoice, seconds: Callable[[int, int], float]) -> int:
-    """Run and judge trials, whose times follow from candidate and round, to the end; how many there were."""
-    spans, n = list[float](), len(choice.candidates)
-    while choice.stage is Stage.TRY:
-        while not choice.has_tried:
-            turn = len(spans) % (2 * n)
-            number = min(turn, 2 * n - 1 - turn)  # every second round in reverse order
-            assert choice.plan is choice.candidates[number]
-            spans.append(
-                9.0 * number if len(spans) < n else seconds(number, len(spans) // n)
-            )  # the first is not counted
-            choice.note(seen())
-        choice.settle(spans)
-    return len(spans)
-
-
-def kept(choice: SparseChoice, fastest: int) -> None:
-    expected = (UNCOUNTED + LOOKS[0]) * N_CANDIDATES
-    assert tried_out(choice, lambda number, _: 1.0 + (number != fastest)) == expected
-
-
-@pytest.mark.parametrize("fastest", range(N_CANDIDATES))
-def test_the_fastest_that_was_measured_is_kept_whatever_was_predicted(fastest: int) -> None:
-    choice = SparseChoice(fixed=None, tries=True)
-    learned(choice)
-    assert (choice.stage, len(choice.candidates)) == (Stage.TRY, N_CANDIDATES)
-    kept(choice, fastest)
-    assert choice.stage is Stage.KEEP
-    assert choice.plan is choice.candidates[fastest]
-    choice.note(seen(hot=120))
-    assert choice.stage is Stage.KEEP
-
-
-def test_iterations_that_touch_nothing_teach_nothing() -> None:
-    choice = SparseChoice(fixed=None, tries=True)
-    for _ in range(5 * LEARNING_ITERATIONS):
-        choice.note(Seen(0, 0, 0, [np.arange(0)] * 4))
-    assert not choice.has_learned
-    learned(choice)
-
-
-@pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
-def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
-    for tries in (True, False):
-        choice = SparseChoice(fixed=path, tries=tries)
-        assert not choice.may_recall
-        for _ in range(100):
-            choice.note(seen(n=4))
-        assert (choice.stage, choice.plan.path) == (Stage.KEEP, path)
-
-
-def test_hot_rows_are_learned_also_where_their_path_is_fixed_and_nothing_is_tried() -> None:
-    choice = SparseChoice(fixed=SparsePath.HOT_COLD, tries=False)
-    learned(choice)
-    assert (choice.stage, choice.plan.path) == (Stage.KEEP, SparsePath.HOT_COLD)
-    untuned = SparseChoice(fixed=None, tries=False)
-    assert (untuned.stage, untuned.plan) == (Stage.KEEP, GATHER)
-
-
-def test_what_is_hopeless_is_not_tried() -> None:
-    choice = SparseChoice(fixed=None, tries=True)
-    for _ in range(LEARNING_ITERATIONS):
-        choice.note(seen())
-
-    def slow_reductions(counts: TouchCounts) -> VolumeModel:
-        slow = Pace(
-            exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1.0, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
-        )
-        return replace(quick(counts), pace=slow)
-
-    choice.choose(slow_reductions(choice.counts))
-    assert {plan.path for plan in choice.candidates} == {SparsePath.GATHER, SparsePath.OWNER}
-
-
-def hot_choice() -> SparseChoice:
-    choice = SparseChoice(fixed=SparsePath.HOT_COLD, tries=True)
-    learned(choice)
-    return choice
-
-
-def iterations_until_it_learns_again(choice: SparseChoice, now: Seen) -> int | None:
-    for number in range(1, 200):
-        choice.note(now)
-        if choice.stage is Stage.LEARN:
-            return number
-    return None
-
-
-def test_hot_rows_are_ranked_anew_once_a_tenth_of_their_coverage_is_lost() -> None:
-    covered = 4 * len(hot_choice().plan.hot_rows)  # of 120, each of them by all four ranks
-    assert iterations_until_it_learns_again(hot_choice(), seen(hot=covered)) is None
-    assert iterations_until_it_learns_again(hot_choice(), seen(hot=int(0.95 * covered))) is None
-    anew = iterations_until_it_learns_again(hot_choice(), seen(hot=int(0.7 * covered)))
-    assert anew is not None
-    assert LEAST_WATCHED <= anew <= 2 * LEAST_WATCHED
-
-
-def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
-    for n, expected in ((120, False), (100, False), (400, True), (40, True)):
-        choice = SparseChoice(fixed=None, tries=True)
-        learned(choice)
-        choice.candidates = [SparsePlan(path=path) for path in (SparsePath.GATHER, SparsePath.OWNER, SparsePath.DENSE)]
-        choice.plan = choice.candidates[0]
-        kept(choice, 1)
-        assert (iterations_until_it_learns_again(choice, seen(n=n)) is not None) == expected
-
-
-def recalled(plan: SparsePlan) -> SparseChoice:
-    choice = SparseChoice(fixed=None, tries=True)
-    for _ in range(LEARNING_ITERATIONS):
-        choice.note(seen())
-    assert choice.may_recall
-    choice.recall(plan)
-    return choice
-
-
-def checked(choice: SparseChoice, remembered_s: float, gathered_s: float) -> None:
-    tried_out(choice, lambda number, _: (remembered_s, gathered_s)[number])
-
-
-def test_another_way_that_an_earlier_job_kept_holds_unless_gathering_is_proved_faster() -> None:
-    owner = SparsePlan(path=SparsePath.OWNER)
-    assert (recalled(GATHER).stage, recalled(GATHER).plan) == (Stage.KEEP, GATHER)
-    for remembered_s in (0.5, 1.0):
-        choice = recalled(owner)
-        assert choice.candidates == [owner, GATHER]
-        checked(choice, remembered_s, 1.0)
-        assert (choice.stage, choice.plan, choice.measured_s) == (Stage.KEEP, owner, [remembered_s, 1.0])
-
-
-@pytest.mark.parametrize("surprise", [0.001, 1000.0])
-@pytest.mark.parametrize("place", range(LOOKS[0]))
-def test_one_surprising_trial_changes_no_choice(surprise: float, place: int) -> None:
-    for rival_s, expected in ((1.0, 0), (0.9, 1)):
-        choice, rng = SparseChoice(fixed=None, tries=True), np.random.default_rng(place)
-        learned(choice)
-
-        def seconds(number: int, turn: int, rng: np.random.Generator = rng, rival_s: float = rival_s) -> float:
-            if (number, turn) == (1, UNCOUNTED + place):
-                return surprise
-            return (rival_s if number == 1 else 1.0) * math.exp(0.001 * rng.standard_normal())
-
-        tried_out(choice, seconds)
-        assert choice.plan is choice.candidates[expected]
-
-
-def test_what_does_not_hold_gives_way_to_what_the_model_says_and_is_not_asked_for_again() -> None:
-    choice = recalled(SparsePlan(path=SparsePath.OWNER))
-    checked(choice, 1.05, 1.0)
-    assert choice.has_learned
-    assert not choice.may_recall
-    choice.choose(quick(choice.counts))
-    assert len(choice.candidates) == N_CANDIDATES
-    kept(choice, 1)
-    assert choice.stage is Stage.KEEP
-
-
 # ── what is told of it ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -386,19 +194,20 @@ def of_two() -> TouchCounts:
     return found
 
 
-def told(choice: SparseChoice) -> SparseSummary:
+def told(decision: SparseDecision) -> SparseSummary:
     totals = TouchCounts()
     totals.note_totals(60, 30, 55)
-    return summarise(choice, FORM, name="table", ranks=2, looked_up=55.0, counts=totals)
+    return summarise(decision, FORM, name="table", ranks=2, looked_up=55.0, counts=totals)
 
 
-def tried() -> SparseChoice:
-    choice = SparseChoice(fixed=None, tries=True)
-    choice.learned = of_two()
-    choice.candidates = [GATHER, SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(range(10)))]
-    choice.predicted_s, choice.measured_s = [0.01, 0.02], [0.03, 0.02]
-    choice.plan = choice.candidates[1]
-    return choice
+FIXED = SparseDecision(plan=SparsePlan(path=SparsePath.OWNER))
+
+
+def tried() -> SparseDecision:
+    hot = SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(range(10)))
+    return SparseDecision(
+        plan=hot, candidates=[GATHER, hot], learned=of_two(), predicted_s=[0.01, 0.02], measured_s=[0.03, 0.02]
+    )
 
 
 def test_it_says_what_was_touched_and_which_part_of_it_hot_rows_are() -> None:
@@ -420,21 +229,21 @@ def test_ways_have_their_times_and_bytes_and_the_chosen_ones_are_compared() -> N
 
 
 def test_without_hot_rows_the_popular_ones_are_those_before_the_knee() -> None:
-    choice = tried()
-    choice.plan = GATHER
-    assert told(choice).popular_rows == 10
+    decision = tried()
+    decision.plan = GATHER
+    assert told(decision).popular_rows == 10
 
 
 def test_a_fixed_way_is_told_without_a_curve() -> None:
-    found = told(SparseChoice(fixed=SparsePath.OWNER, tries=True))
+    found = told(FIXED)
     assert (found.plan, found.curve, found.popular_share) == ("owner", (), 0.0)
     assert (found.density, len(found.ways), found.ways[0].measured_s) == (0.055, 1, None)
     assert "touches" not in found.describe()
 
 
 def test_it_can_be_written_down_and_read_again() -> None:
-    for choice in (tried(), SparseChoice(fixed=SparsePath.OWNER, tries=True)):
-        found = told(choice)
+    for decision in (tried(), FIXED):
+        found = told(decision)
         assert SparseSummary.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 

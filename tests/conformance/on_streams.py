@@ -17,7 +17,7 @@ from conformance.transport import check_route
 from sirtaki.autotune.knobs import MIB, Knobs, NcclWays
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.nccl_streams.transport import Opener
 from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import Router
@@ -73,7 +73,7 @@ class Training:
             for shape, dtype in zip(SHAPES, dtypes, strict=True)
         ]
         self.salt = sum(map(ord, name))
-        self.sync = Synchroniser(
+        self.sync = GradientPipeline(
             self.params,
             [f"{name}{index}" for index in range(len(self.params))],
             control=streams.control,
@@ -167,7 +167,7 @@ def train(streams: Streams, iterations: int, goes_on: GoesOn = always) -> int:
                 knobs = ((64, 3, None), (100_000, 1, 512), (4096, 2, 1024))[number % 3]
                 unit_bytes, count, threads = knobs
                 threads = threads if streams.opener is not None else None
-                training.sync.set_plans(
+                training.sync.use(
                     [training.plan(layout, unit_bytes, count, threads) for layout in training.sync.layouts]
                 )
             if number % 4 == 3:

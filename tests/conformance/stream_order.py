@@ -11,7 +11,7 @@ from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.nccl_streams.transport import find_nccl
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
@@ -45,7 +45,7 @@ class Training:
             assert nccl is not None
         self.router = Router(self.control, timeout_s=30.0, device=self.device, nccl=nccl)
         self.params = [torch.zeros(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in SHAPES]
-        self.sync = Synchroniser(
+        self.sync = GradientPipeline(
             self.params,
             [f"p{index}" for index in range(len(SHAPES))],
             control=self.control,
@@ -86,12 +86,12 @@ class Training:
                 if not in_order or absent:
                     self.sync.ready(index, param.grad, param.grad._version)
                     continue
-                # As GradientReducer's hook: gradients are noted, and told where a unit may be complete.
+                # As GradientHooks's hook: gradients are noted, and told where a unit may be complete.
                 at_once = self.sync.begin_pass() if at_once is None else at_once
                 self.device.notice_stream()
                 come.append(param)
                 if count in at_once:
-                    if not self.sync.come(come):
+                    if not self.sync.ready_in_order(come):
                         for each in come:
                             place = next(i for i, own in enumerate(self.params) if own is each)
                             self.sync.ready(place, each.grad, each.grad._version)  # type: ignore[arg-type, union-attr]

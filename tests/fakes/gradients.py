@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sirtaki.comm.device import Device
-from sirtaki.comm.gradients.buffers import GradientBuffers, Reduction
+from sirtaki.comm.gradients.buffers import FlatBuffers, Reduction
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
 
@@ -44,9 +44,9 @@ class LonelyRouter:
         return all(work.wait(0.0) for work in works) and not (interrupted and interrupted())
 
 
-def make_buffers(params: Sequence[torch.nn.Parameter], order: Sequence[int] | None = None) -> GradientBuffers:
+def make_buffers(params: Sequence[torch.nn.Parameter], order: Sequence[int] | None = None) -> FlatBuffers:
     """Flat buffers of these parameters with two flags, full of what was there before."""
-    return GradientBuffers(
+    return FlatBuffers(
         range(len(params)) if order is None else order,
         params,
         [f"p{index}" for index in range(len(params))],

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 
-from sirtaki.comm.gradients.buffers import Pace
-from sirtaki.engine.tuning import warmup
-from sirtaki.engine.tuning.warmup import DriftWatch
+from sirtaki.autotune.drift import DriftWatch
+from sirtaki.comm.gradients.flags import Drift
+from sirtaki.engine.tuning import knob_search, pipeline_target
+from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
 """Short, so that there is something after it."""
 
-FINDINGS = (Pace.USUAL, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.FASTER)
+FINDINGS = (Drift.USUAL, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.FASTER)
 
 
 class RestlessWatch(DriftWatch):
@@ -25,22 +26,22 @@ class RestlessWatch(DriftWatch):
 
     def note(self, span_s: float) -> None:
         self._iterations += 1
-        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Pace.USUAL
+        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Drift.USUAL
 
 
 def begin(rank: int) -> None:
     """From now on in this process."""
     RestlessWatch.dice.seed(rank)
-    warmup.RETUNE_ITERATIONS = 16
-    warmup.DriftWatch = RestlessWatch  # type: ignore[misc]
+    knob_search.RETUNE_ITERATIONS = 16
+    pipeline_target.DriftWatch = RestlessWatch  # type: ignore[misc]
 
 
 def count(began: list[int]) -> None:
     """Notes the iteration of each re-tune of this process."""
-    retune = warmup.TunedSynchroniser._retune
+    retune = PipelineTarget._retune
 
-    def noting(self: warmup.TunedSynchroniser, drift: DriftWatch, span_s: float) -> None:
+    def noting(self: PipelineTarget, drift: DriftWatch) -> None:
         began.append(self.synchroniser.iteration)
-        retune(self, drift, span_s)
+        retune(self, drift)
 
-    warmup.TunedSynchroniser._retune = noting  # type: ignore[method-assign]
+    PipelineTarget._retune = noting  # type: ignore[method-assign]

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Assignment, Purpose, Remembered, SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import Assignment, Purpose, Remembered, SessionResult, TuningSession
 from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.measures import Gain
@@ -31,7 +30,7 @@ class Job:
 
     def __init__(
         self,
-        session: WarmupSession,
+        session: TuningSession,
         *,
         span_of: Callable[[Knobs], float] = landscape,
         noise: float = 0.0,
@@ -111,7 +110,7 @@ class Sure(ListArm):
         return self._expected
 
 
-def session(arm: Arm | None = None, **options: object) -> WarmupSession:
+def session(arm: Arm | None = None, **options: object) -> TuningSession:
     arguments = {
         "space": SPACE,
         "default": DEFAULT,
@@ -119,7 +118,7 @@ def session(arm: Arm | None = None, **options: object) -> WarmupSession:
         "rng": np.random.default_rng(0),
         "refine": False,
     }
-    return WarmupSession(**{**arguments, **options})  # type: ignore[arg-type]
+    return TuningSession(**{**arguments, **options})  # type: ignore[arg-type]
 
 
 def remembered(knobs: Knobs, *, times: float = 1.0, proved: bool = True) -> Remembered:
@@ -131,4 +130,4 @@ def remembered(knobs: Knobs, *, times: float = 1.0, proved: bool = True) -> Reme
 
 
 def streams(count: int) -> Knobs:
-    return replace(DEFAULT, streams=count)
+    return DEFAULT.but(streams=count)

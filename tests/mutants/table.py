@@ -19,13 +19,14 @@ class Mutant(NamedTuple):
 
 
 BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
-SYNCHRONISER, ITERATION = "comm/gradients/synchroniser.py", "comm/gradients/iteration.py"
-REDUCER, CHECKS = "engine/reducing/reducer.py", "engine/reducing/checks.py"
+PIPELINE, NEGOTIATION = "comm/gradients/pipeline.py", "comm/gradients/negotiation.py"
+READY, TRACE = "comm/gradients/ready.py", "comm/gradients/trace.py"
+HOOKS, CHECKS = "engine/reducing/gradient_hooks.py", "engine/reducing/checks.py"
 OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
 MESH, HANDSHAKE = "comm/control/mesh.py", "comm/control/handshake.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
-OF_SYNCHRONISER, OF_ITERATION = "comm/gradients/test_synchroniser.py", "comm/gradients/test_iteration.py"
+OF_PIPELINE, OF_NEGOTIATION = "comm/gradients/test_pipeline.py", "comm/gradients/test_negotiation_and_trace.py"
 OF_OVERLAP, PUT_OFF = "sirtaki/torch/test_overlap.py", "sirtaki/torch/test_put_off_updates.py"
 OF_MESH, MEETING = "comm/control/test_mesh.py", "comm/control/test_meeting.py"
 OF_CHECKPOINTS, EDITS = "sirtaki/torch/elastic/test_checkpoints.py", "sirtaki/torch/test_gradient_edits.py"
@@ -133,16 +134,16 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        SYNCHRONISER,
+        PIPELINE,
         STREAM_ORDER,
         {
             "flags of use are always read": (
-                "if not self._unused_as_none or self._all_used:",
-                "if not self._unused_as_none:",
+                "        if self._all_used:\n            return ()\n",
+                "",
             ),
             "gradients on a GPU are counted one by one": (
-                "in_order = not (self.profiling or traced)",
-                "in_order = not (self.profiling or traced or device.streams)",
+                "elif self._trace is None:",
+                "elif self._trace is None and not device.streams:",
             ),
         },
     ),
@@ -176,45 +177,47 @@ MUTANTS = (
     ),
     Mutant(
         "the watchdog uses GPU 0",
-        ITERATION,
-        '''Return whether the device is still working on these iterations. Thread-safe."""
-        self.device.enter_thread()''',
-        '''Return whether the device is still working on these iterations. Thread-safe."""''',
+        TRACE,
+        "        self.device.enter_thread()\n        return not all(",
+        "        return not all(",
         STREAM_ORDER,
     ),
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
     *wrong_in(
-        SYNCHRONISER,
-        OF_SYNCHRONISER,
+        PIPELINE,
+        OF_PIPELINE,
         {
             "a missing wait": (
-                "if not self._wait_for(now.works, now.units, interrupted):",
+                "if not self._wait_for(self._works, self._units, interrupted):",
                 "if interrupted and interrupted():",
             ),
             "a wrong divisor": ("scale=reduction.postscale,", "scale=1.0,"),
             "a factor that is left out": ("self._reduction.prescale) != 1.0:", "self._reduction.prescale) > 1.0:"),
             "a lost unit": (
-                "for number in range(len(self._schedule.units)) if number not in left]",
-                "for number in range(1, len(self._schedule.units)) if number not in left]",
+                "for number in range(len(self._schedule.units)) if number not in launched]",
+                "for number in range(1, len(self._schedule.units)) if number not in launched]",
             ),
             "a unit that leaves without its gradients": (
-                "            self._copy_in(since)\n            self._now.left += numbers",
-                "            self._now.left += numbers",
+                "n_copied = self._ready.copy_in(since)",
+                "n_copied = 0",
             ),
-            "a gradient that did not come is not put in": (
-                "                if position not in came:\n",
-                "                if position not in came and position:\n",
+            "a missing gradient is not filled in": (
+                "                if position not in own:\n",
+                "                if position not in own and position:\n",
             ),
-            "a course that is gone too far": ("course[now.step][0] <= came:", "course[now.step][0] <= came + 1:"),
-            "counting that forgets what came in order": (
-                "self._schedule.missing([self._buffers.order[place] for place in arrived.positions])",
+            "a unit that is launched a gradient too early": (
+                "course[self._step][0] <= n_ready:",
+                "course[self._step][0] <= n_ready + 1:",
+            ),
+            "counting that forgets what was ready in order": (
+                "self._schedule.missing([self._buffers.order[place] for place in ready.positions])",
                 "self._schedule.missing()",
             ),
             "missing gradients that count as reduced": (
-                "if self.complete or len(self._arrivals.positions) < self.n_params:",
-                "if self.complete:",
+                "if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:",
+                "if self.state is IterationState.REDUCED:",
             ),
-            "a gradient that is handed out before its unit is reduced": (
+            "a gradient that is assigned before its unit is reduced": (
                 "for number in self._schedule.units_of[index]]\n",
                 "for number in self._schedule.units_of[index][:0]]\n",
             ),
@@ -222,7 +225,7 @@ MUTANTS = (
     ),
     *wrong_in(
         SCHEDULE,
-        OF_SYNCHRONISER,
+        OF_PIPELINE,
         {
             "units that do not wait for the one before": (
                 "                self._awaited[number] += 1\n            last",
@@ -249,8 +252,8 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        ITERATION,
-        OF_ITERATION,
+        NEGOTIATION,
+        OF_NEGOTIATION,
         {
             "a gradient that is ready on one rank only is agreed": (
                 "comm.all_reduce(packed, Op.AND)",
@@ -266,6 +269,12 @@ MUTANTS = (
                 "        if not self.is_intact(position):\n            self.views",
                 "        if self.is_intact(position) is None:\n            self.views",
             ),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
             "a gradient out of order taken for the next one": (
                 " or not all(map(is_, params, buffers.params[expected])):",
                 ":",
@@ -278,18 +287,18 @@ MUTANTS = (
     ),
     *wrong_in(
         BUFFERS,
-        OF_SYNCHRONISER,
+        OF_PIPELINE,
         {
             "zeros that are not zeros": ("        self._device.launch(self.places[position].zero_)\n", ""),
         },
     ),
     *wrong_in(
-        BUFFERS,
+        READY,
         f"{EDITS} are_kept",
         {
             "kept gradients that are written over": (
-                "if max(map(sys.getrefcount, views)) > REFERENCES or buffers.has_users(part):",
-                "if buffers.outdated:",
+                "elif max(map(sys.getrefcount, views)) > REFERENCES or not buffers.accept(part, fresh):",
+                "elif buffers.outdated:",
             ),
             "kept memory that is not put back": (
                 "        if buffers.lent:\n            buffers.put_back",
@@ -301,35 +310,44 @@ MUTANTS = (
         BUFFERS,
         OF_BUFFERS,
         {
-            "strides that are not looked at": ("gradient.stride() == wanted for", "wanted for"),
-            "a gradient that is handed out twice": (
-                "wanted = set(positions) - self._handed_out\n",
+            "strides that are not looked at": (
+                "return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))",
+                "return True",
+            ),
+        },
+    ),
+    *wrong_in(
+        READY,
+        OF_BUFFERS,
+        {
+            "a gradient that is assigned twice": (
+                "wanted = set(positions) - self._assigned\n",
                 "wanted = set(positions)\n",
             ),
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} asked_for_through",
         {
             "passes that are not counted": (
-                "                        self._passes_left_of_all -= 1\n",
-                "                        self._passes_left_of_all = 1\n",
+                "                    self._passes_left_of_all -= 1\n",
+                "                    self._passes_left_of_all = 1\n",
             ),
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} never_zeroed",
         {
             "an iteration that does not begin anew": (
-                "                    self._begin_iteration()\n            self.n_reduced",
-                "                    pass\n            self.n_reduced",
+                "            self._begin_iteration()\n        return problem",
+                "            pass\n        return problem",
             ),
         },
     ),
     *wrong_in(
-        REDUCER,
+        HOOKS,
         f"{TRAINING} a_group_leaves",
         {
             "a group that leaves before all of it are there": (
@@ -543,7 +561,6 @@ MUTANTS = (
             "an interval that is too short by a rank": ("float(walsh[k - 1])", "float(walsh[k])"),
             "a proof after any pair": ("(n in self.looks or n > last) and self.proved", "self.proved"),
             "a first look after five pairs": ("FEWEST_PAIRS = 6\n", "FEWEST_PAIRS = 5\n"),
-            "a guess that counts as a result": ("if self.guess and low", "if low"),
             "an order that does not alternate": ("candidate_first = not candidate_first", "pass"),
             "a ratio upside down": ("[before - after for", "[after - before for"),
             "giving up what may still gain": ("return Verdict.OPEN\n        return", "pass\n        return"),

@@ -19,7 +19,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.engine import job, sparse_gradients
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
 NTH = 3
@@ -107,12 +107,13 @@ def generation_now() -> int:
 def reductions() -> list[sparse_gradients.SparseReductions]:
     """Of this rank's optimizers, those that reduce rows."""
     found = [reducer.sparse.rows for reducer in reducers_of(job.current())]
-    return [rows for rows in found if rows is not None and rows.choices]
+    return [rows for rows in found if rows is not None and rows.targets]
 
 
 def stage() -> str:
     """How far the choice of the first parameter's way has got."""
-    return next((choice.stage.value for sparse in reductions() for choice in sparse.choices.values()), "")
+    targets = (target for sparse in reductions() for target in sparse.targets.values())
+    return next(("learn" if one.learning else "keep" if one.kept else "try" for one in targets), "")
 
 
 def ways() -> list[str]:

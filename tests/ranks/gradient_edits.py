@@ -134,7 +134,7 @@ def what_is_kept_of_gradients_is_copied_only_while_it_is_kept() -> None:
         loss_of(model, inputs[own_rows()], wanted[own_rows()]).backward()
         grads = [param.grad for param in model.parameters()]
         if hvd.size() > 1:
-            buffers = optimizer._gradients.reducers[0].tuned.synchroniser._buffers  # type: ignore[attr-defined]
+            buffers = optimizer._gradients.reducers[0].pipeline._buffers  # type: ignore[attr-defined]
             apart = [grad.data_ptr() for grad in grads if grad.data_ptr() not in buffers.addresses]
             assert len(apart) == (2 if step == 5 else 0), (step, apart)
             assert not buffers.lent

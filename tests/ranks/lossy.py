@@ -17,8 +17,8 @@ import torch
 from conformance.training import batch
 
 import sirtaki.torch as hvd
-from sirtaki.comm.gradients.iteration import IterationReport
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, Parcels
 
@@ -27,7 +27,7 @@ kind, iterations = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
 
 
 def emulate() -> None:
-    all_reduce, exchange, finish = Router.all_reduce, Router.exchange, Synchroniser.finish
+    all_reduce, exchange, finish = Router.all_reduce, Router.exchange, GradientPipeline.finish
     sent_s: list[float] = []  # since the iteration began; streams share the link
 
     def send(n_bytes: float) -> None:
@@ -43,13 +43,13 @@ def emulate() -> None:
         send(incoming.numel())
         return exchange(self, outgoing, parcels, incoming, **options)
 
-    def timed_finish(self: Synchroniser, **options: Any) -> IterationReport:
+    def timed_finish(self: GradientPipeline, **options: Any) -> IterationReport:
         report = replace(finish(self, **options), span_s=1e-3 + sum(sent_s))
         sent_s.clear()
         return report
 
     Router.all_reduce, Router.exchange = noted_all_reduce, noted_exchange  # type: ignore[method-assign]
-    Synchroniser.finish = timed_finish  # type: ignore[method-assign]
+    GradientPipeline.finish = timed_finish  # type: ignore[method-assign]
 
 
 class Given(torch.nn.Module):

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -33,6 +36,7 @@ from fakes.backward import Raises
 from rank_jobs import cases
 from torch import nn
 
+import sirtaki
 import sirtaki.torch as hvd
 from sirtaki.engine import job
 from sirtaki.errors import NotInitializedError
@@ -50,6 +54,47 @@ def mean_square(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
 
 def an_ordinary_loop() -> None:
     assert_same_training(mlp(), mean_square)
+
+
+FUNCTIONS_OF_A_PASS, FUNCTIONS_OF_A_STEP = 47, 30
+"""Bounds of the functions of Sirtaki in the training thread: of a pass in the known order, and of `step()`."""
+
+
+def functions_called(act: Callable[[], object]) -> set[tuple[str, str]]:
+    """Functions of Sirtaki, by file and name, that run in this thread."""
+    root, called = Path(sirtaki.__file__).parent.resolve(), set[tuple[str, str]]()
+    roots = tuple(str((root / part).resolve()) for part in (".", "comm", "autotune", "registry"))
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and os.path.realpath(code.co_filename).startswith(roots):
+            called.add((code.co_filename, code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def few_functions_run_in_the_training_thread() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model))
+    gradients = optimizer._gradients  # type: ignore[attr-defined]
+    if gradients is None or gradients.reducers[0].tuning.tuning:
+        return
+    passes, steps = list[set[tuple[str, str]]](), list[set[tuple[str, str]]]()
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 256)).sum()
+        passes.append(functions_called(loss.backward))
+        steps.append(functions_called(optimizer.step))
+    # The order is known from the third iteration on. What only some passes call, they call while they wait.
+    for found, most in ((passes, FUNCTIONS_OF_A_PASS), (steps, FUNCTIONS_OF_A_STEP)):
+        called = set.intersection(*found[4:])
+        assert 10 < len(called) <= most, (len(called), sorted(name for _, name in called))
 
 
 def large_gradients_in_many_units_on_several_streams() -> None:
@@ -149,7 +194,7 @@ def an_order_that_changes_for_good_is_learned_anew() -> None:
 
     optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
     if hvd.size() > 1:
-        assert optimizer._gradients.reducers[0].tuned.synchroniser._order.since > 100
+        assert optimizer._gradients.reducers[0].pipeline._order.since > 100
 
 
 def plans_that_change_in_mid_training() -> None:
@@ -160,7 +205,7 @@ def plans_that_change_in_mid_training() -> None:
         loss().backward()
         optimizer.step()
         if hvd.size() > 1 and hasattr(optimizer, "synchronize"):
-            seen.add(optimizer._gradients.reducers[0].tuned.knobs.describe())
+            seen.add(optimizer._gradients.reducers[0].tuning.knobs.describe())
 
     warmup = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"])
     assert_same_training(mlp(), mean_square, step=step, steps=min(warmup, 100) + 10, tolerance=1e-10)
@@ -376,13 +421,13 @@ def a_group_leaves_as_one() -> None:
         optimizer.step()
     arrived: list[bool] = []
     model[2].weight.register_post_accumulate_grad_hook(
-        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned.synchroniser.pending)
+        lambda _: arrived.append(optimizer._gradients.reducers[0].pipeline.pending)
     )
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()
     # The last layer's weight has come before the middle one; its bias waits for the first layer's weight.
-    sync = optimizer._gradients.reducers[0].tuned.synchroniser
-    order = [sync._buffers.names[position] for position in sync._arrivals.positions]
+    sync = optimizer._gradients.reducers[0].pipeline
+    order = [sync._buffers.names[position] for position in sync._ready.positions]
     assert order.index("parameter.5") > order.index("parameter.2")
     assert abs(order.index("parameter.5") - order.index("parameter.0")) == 1
     optimizer.step()

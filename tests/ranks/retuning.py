@@ -20,13 +20,13 @@ from fakes.backward import Raises
 from fakes.streams import FakeDevice, FakeOpener
 
 import sirtaki.torch as hvd
+from sirtaki.autotune import drift
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.router import Router
+from sirtaki.engine.tuning import pipeline_target
 from sirtaki.engine.tuning import plans as contention_probe
-from sirtaki.engine.tuning import warmup
-from sirtaki.engine.tuning import warmup as drift
 
 WIDTH, ROWS = 64, 4
 STREAMS = os.environ.pop("SIRTAKI_TEST_STREAMS", "")
@@ -162,7 +162,7 @@ def said() -> Iterator[str]:
 if STREAMS:
     device = FakeDevice(seed=7)
     contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
-    warmup.open_router = lambda control, settings, params: Router(
+    pipeline_target.open_router = lambda control, settings, params: Router(
         control, timeout_s=30.0, device=device, nccl=FakeOpener(control, device)
     )
 hvd.init()

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.autotune.sparse import LEARNING_ITERATIONS, LOOKS, N_CANDIDATES, UNCOUNTED, Stage
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, TRIAL_BUDGET
 from sirtaki.engine import sparse_gradients
 from sirtaki.engine.job import current
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, TOUCHED = 6000, 64, 300
-STEPS = 1 + LEARNING_ITERATIONS + (UNCOUNTED + LOOKS[1]) * (2 + N_CANDIDATES) + 5
+STEPS = 1 + LEARNING_ITERATIONS + 2 * TRIAL_BUDGET + 5
 SKEWS = {"even": 0, "popular": TOUCHED // 2}
 
 
@@ -53,8 +53,8 @@ def train(popular: int) -> str:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
         assert torch.equal(hvd.broadcast(found, 0, name=f"found.{iteration}"), found)
         (reducer,) = reducers_of(current())
-        choices = {} if reducer.sparse.rows is None else reducer.sparse.rows.choices
-        if not kept_after and choices and choices["weight"].stage is Stage.KEEP:
+        targets = {} if reducer.sparse.rows is None else reducer.sparse.rows.targets
+        if not kept_after and targets and targets["weight"].kept:
             kept_after = iteration
     sparse_gradients.measure = measure
     assert reducer.sparse.rows is not None

@@ -12,7 +12,7 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.engine.job import current
-from sirtaki.engine.reducing.reducer import reducers_of
+from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH = 60, 5
 STEPS = 36 if os.environ.get("SIRTAKI_WARMUP_ITERATIONS") != "0" else 6
@@ -70,8 +70,8 @@ def use(plan: SparsePlan) -> None:
     """Between iterations: from now on, all sparse gradients go by this plan."""
     for reducer in reducers_of(current()):
         if (rows := reducer.sparse.rows) is not None:
-            for choice in rows.choices.values():
-                choice.plan = plan
+            for target in rows.targets.values():
+                target.decision.plan = plan
 
 
 def several_embeddings() -> None:

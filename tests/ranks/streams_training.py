@@ -13,8 +13,8 @@ import sirtaki.torch as hvd
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.engine.settings import Settings
+from sirtaki.engine.tuning import pipeline_target
 from sirtaki.engine.tuning import plans as contention_probe
-from sirtaki.engine.tuning import warmup
 
 iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 device = FakeDevice(seed=7)
@@ -27,7 +27,7 @@ def open_on_streams(control: ControlPlane, settings: Settings, params: object) -
 
 
 contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
-warmup.open_router = open_on_streams  # the seam that a GPU would be behind
+pipeline_target.open_router = open_on_streams  # the seam that a GPU would be behind
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from msgspec import convert, to_builtins
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.checked import checked
-from sirtaki.registry.entry import Topology, read_document
+from sirtaki.fields import checked
+from sirtaki.registry.cluster import Topology
+from sirtaki.registry.documents import read_document
 from sirtaki.registry.graph import (
     EDGE_COST,
     KIND_BINS,
@@ -76,11 +77,10 @@ def test_fingerprints_signatures_and_distances_are_those_of_earlier_releases() -
 
 
 def test_entries_and_ways_of_earlier_releases_keep_their_ids_and_their_text() -> None:
-    entries, ways = read_document(io.StringIO(json.dumps(RECORDED["document"])))
-    assert [entry.id for entry in entries] == RECORDED["entries"]
-    assert [way.id for way in ways] == RECORDED["ways"]
-    assert json.loads(json.dumps([entry.to_json() for entry in entries])) == RECORDED["document"]["entries"]
-    assert json.loads(json.dumps([way.to_json() for way in ways])) == RECORDED["document"]["row_ways"]
+    records = read_document(io.StringIO(json.dumps(RECORDED["document"])))
+    written = json.loads(json.dumps([record.to_json() for record in records]))
+    assert [record.id for record in records] == RECORDED["entries"] + RECORDED["ways"]
+    assert written == RECORDED["document"]["entries"] + RECORDED["document"]["row_ways"]
 
 
 def test_digests_do_not_change_from_process_to_process_nor_from_release_to_release() -> None:

@@ -9,8 +9,8 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.checked import checked
-from sirtaki.registry.entry import LinkClass, Place, Topology
+from sirtaki.fields import checked
+from sirtaki.registry.cluster import LinkClass, RankLocation, Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
@@ -18,7 +18,9 @@ HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 def on_devices(hosts: Sequence[str], devices: Sequence[str], numbers: Sequence[int | None]) -> Topology:
     """Ranks of hosts of one kind, each on the device of that number."""
     found = Topology.from_ranks(hosts, devices=devices, host_kinds=dict.fromkeys(hosts, "x"))
-    places = (Place(place.host, place.device, number) for place, number in zip(found.places, numbers, strict=True))
+    places = (
+        RankLocation(place.host, place.device, number) for place, number in zip(found.places, numbers, strict=True)
+    )
     return replace(found, places=tuple(places))
 
 

@@ -13,19 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from sirtaki.autotune.knobs import Cut, KnobSpace, Lossy, NcclWays
+from sirtaki.comm.plan import Algorithm, NcclWay, TransportKind
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry import warm_start
-from sirtaki.registry.entry import Entry, LinkClass, Topology
+from sirtaki.registry.cluster import LinkClass, Topology
 from sirtaki.registry.graph import EDGE_COST, NODE_COST, ModelGraph, Node, distance, fingerprint, node_cost, normalised
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord
 from sirtaki.registry.store import Store
 from sirtaki.registry.warm_start import (
     MODEL_WEIGHT,
     TOPOLOGY_WEIGHT,
-    Job,
+    JobDescription,
     Match,
     Neighbour,
-    Permitted,
     WarmStart,
     adapted,
     adapted_all,
@@ -65,7 +67,7 @@ def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
         )
         for _ in range(120)
     ]
-    store.save_all(entries)
+    store.put_all(entries)
     for _ in range(5):
         model = chain_graph([int(rng.choice([10, 20, 40])) for _ in range(rng.integers(3, 30))])
         topology = hosts(int(rng.choice([2, 4, 6])))
@@ -81,7 +83,7 @@ def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
 
 def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Store) -> None:
     entry = make_entry()
-    store.save(entry)
+    store.put(entry)
     assert find(store, entry.model, entry.topology, device="cuda") == []
     (match,) = find(store, entry.model, entry.topology, dtype="float16")
     assert 0 < match.distance < 0.1
@@ -89,16 +91,16 @@ def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Sto
 
 def test_of_equals_the_complete_one_comes_first(store: Store) -> None:
     for ranks, complete in ((2, False), (6, True)):  # one host fewer, one host more
-        store.save(make_entry(ranks=ranks, complete=complete))
+        store.put(make_entry(ranks=ranks, complete=complete))
     model = make_entry().model
     found = find(store, model, hosts(4), max_distance=1.0)
     assert len(found) == 2
-    store.save(make_entry(ranks=4, complete=False))
+    store.put(make_entry(ranks=4, complete=False))
     assert find(store, model, hosts(4))[0].distance == 0.0
 
 
 def test_when_time_is_up_the_best_so_far_is_returned(store: Store) -> None:
-    store.save_all([make_entry(model=chain_graph([10] * length)) for length in range(5, 80)])
+    store.put_all([make_entry(model=chain_graph([10] * length)) for length in range(5, 80)])
     ticks = iter(range(1000))
     found = find(store, chain_graph([10] * 40), hosts(4), k=50, max_distance=1.0, budget_s=3, clock=lambda: next(ticks))
     assert 0 < len(found) < 50
@@ -107,14 +109,14 @@ def test_when_time_is_up_the_best_so_far_is_returned(store: Store) -> None:
 
 def test_entries_of_the_model_itself_are_found_however_little_time_there_is(store: Store) -> None:
     model = chain_graph([10] * 4)
-    store.save_all([make_entry(model=model, ranks=ranks) for ranks in range(2, 30, 2)])
+    store.put_all([make_entry(model=model, ranks=ranks) for ranks in range(2, 30, 2)])
     ticks = count()  # an hour passes between any two looks at the clock
     found = find(store, model, hosts(4), k=50, max_distance=1.0, budget_s=0.0, clock=lambda: 3600.0 * next(ticks))
     assert len(found) == 14
 
 
 def test_computed_distances_are_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.save_all([make_entry(model=chain_graph([10] * length)) for length in (18, 19, 21)])
+    store.put_all([make_entry(model=chain_graph([10] * length)) for length in (18, 19, 21)])
     model = chain_graph([10] * 20)
     first = find(store, model, hosts(4))
     assert len(store.distances(fingerprint(model))) == 3
@@ -128,7 +130,7 @@ def test_computed_distances_are_kept_and_used(store: Store, monkeypatch: pytest.
 
 def test_a_read_only_store_is_searched_too(tmp_path: Path) -> None:
     path = str(tmp_path / "r.db")
-    open_store(path).save(make_entry(model=chain_graph([10] * 18)))
+    open_store(path).put(make_entry(model=chain_graph([10] * 18)))
     assert len(find(open_store(path, read_only=True), chain_graph([10] * 20), hosts(4))) == 1
 
 
@@ -181,35 +183,38 @@ def test_cluster_distance_grows_with_the_difference_of_measured_links() -> None:
 
 # ── what is found, adapted to the job ──
 
-UNIFORM = {**KNOBS, "cuts": None}
-ROUTE = ("gloo", "flat")
+UNIFORM = KNOBS.but(cuts=None)
+ROUTE = KNOBS.route
+MPI, NCCL = ((kind, Algorithm.FLAT) for kind in (TransportKind.MPI, TransportKind.NCCL))
 LINK = LinkModel(alpha_s=1e-4, throughput=(1e9, 2e9, 3e9, 3.9e9, 4e9, 4e9, 4e9, 4e9))
 
 
-def job_like(entry: Entry, *, model: ModelGraph | None = None, ranks: int | None = None, **changes: object) -> Job:
+def job_like(
+    entry: JobRecord, *, model: ModelGraph | None = None, ranks: int | None = None, **changes: object
+) -> JobDescription:
     model = model or entry.model
     topology = entry.topology if ranks is None else Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
     key = structs.replace(
         entry.key, model=fingerprint(model), topology=topology.fingerprint(), world_size=topology.world_size
     )
-    job = Job(key=key, model=model, topology=topology, layout=entry.layout, name="Net")
+    job = JobDescription(key=key, model=model, topology=topology, layout=entry.layout, name="Net")
     return replace(job, **changes)  # type: ignore[arg-type]
 
 
-def suited(entry: Entry, *, distance: float = 0.1, **changes: object) -> WarmStart:
-    return adapted(Neighbour(entry=entry, distance=distance), job_like(entry, **changes))  # type: ignore[arg-type]
+def suited(entry: JobRecord, *, distance: float = 0.1, **changes: object) -> WarmStart:
+    return adapted(Neighbour(record=entry, distance=distance), job_like(entry, **changes))  # type: ignore[arg-type]
 
 
-def warm_starts(store: Store, job: Job) -> list[WarmStart]:
+def warm_starts(store: Store, job: JobDescription) -> list[WarmStart]:
     return adapted_all(neighbours(store, job), job)
 
 
 def test_a_jobs_own_entry_is_not_its_neighbour_and_takes_no_place(store: Store) -> None:
     own = make_entry()
-    store.save_all([own, *(make_entry(ranks=ranks) for ranks in (5, 6, 7))])
+    store.put_all([own, *(make_entry(ranks=ranks) for ranks in (5, 6, 7))])
     found = neighbours(store, job_like(own), k=3)
     assert len(found) == 3
-    assert own.id not in {neighbour.entry.id for neighbour in found}
+    assert own.id not in {neighbour.record.id for neighbour in found}
 
 
 def test_a_jobs_own_entry_is_explained_as_such() -> None:
@@ -222,7 +227,7 @@ def test_a_jobs_own_entry_is_explained_as_such() -> None:
 
 
 def test_a_similar_entry_is_explained(store: Store) -> None:
-    store.save(make_entry(model=chain_graph([100] * 10)))
+    store.put(make_entry(model=chain_graph([100] * 10)))
     (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
     assert 0 < start.distance < 0.6
     assert start.explanation.startswith(
@@ -232,17 +237,17 @@ def test_a_similar_entry_is_explained(store: Store) -> None:
 
 
 def test_strangers_are_no_help(store: Store) -> None:
-    store.save(make_entry(model=chain_graph([1])))
+    store.put(make_entry(model=chain_graph([1])))
     assert warm_starts(store, job_like(make_entry(), model=chain_graph(range(1, 40)))) == []
 
 
 def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
     for ranks, streams in ((6, 4), (16, 2), (5, 4)):
-        knobs = {**UNIFORM, "streams": streams}
-        store.save(replace(make_entry(ranks=ranks), knobs=knobs, link=None))
+        knobs = UNIFORM.but(streams=streams)
+        store.put(structs.replace(make_entry(ranks=ranks), knobs=knobs, link=None))
     starts = warm_starts(store, job_like(make_entry()))
-    assert [start.knobs["streams"] for start in starts] == [4, 2]
-    assert starts[0].entry.key.world_size in (5, 6)
+    assert [start.knobs.streams for start in starts] == [4, 2]
+    assert starts[0].record.key.world_size in (5, 6)
     assert starts[0].distance < starts[1].distance
 
 
@@ -251,126 +256,130 @@ def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store
     own = make_entry(model=chain_graph([100] * 10))
     for number, rate in enumerate((1e10, 1e7, 1e8, 1e9)):
         other = make_entry(model=chain_graph([100] * 9 + [101 + number]))
-        store.save(replace(other, knobs=UNIFORM, link=LinkModel(alpha_s=1e-4, throughput=(rate,))))
+        store.put(structs.replace(other, knobs=UNIFORM, link=LinkModel(alpha_s=1e-4, throughput=(rate,))))
     key = own.key
     # Distances that are known take no time, so that none is left out where the machine is busy.
     nearest(store, own.model, own.topology, dtype=key.dtype, device=key.device, budget_s=60.0)
     for here, order in ((1e7, [1e7, 1e8, 1e9]), (1e10, [1e10, 1e9, 1e8])):
         link = LinkModel(alpha_s=1e-4, throughput=(here,))
         found = neighbours(store, job_like(own, links={ROUTE: link}))
-        assert [neighbour.entry.link.throughput[0] for neighbour in found if neighbour.entry.link] == order
+        assert [neighbour.record.link.throughput[0] for neighbour in found if neighbour.record.link] == order
         assert found[0].distance < found[1].distance < found[2].distance
 
 
 def test_of_what_a_job_has_found_under_other_conditions_that_of_the_link_as_it_is_now_comes_first(store: Store) -> None:
-    own = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    own = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     links = {"4×": replace(LINK, throughput=(2.5e8, 5e8)), "0.25×": replace(LINK, throughput=(4e9, 8e9))}
     for condition, link in links.items():
-        store.save(replace(own, key=structs.replace(own.key, condition=condition), link=link))
+        store.put(structs.replace(own, key=structs.replace(own.key, condition=condition), link=link))
     for condition, link in links.items():
         nearest, other = neighbours(store, job_like(own, links={ROUTE: link}))
-        assert nearest.entry.key.condition == condition
+        assert nearest.record.key.condition == condition
         assert nearest.distance == 0.0 < other.distance
 
 
 def test_a_link_that_was_not_measured_takes_no_job_farther_away(store: Store) -> None:
-    store.save(replace(make_entry(ranks=8), link=None))
+    store.put(structs.replace(make_entry(ranks=8), link=None))
     job = job_like(make_entry())
     known = replace(job, links={ROUTE: LINK})
     assert neighbours(store, job) == neighbours(store, known)
 
 
 def test_the_same_link_under_more_ranks_is_no_other_link(store: Store) -> None:
-    store.save(replace(make_entry(ranks=16), knobs=UNIFORM, link=LINK.rescaled(from_ranks=4, to_ranks=16)))
+    store.put(structs.replace(make_entry(ranks=16), knobs=UNIFORM, link=LINK.rescaled(from_ranks=4, to_ranks=16)))
     job = job_like(make_entry())
     assert neighbours(store, replace(job, links={ROUTE: LINK})) == neighbours(store, job)
 
 
 def test_cuts_carry_over_to_the_same_layout_only() -> None:
     entry = make_entry()
-    assert suited(entry).knobs["cuts"] == KNOBS["cuts"]
+    assert suited(entry).knobs.cuts == KNOBS.cuts
     assert not suited(entry).lost_cuts
     for layout in ("", "other"):
-        start = suited(replace(entry, link=None), layout=layout)
-        assert start.knobs["cuts"] is None
-        assert start.knobs["unit_bytes"] == SMALLEST_UNIT_BYTES
+        start = suited(structs.replace(entry, link=None), layout=layout)
+        assert start.knobs.cuts is None
+        assert start.knobs.unit_bytes == SMALLEST_UNIT_BYTES
         assert start.lost_cuts
         assert "do not fit this layout" in start.explanation
 
 
 def test_cuts_that_fit_the_layout_do_not_carry_over_to_a_very_different_link() -> None:
-    entry = replace(make_entry(), link=LINK)
+    entry = structs.replace(make_entry(), link=LINK)
     start = suited(entry, links={ROUTE: replace(LINK, alpha_s=1e-2)})
     assert start.lost_cuts
     assert "do not fit this link" in start.explanation
 
 
 def test_nothing_is_scaled_for_the_same_link() -> None:
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     start = suited(entry, links={ROUTE: replace(LINK, alpha_s=1.2e-4)})
     assert start.knobs == UNIFORM
     assert ";" not in start.explanation
 
 
 def test_units_grow_with_the_root_of_what_one_latency_is_worth() -> None:
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     start = suited(entry, links={ROUTE: replace(LINK, alpha_s=4e-4)})
-    assert start.knobs["unit_bytes"] == 2 * UNIFORM["unit_bytes"]
+    assert start.knobs.unit_bytes == 2 * UNIFORM.unit_bytes
     assert "this link has its latency × 4 and its bandwidth × 1; units 2 times as large" in start.explanation
 
 
 def test_a_much_slower_link_is_told_without_powers_of_ten() -> None:
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     assert "its latency × 120 and" in suited(entry, links={ROUTE: replace(LINK, alpha_s=1.2e-2)}).explanation
 
 
 def test_units_grow_with_the_root_of_the_models_size() -> None:
-    entry = replace(make_entry(model=chain_graph([100] * 10)), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(model=chain_graph([100] * 10)), knobs=UNIFORM, link=LINK)
     start = suited(entry, model=chain_graph([400] * 10))
-    assert start.knobs["unit_bytes"] == 2 * UNIFORM["unit_bytes"]
+    assert start.knobs.unit_bytes == 2 * UNIFORM.unit_bytes
 
 
 def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
     """A ring of 16 takes 5 times the steps of one of 4 and moves 1.25 times the bytes: 4 times the latency's worth."""
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     for link in (LINK, None):
-        start = suited(replace(entry, link=link), ranks=16)
-        assert start.knobs["unit_bytes"] == 2 * UNIFORM["unit_bytes"]
+        start = suited(structs.replace(entry, link=link), ranks=16)
+        assert start.knobs.unit_bytes == 2 * UNIFORM.unit_bytes
         assert "latency" not in start.explanation  # nobody has measured it here
 
 
 def test_only_what_is_permitted_is_proposed() -> None:
-    entry = replace(make_entry(), knobs={**UNIFORM, "threads": 700, "streams": 7}, link=LINK)
-    permitted = Permitted(
-        routes=(("mpi", "flat"),), streams=(1, 2, 4, 8), unit_bytes=(1 << 16, 1 << 18), threads=(512, 1024)
+    entry = structs.replace(make_entry(), knobs=UNIFORM.but(threads=700, streams=7), link=LINK)
+    permitted = KnobSpace(
+        routes=((TransportKind.MPI, Algorithm.FLAT),),
+        streams=(1, 2, 4, 8),
+        unit_bytes=(1 << 16, 1 << 18),
+        threads=(512, 1024),
     )
-    start = suited(entry, permitted=permitted)
-    wanted = {"transport": "mpi", "streams": 8, "unit_bytes": 1 << 18, "threads": 512}
-    assert {name: start.knobs[name] for name in wanted} == wanted
+    start = suited(entry, space=permitted)
+    assert start.knobs == UNIFORM.but(transport=TransportKind.MPI, streams=8, unit_bytes=1 << 18, threads=512)
     assert "over mpi flat, as gloo flat is left out here" in start.explanation
-    assert suited(entry, permitted=replace(permitted, threads=(None,))).knobs["threads"] is None
-    unthreaded = replace(entry, knobs=UNIFORM)
-    assert suited(unthreaded, permitted=permitted).knobs["threads"] == 512
+    assert suited(entry, space=replace(permitted, threads=(None,))).knobs.threads is None
+    unthreaded = structs.replace(entry, knobs=UNIFORM)
+    assert suited(unthreaded, space=permitted).knobs.threads == 512
 
 
 def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
-    entry = replace(make_entry(), knobs={**UNIFORM, "lossy": {"large": "int8"}})
+    entry = structs.replace(make_entry(), knobs=UNIFORM.but(lossy=Lossy(large="int8")))
     allowing = replace(PERMITTED, lossy=("fp16", "int8"))
-    assert suited(entry, permitted=allowing).knobs["lossy"] == {"large": "int8"}
-    for permitted in (PERMITTED, replace(allowing, routes=(("shared_memory", "flat"),))):
-        start = suited(entry, permitted=permitted)
-        assert "lossy" not in start.knobs
+    assert suited(entry, space=allowing).knobs == entry.knobs
+    for permitted in (PERMITTED, replace(allowing, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),))):
+        start = suited(entry, space=permitted)
+        assert not start.knobs.lossy
         assert "without int8, which is left out here" in start.explanation
 
 
 def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> None:
-    over_nccl = {**UNIFORM, "transport": "nccl", "algorithm": "flat", "nccl": {"large": "ring/simple"}}
-    entry = replace(make_entry(), knobs=over_nccl)
-    allowing = replace(PERMITTED, routes=(("nccl", "flat"),), nccl=(("small", "ring/ll"), ("large", "ring/simple")))
-    assert suited(entry, permitted=allowing).knobs["nccl"] == {"large": "ring/simple"}
-    for permitted in (PERMITTED, replace(allowing, nccl=(("small", "ring/simple"),))):
-        start = suited(entry, permitted=permitted)
-        assert "nccl" not in start.knobs
+    over_nccl = UNIFORM.but(transport=TransportKind.NCCL, nccl=NcclWays(large=NcclWay.RING_SIMPLE))
+    entry = structs.replace(make_entry(), knobs=over_nccl)
+    allowing = replace(
+        PERMITTED, routes=(NCCL,), nccl=(NcclWays(small=NcclWay.RING_LL), NcclWays(large=NcclWay.RING_SIMPLE))
+    )
+    assert suited(entry, space=allowing).knobs == over_nccl
+    for permitted in (PERMITTED, replace(allowing, nccl=(NcclWays(small=NcclWay.RING_SIMPLE),))):
+        start = suited(entry, space=permitted)
+        assert not start.knobs.nccl
         assert "as NCCL decides, which is not told here" in start.explanation
 
 
@@ -381,12 +390,12 @@ def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> N
     st.integers(1, 4096),
 )
 def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[float], ranks: int) -> None:
-    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     link = LinkModel(alpha_s=latency_s, throughput=tuple(speed * gain for gain in gains))
     for changes in ({"links": {ROUTE: link}}, {"ranks": ranks}):
         knobs = suited(entry, **changes).knobs  # type: ignore[arg-type]
-        assert SMALLEST_UNIT_BYTES <= knobs["unit_bytes"] <= LARGEST_UNIT_BYTES
-        assert 1 <= knobs["streams"] <= 24
+        assert SMALLEST_UNIT_BYTES <= knobs.unit_bytes <= LARGEST_UNIT_BYTES
+        assert 1 <= knobs.streams <= 24
 
 
 SPEEDS = st.floats(1e-12, 1e18)  # what an import may bring
@@ -397,7 +406,7 @@ LINKS = st.none() | st.builds(
     host_s=st.just(0.0) | SPEEDS,
 )
 CUTS = st.none() | st.lists(st.integers(1, 2**48), unique=True, max_size=4).map(
-    lambda stops: [[stop, 0, None if stop % 2 else 512] for stop in sorted(stops)]
+    lambda stops: tuple(Cut(stop=stop, threads=None if stop % 2 else 512) for stop in sorted(stops))
 )
 
 
@@ -405,26 +414,26 @@ CUTS = st.none() | st.lists(st.integers(1, 2**48), unique=True, max_size=4).map(
 def test_whatever_an_import_brings_can_be_adapted(
     there: LinkModel | None,
     here: LinkModel | None,
-    cuts: list[list[int | None]] | None,
+    cuts: tuple[Cut, ...] | None,
     unit_bytes: int,
     streams: int,
     ranks: int,
 ) -> None:
-    knobs = {**KNOBS, "unit_bytes": unit_bytes, "streams": streams, "cuts": cuts}
-    entry = replace(make_entry(), knobs=knobs, link=there)
-    permitted = Permitted(routes=(ROUTE,), streams=(1, 2, 4))
-    job = job_like(entry, links={} if here is None else {ROUTE: here}, layout="other", permitted=permitted)
-    entry = replace(entry, key=structs.replace(entry.key, world_size=ranks))
-    knobs = dict(adapted(Neighbour(entry=entry, distance=0.1), job).knobs)
+    knobs = KNOBS.but(unit_bytes=unit_bytes, streams=streams, cuts=cuts)
+    entry = structs.replace(make_entry(), knobs=knobs, link=there)
+    permitted = KnobSpace(routes=(ROUTE,), streams=(1, 2, 4))
+    job = job_like(entry, links={} if here is None else {ROUTE: here}, layout="other", space=permitted)
+    entry = structs.replace(entry, key=structs.replace(entry.key, world_size=ranks))
+    knobs = adapted(Neighbour(record=entry, distance=0.1), job).knobs
     assert knobs == permitted.nearest(knobs)
-    assert knobs["cuts"] is None
+    assert knobs.cuts is None
 
 
 # ── the arithmetic: unit sizes go with √(M·α/β), streams with what keeps a link busy ──
 
 MIB = 1 << 20
-PLAIN = {**KNOBS, "unit_bytes": MIB, "cuts": None}
-PERMITTED = Permitted(routes=(("gloo", "flat"),), streams=(1, 2, 4, 8), unit_bytes=(MIB, 64 * MIB))
+PLAIN = KNOBS.but(unit_bytes=MIB, cuts=None)
+PERMITTED = KnobSpace(routes=(ROUTE,), streams=(1, 2, 4, 8), unit_bytes=(MIB, 64 * MIB))
 
 
 def link(*rates: float, alpha_s: float = 1e-3, host_s: float = 0.0) -> LinkModel:
@@ -433,7 +442,7 @@ def link(*rates: float, alpha_s: float = 1e-3, host_s: float = 0.0) -> LinkModel
 
 @pytest.mark.parametrize(("wanted", "found"), [(1, 1), (3, 4), (5, 4), (6, 8), (100, 8)])
 def test_streams_are_moved_to_the_nearest_by_ratio(wanted: int, found: int) -> None:
-    assert PERMITTED.nearest({**PLAIN, "streams": wanted})["streams"] == found  # 3 is nearer to 4 than to 2: 1.33 < 1.5
+    assert PERMITTED.nearest(PLAIN.but(streams=wanted)).streams == found  # 3 is nearer to 4 than to 2: 1.33 < 1.5
 
 
 @pytest.mark.parametrize(
@@ -451,8 +460,8 @@ def test_streams_are_moved_to_the_nearest_by_ratio(wanted: int, found: int) -> N
 def test_threads_are_moved_to_the_nearest_or_to_what_there_is(
     threads: tuple[int | None, ...], wanted: int | None, found: int | None
 ) -> None:
-    permitted = Permitted(routes=(("nccl", "flat"),), streams=(1,), threads=threads)
-    assert permitted.nearest({**PLAIN, "threads": wanted})["threads"] == found
+    permitted = KnobSpace(routes=(NCCL,), streams=(1,), threads=threads)
+    assert permitted.nearest(PLAIN.but(threads=wanted)).threads == found
 
 
 @pytest.mark.parametrize(
@@ -461,29 +470,29 @@ def test_threads_are_moved_to_the_nearest_or_to_what_there_is(
 )
 def test_cuts_become_units_like_the_one_in_which_the_middle_byte_travels(sizes: list[int], middle: int) -> None:
     stops = [sum(sizes[: number + 1]) * 1000 for number in range(len(sizes))]
-    cuts = [[stop, 0, None] for stop in stops]
-    found = with_uniform_units({**PLAIN, "cuts": cuts}, 64)
-    assert found == {**PLAIN, "cuts": None, "unit_bytes": bounded(middle * 1000 * 64)}
+    cuts = tuple(Cut(stop=stop) for stop in stops)
+    found = with_uniform_units(PLAIN.but(cuts=cuts), 64)
+    assert found == PLAIN.but(unit_bytes=bounded(middle * 1000 * 64))
 
 
 def test_streams_follow_what_keeps_the_link_busy() -> None:
     # There the second stream adds nothing, so one has to move, and 1 ms at 1e8 bytes/s is a tenth of a 1-MiB unit.
     there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8, 4e8, 4e8, 4e8, 4e8, 4e8)
     wanted_there, wanted_here = 1 + 1e5 / MIB, 4 + 4e5 / MIB
-    found = scaled_streams({**PLAIN, "streams": 2}, there, here, unit_bytes=MIB)
+    found = scaled_streams(PLAIN.but(streams=2), there, here, unit_bytes=MIB)
     assert found == round(2 * wanted_here / wanted_there) == 8
-    assert scaled_streams({**PLAIN, "streams": 8}, here, there, unit_bytes=MIB) == 2
-    assert scaled_streams({**PLAIN, "streams": 1}, here, there, unit_bytes=MIB) == 1  # never none
+    assert scaled_streams(PLAIN.but(streams=8), here, there, unit_bytes=MIB) == 2
+    assert scaled_streams(PLAIN.but(streams=1), here, there, unit_bytes=MIB) == 1  # never none
 
 
 def test_smaller_units_need_more_streams_while_others_start_up() -> None:
     here = link(1e8, 2e8, 2e8, 2e8, 2e8, 2e8, alpha_s=10e-3)
     wanted = [2 + 10e-3 * 2e8 / unit_bytes for unit_bytes in (MIB, MIB // 2)]
-    found = scaled_streams({**PLAIN, "streams": 3}, here, here, unit_bytes=MIB // 2)
+    found = scaled_streams(PLAIN.but(streams=3), here, here, unit_bytes=MIB // 2)
     assert found == round(3 * wanted[1] / wanted[0]) == 4
 
 
 def test_more_than_was_measured_is_not_asked_for_but_what_was_there_is_kept() -> None:
     there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8)
-    assert scaled_streams({**PLAIN, "streams": 2}, there, here, unit_bytes=MIB) == 3
-    assert scaled_streams({**PLAIN, "streams": 6}, there, here, unit_bytes=MIB) == 6
+    assert scaled_streams(PLAIN.but(streams=2), there, here, unit_bytes=MIB) == 3
+    assert scaled_streams(PLAIN.but(streams=6), there, here, unit_bytes=MIB) == 6

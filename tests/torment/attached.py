@@ -138,6 +138,11 @@ class AttachedReference(Played):
         self._failed = self._uneven = False
         super().__init__(program, replicas)
 
+    def _hook(self, action: actions.Hook) -> None:
+        emptied = action.at == "accumulated" and action.how == "null"
+        legal(not (emptied and self._sparse & set(action.parameters)), "DDP refuses a sparse gradient that is None")
+        super()._hook(action)
+
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _backward(self, action: Backward) -> None:

@@ -41,7 +41,7 @@ from torment.replica import CALLS, DEFAULTS, LOSSY, OPERATIONS, Failed, Optimize
 import sirtaki.torch as hvd
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.gradients.buffers import FLAG_COUNT
+from sirtaki.comm.gradients.flags import FLAG_COUNT
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import GradientError
 from sirtaki.torch import ddp

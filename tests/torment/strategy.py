@@ -373,7 +373,7 @@ class _Draw(Iterations):
             rule = self.one(self.rules("sgd", "adagrad", "sparse_adam"))
         elif sparse:
             rule = self.one(self.rules("sgd", "adagrad"))
-        elif self.maybe(5) and "op" not in options and not {"meta", "inference"} & set(self.defaults):
+        elif self.maybe(5) and not {"op", "fp16"} & set(options) and not {"meta", "inference"} & set(self.defaults):
             rule = self.one(("lbfgs", "lbfgs_search"))
         else:
             rule = "across" if self.maybe(10) else self.one(self.rules(*DENSE_RULES))

@@ -20,7 +20,7 @@ import numpy as np
 from rank_jobs import environment, found_mpiexec
 
 from .attached import AttachedReference
-from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap, Step
+from .program import Backward, BlockKind, Convert, OptimizerSpec, Program, Rewrap, Step
 from .reference import Entry, Played, Reference
 from .replica import DEFAULTS, DTYPES, entered
 
@@ -181,7 +181,7 @@ class Ranks:
 
 # ── Comparing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TOLERANCE = {"double": 1e-9, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05, "lossy": 1e6}
+TOLERANCE = {"double": 1e-9, "compiled": 1e-7, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05, "lossy": 1e6}
 
 
 Known = TypeVar("Known", bound=Played)
@@ -223,6 +223,8 @@ def tolerance_of(program: Program) -> float:
         kinds.add("float")
     if program.attached is None and any(isinstance(action, Step) and action.compiled for action in program.actions):
         kinds.add("float")  # PyTorch then computes with the optimizer's number of steps in float32
+    if any(isinstance(action, Backward) and action.compiled for action in program.actions):
+        kinds.add("compiled")  # PyTorch fuses operations, which rounds otherwise
     if any(spec.fp16 for spec in _specs(program)):
         kinds.add("fp16")
     if any(spec.lossy for spec in _specs(program)):

@@ -16,7 +16,7 @@ import torch
 from bench.gpu.runner import Run
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.nccl_streams.transport import Opener
 from sirtaki.comm.plan import TransportKind
 
@@ -84,7 +84,7 @@ class Backward:
         self.params = [torch.zeros(shape, requires_grad=True, **where) for shape in SHAPES]
         kind = TransportKind.STAGED if scenario.staged else TransportKind.NCCL
         knobs = Knobs(unit_bytes=40_000, streams=3, transport=kind)
-        self.sync = Synchroniser(
+        self.sync = GradientPipeline(
             self.params,
             [f"p{index}" for index in range(len(self.params))],
             control=run.control,

@@ -89,7 +89,7 @@ def tuned(run: Run, iterations: int, goes_on: object) -> dict[str, object]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), named_parameters=model.named_parameters()
     )
-    sync = optimizer._gradients.reducers[0].tuned  # type: ignore[attr-defined]  # a DistributedOptimizer's
+    sync = optimizer._gradients.reducers[0].tuning  # type: ignore[attr-defined]  # a DistributedOptimizer's
     before, tried, done = sync.knobs, set[str](), 0
     while done < iterations and goes_on():  # type: ignore[operator]  # a function without arguments
         batch = torch.randn(4 * run.size, 64, generator=torch.Generator().manual_seed(done), dtype=torch.float64)

@@ -15,7 +15,7 @@ from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
-from sirtaki.autotune.meta.session import SHORT, WarmupSession
+from sirtaki.autotune.meta.session import SHORT, TuningSession
 from sirtaki.autotune.model.planning import ContentionLearner, Observation
 from sirtaki.autotune.trial import Arm
 
@@ -120,7 +120,7 @@ def in_session(
             if learns and landscape.presumed and budget >= SHORT:
                 rng = np.random.default_rng(SEED)
                 learner = ContentionLearner(model, space=space, default=landscape.default, rng=rng)
-    session = WarmupSession(
+    session = TuningSession(
         space=landscape.space,
         default=landscape.default,
         arm=make_arm(landscape, space, plans, budget, seed),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 
@@ -204,7 +204,7 @@ class Landscape:
         ranked = sorted(lattice.points, key=self.span_s)[:5]
         low, high = self.space.unit_bytes
         around = [
-            replace(knobs, unit_bytes=min(max(round(knobs.unit_bytes * 2 ** (step / 16)), low), high))
+            knobs.but(unit_bytes=min(max(round(knobs.unit_bytes * 2 ** (step / 16)), low), high))
             for knobs in ranked
             for step in range(-8, 9)
         ]

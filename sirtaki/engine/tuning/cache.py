@@ -6,10 +6,10 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -24,16 +24,20 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.errors import PlanError, TuningError, in_a_line
+from sirtaki.errors import PlanError
 from sirtaki.machine import host_kind
 from sirtaki.measures import LinkModel, faster
-from sirtaki.registry.entry import Entry, Provenance, Topology, make_key
+from sirtaki.registry.cluster import Topology
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
-from sirtaki.registry.safe_store import SafeStore, is_yet_to_be_made
-from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted_all, neighbours, route_of
+from sirtaki.registry.schema import JobRecord, Provenance, make_key
+from sirtaki.registry.warm_start import JobDescription, Neighbour, WarmStart, adapted_all
 
+from .memory import SettingsMemory
 from .plans import checked_plans, fixed_knobs
+
+if TYPE_CHECKING:
+    from sirtaki.registry.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +84,10 @@ def first_proposals(
     proposals: list[FirstProposal] = []
     for start in starts:
         proposal = _carried_over(start, layouts)
-        if start.lost_cuts and (plans := planned(start.entry.arm)):
-            words = f"{start.source}; planned anew by {start.entry.arm}, whose plan that was"
-            proposal = FirstProposal(knobs=plans[0], arm=start.entry.arm, message=words)
+        arm = start.record.arm
+        if start.lost_cuts and (plans := planned(arm)):
+            words = f"{start.source}; planned anew by {arm}, whose plan that was"
+            proposal = FirstProposal(knobs=plans[0], arm=arm, message=words)
         if proposal is not None and all(proposal.knobs != other.knobs for other in proposals):
             proposals.append(proposal)
     if model is None or not proposals:
@@ -92,12 +97,11 @@ def first_proposals(
 
 def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
     try:
-        knobs = Knobs.from_json(start.knobs)
-        checked_plans(knobs, layouts)
+        checked_plans(start.knobs, layouts)
     except PlanError as err:
-        logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
+        logger.warning("the registry's entry %s is ignored: %s", start.record.id[:8], err)
         return None
-    return FirstProposal(knobs=knobs, arm=start.entry.arm, message=start.explanation)
+    return FirstProposal(knobs=start.knobs, arm=start.record.arm, message=start.explanation)
 
 
 def _promising(
@@ -117,8 +121,6 @@ def _promising(
             logger.info("not tried, as it would be %s than the best plan: %s", slower, which)
     return kept
 
-
-_T = TypeVar("_T")
 
 OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
 """How many times as much or as little time communication may take, until its link is another one.
@@ -170,27 +172,10 @@ def _label(text: str) -> str:
     return "".join(character for character in text if character.isprintable())[:200]
 
 
-def route_names(route: Route) -> tuple[str, str]:
-    """A route as it is written in knobs."""
-    return route[0].value, route[1].value
-
-
 def condition_of(ratio: float) -> str:
     """How many times as long as usual the default takes, in powers of two; empty = as usual, or unknown."""
     power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
     return f"{2.0**power:g}×" if power else ""
-
-
-def permitted_by(space: KnobSpace) -> Permitted:
-    """A knob space as the registry knows it."""
-    return Permitted(
-        routes=tuple(map(route_names, space.routes)),
-        streams=space.streams,
-        unit_bytes=space.unit_bytes,
-        threads=space.threads,
-        lossy=space.lossy,
-        nccl=tuple((kind, way.value) for ways in space.nccl for kind, way in ways.by_class.items()),
-    )
 
 
 def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
@@ -211,7 +196,7 @@ def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
 
 
 class TuningCache:
-    """Looks this job up and stores what it found. Nothing here raises into training."""
+    """What earlier jobs found for this job and similar ones, and what this job finds. Nothing raises into training."""
 
     def __init__(
         self,
@@ -220,75 +205,64 @@ class TuningCache:
         hosts: Sequence[str],
         kinds: Sequence[Hardware] = (),
     ) -> None:
-        """Begins to watch for the model's graph.
+        """Begin to record the model's graph.
 
         Args:
             settings: where the registry is.
             parameters: those whose gradients are reduced.
             hosts: of each rank; simulated nodes have different names.
-            kinds: of each rank's host and device, as far as they are known.
+            kinds: each rank's host and device, as far as they are known.
         """
         self._settings = settings
-        self._topology: Topology | None = None
+        self._memory = SettingsMemory(settings.registry)
+        self._hosts, self._kinds = hosts, kinds
         self._recorder = ModelGraphRecorder()
-        self._job: Job | None = None
+        self._job: JobDescription | None = None
         self._asked: tuple[Sequence[GradientLayout], KnobSpace] | None = None
-        self._own: Entry | None = None
-        self._disproved: Entry | None = None
-        self._warned = False
+        self._own: JobRecord | None = None
+        self._disproved: JobRecord | None = None
         self._neighbours: list[Neighbour] | None = None  # None = not looked for yet
         self._found_by: dict[Knobs, str] = {}
-        if settings.registry == REGISTRY_OFF:
-            return
-        try:
-            self._topology = Topology.from_ranks(
-                hosts,
-                devices=[kind.device for kind in kinds] or None,
-                host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
-            )
-            self._recorder.start(parameters)
-        except Exception as err:
-            logger.warning("training goes on without the registry: %s", err)
-            self._topology = None
+        if settings.registry != REGISTRY_OFF:
+            self._memory.guard(lambda: self._recorder.start(parameters), None)
 
     def close(self) -> None:
-        """Does not watch for the model's graph any more."""
+        """Stop recording the model's graph."""
         self._recorder.stop()
 
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
-        """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
+        """Return what is known of this job; the model must have run forward once. Similar jobs' settings come later."""
         self._recorder.stop()
         self._asked = layouts, space
-        if is_yet_to_be_made(self._settings.registry):
-            return CacheHit()
-        try:
-            job = self._described()
-            if job is None:
-                return CacheHit()
-            key = job.key
-            self._own = self._with_store(lambda store: store.lookup(key))
-            return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
-        except Exception as err:  # whatever others have stored, the user's training goes on
-            logger.warning("what earlier jobs have found is left alone: %s", in_a_line(err))
-            logger.debug("where it failed", exc_info=True)
-            return CacheHit()
 
-    def _described(self) -> Job | None:
+        def look(store: Store) -> CacheHit:
+            job = self._described()
+            self._own = None if job is None else store.get(JobRecord, job.key)
+            return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
+
+        return self._memory.read(look, CacheHit())
+
+    def _described(self) -> JobDescription | None:
         """This job; None where nothing is remembered. It is described when it is needed, as networkx loads slowly."""
         asked, self._asked = self._asked, None  # once: what fails would fail again
         if asked is not None:
             self._job = self._job_of(*asked)
         return self._job
 
-    def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> Job | None:
+    def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> JobDescription | None:
         graph = self._recorder.graph
-        if self._topology is None or graph is None:
+        if graph is None:
             return None
         layout = layouts[0]
-        return Job(
+        topology = Topology.from_ranks(
+            self._hosts,
+            devices=[kind.device for kind in self._kinds] or None,
+            host_kinds={name: kind.host for name, kind in zip(self._hosts, self._kinds, strict=False)},
+        )
+        return JobDescription(
             key=make_key(
                 graph,
-                self._topology,
+                topology,
                 dtype=layout.dtype,
                 device=layout.device,
                 versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
@@ -297,42 +271,33 @@ class TuningCache:
                 fixed=fixed_knobs(self._settings, space.lossy),
             ),
             model=graph,
-            topology=self._topology,
+            topology=topology,
             layout=layout_fingerprint(layout.sizes, layout.itemsize_bytes),
             itemsize_bytes=layout.itemsize_bytes,
-            permitted=permitted_by(space),
+            space=space,
             name=self._recorder.model_name,
         )
 
-    def _with_store(self, action: Callable[[SafeStore], _T]) -> _T:
-        store = SafeStore(self._settings.registry, warned=self._warned)
-        try:
-            return action(store)
-        finally:
-            self._warned = store.warned
-            store.close()
-
-    def _hit_of(self, own: Entry, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
+    def _hit_of(self, own: JobRecord, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         same_order = self._job is not None and own.layout == self._job.layout
+        if not own.complete:
+            history = tuple(trial for trial in own.trials if trial.knobs.cuts is None or same_order)
+            return CacheHit(
+                history=history,
+                message=f"found an unfinished tuning phase of {own.describe()} in the registry: going on after "
+                f"{len(history)} trials",
+            )
+        knobs = own.knobs
         try:
-            if not own.complete:
-                trials = (Trial.from_json(trial) for trial in own.trials)
-                history = tuple(trial for trial in trials if trial.knobs.cuts is None or same_order)
-                return CacheHit(
-                    history=history,
-                    message=f"found an unfinished tuning phase of {own.describe()} in the registry: going on after "
-                    f"{len(history)} trials",
-                )
-            knobs = Knobs.from_json(own.knobs)
             if knobs not in space:
                 raise PlanError(f"{knobs.describe()} is not possible here")
             if knobs.cuts is not None and not same_order:
                 raise PlanError("its planned units are of gradients that come in another order")
             checked_plans(knobs, layouts)
-        except (PlanError, TuningError) as err:
+        except PlanError as err:
             logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)
             self._disproved = own
-            self._neighbours = [Neighbour(entry=own, distance=0.0)]
+            self._neighbours = [Neighbour(record=own, distance=0.0)]
             return CacheHit()
         self._found_by[knobs] = own.arm
         return CacheHit(
@@ -340,7 +305,7 @@ class TuningCache:
                 knobs=knobs,
                 best_s=own.best_span_s,
                 default_s=own.default_span_s,
-                noise=own.noise_s / own.best_span_s,
+                noise=own.relative_noise,
                 gain=own.gain,
                 other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
             ),
@@ -353,39 +318,33 @@ class TuningCache:
         )
 
     def disprove(self) -> None:
-        """This job's own entry did not hold, or not for the link as it is now: what `keep` is given replaces it."""
+        """Have `keep` replace this job's own record, which did not hold, or not for the link as it is now."""
         self._disproved = self._own
 
     def look_again(self) -> None:
-        """Links have changed: other jobs' settings may be nearer than those that were."""
+        """Search for similar jobs once more: links have changed, so others may be nearer."""
         self._neighbours = None
 
     def first_proposals(
         self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
     ) -> list[FirstProposal]:
-        """What similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
-        unfinished = self._own is not None and not self._own.complete
-        if unfinished or is_yet_to_be_made(self._settings.registry):
-            return []
-        try:
+        """Return what similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
+        nothing: list[FirstProposal] = []
+        if not self._memory.exists or (self._own is not None and not self._own.complete):
+            return nothing
+
+        def propose() -> list[FirstProposal]:
             job = self._described()
             if job is None:
-                return []
-            links = {} if model is None else {route_names(route): link for route, link in model.links.items()}
-            self._job = job = replace(job, links=links, permitted=permitted_by(space))
+                return nothing
+            self._job = job = replace(job, links={} if model is None else model.links, space=space)
             if self._neighbours is None:
-                nothing: list[Neighbour] = []
-                self._neighbours = self._with_store(
-                    lambda store: store.read(lambda opened: neighbours(opened, job), nothing)
-                )
-            starts = adapted_all(self._neighbours, job)
-            proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
-        except Exception as err:  # as in `look_up`
-            logger.warning("what similar jobs have found is left alone: %s", in_a_line(err))
-            logger.debug("where it failed", exc_info=True)
-            return []
-        self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
-        return proposals
+                self._neighbours = self._memory.similar(job)
+            proposals = first_proposals(adapted_all(self._neighbours, job), layouts=layouts, space=space, model=model)
+            self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
+            return proposals
+
+        return self._memory.guard(propose, nothing)
 
     def keep(
         self,
@@ -396,57 +355,52 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
         condition: str = "",
     ) -> bool:
-        """Stores what the warm-up has found; True if it was kept.
+        """Store what the warm-up has found. Return True if it was stored.
 
         Args:
             result: of the session.
             trials: of the session.
             complete: the warm-up has come to its end.
             links: what was measured of each route.
-            condition: see `EntryKey`; what was found under one goes beside the job's own entry.
+            condition: see `EntryKey`; what was found under one is stored beside the job's own record.
         """
-        spans = (result.best_span_s, result.default_span_s)
-        if not all(0 < span < math.inf for span in spans):
+        if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
             return False
-        try:
+
+        def store_it(store: Store) -> bool:
             job = self._described()
             if job is None:
                 return False
             if condition:
                 job = replace(job, key=structs.replace(job.key, condition=condition))
-                entry = self._entry(job, None, result, trials, complete=complete, links=links)
-                return self._with_store(lambda store: store.save(entry))
-            entry = self._entry(job, self._own, result, trials, complete=complete, links=links)
-            kept = self._with_store(lambda store: store.save(entry, disproved=self._disproved))
-            if kept and self._disproved is not None and self._disproved.complete:
-                self._keep_aside(self._disproved, entry)
+                return store.put(self._record(job, None, result, trials, complete=complete, links=links))
+            record = self._record(job, self._own, result, trials, complete=complete, links=links)
+            before = self._disproved
+            kept = store.put(record, disproved=before)
+            if kept and before is not None and before.complete and before.key == record.key:
+                # What was right while communication took longer, or less long, is right again when it does.
+                now = condition_of(before.default_span_s / record.default_span_s)
+                if now:
+                    store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
             return kept
-        except Exception as err:
-            logger.warning("this job's settings are not remembered: %s", err)
-            return False
 
-    def _keep_aside(self, before: Entry, now: Entry) -> None:
-        """What was right while communication took longer, or less long, is right again when it does."""
-        condition = condition_of(before.default_span_s / now.default_span_s)
-        if condition and before.key == now.key:
-            aside = replace(before, key=structs.replace(before.key, condition=condition))
-            self._with_store(lambda store: store.save(aside))
+        return self._memory.attempt(store_it, False)
 
-    def _entry(
+    def _record(
         self,
-        job: Job,
-        own: Entry | None,
+        job: JobDescription,
+        own: JobRecord | None,
         result: SessionResult,
         trials: Sequence[Trial],
         *,
         complete: bool,
         links: Mapping[Route, LinkModel],
-    ) -> Entry:
-        route = result.knobs.route
+    ) -> JobRecord:
+        knobs = result.knobs
         # A remembered setting that was only checked was found then, by whom it was found then.
-        checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
-        link = links.get(route)
-        if link is None and own is not None and own.link is not None and route_of(own.knobs) == route_names(route):
+        checked = own is not None and own.complete and own.knobs == knobs
+        link = links.get(knobs.route)
+        if link is None and own is not None and own.knobs.route == knobs.route:
             link = own.link
         versions = {
             "python": platform.python_version(),
@@ -454,20 +408,20 @@ class TuningCache:
             "numpy": numpy.__version__,
             "sirtaki": sirtaki.__version__,
         }
-        return Entry(
+        return JobRecord(
             key=job.key,
             model=job.model,
             topology=job.topology,
-            knobs=result.knobs.to_json(),
+            knobs=knobs,
             best_span_s=result.best_span_s,
             default_span_s=result.default_span_s,
             noise_s=result.noise_s,
             gain=result.gain,
             n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
-            arm=self._found_by.setdefault(result.knobs, result.arm),
+            arm=self._found_by.setdefault(knobs, result.arm),
             complete=complete,
             layout=job.layout,
-            trials=() if complete else tuple(trial.to_json() for trial in trials),
+            trials=() if complete else tuple(trials),
             link=link,
             provenance=Provenance(
                 created_s=time.time(),

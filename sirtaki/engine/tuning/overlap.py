@@ -1,112 +1,104 @@
-"""Whether updates may be put off until the next forward pass, and how trials of it are judged."""
+"""Deferred updates: the end of an iteration moves into the next forward pass, if that makes steps faster."""
 
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace
+from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.simulator import put_off_iteration_s
-from sirtaki.autotune.paired import FEWEST_PAIRS, PairedComparison, Verdict
+from sirtaki.autotune.trial import Everything, Proposal, Trial
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import GradientLayout
-from sirtaki.measures import LinkModel, in_ms
+from sirtaki.measures import LinkModel
 
+from .controller import TuningController
 from .plans import plans_for
+from .report import describe_overlap
+from .target import TunableTarget
+
+logger = logging.getLogger(__name__)
 
 MOST_TRIED = 8
-"""Settings with updates put off, the tuner's own included."""
+"""Settings with deferred updates that are tried, the tuner's own included."""
 
 UNITS = 16
-"""In about so many units gradients are sent by the first setting that is not the tuner's, where nothing is expected."""
+"""Approximate number of units of the first setting besides the tuner's own, if nothing can be predicted."""
 
 COUNTS = (4, 6, 8, 12, 16, 24)
-"""In about so many units gradients are sent by settings that are compared by what is expected of them."""
+"""Approximate numbers of units of the settings whose iterations are predicted."""
 
 MOST_EXPECTED = 4
-"""Settings that are tried because of that."""
+"""Settings that are tried because of a prediction."""
 
 NEAR, NOT_FAR = 1.02, 1.1
-"""Of the shortest expected iteration: what more units, and what fewer streams, may cost."""
+"""Factors on the shortest predicted iteration, up to which more units, and fewer streams, are preferred."""
 
 WORTHWHILE = 0.01
 """Share of an iteration that deferred updates must gain to be used."""
 
-SKIPPED, TIMED = 2, 5
-SKIPPED_OF_PAIR, TIMED_OF_PAIR = 1, 2
-"""Iterations of a trial, and of one measurement of a pair: those that do not count, and those that do.
+SKIPPED, TIMED = 1, 2
+"""Iterations of one measurement before the timed ones, and timed ones.
 
-In one more iteration the ranks agree on the time.
+In one more iteration, which ends with `step()`, the ranks agree on the time.
 """
 
-LOOKS = (FEWEST_PAIRS, 14)
-"""Pairs of the final comparison. With 14, one outlier does not hide a gain."""
+BUDGET = 60
+"""Measurements of a search, those after a change of setting that do not count included."""
+
+PREPARING = 2
+"""Iterations that end with `step()` before one may be deferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapChoice:
-    """What one iteration runs.
+    """A setting of one iteration.
 
     Attributes:
-        knobs: by which units are cut.
-        puts_off: its end is put off into the next forward pass.
+        knobs: how gradients are cut into units.
+        puts_off: the end of the iteration is deferred into the next forward pass.
     """
 
     knobs: Knobs
     puts_off: bool
 
+    def describe(self) -> str:
+        """Return the setting in words."""
+        return f"{self.knobs.describe()}, updates {'deferred' if self.puts_off else 'in step()'}"
 
-class OverlapTrials:
-    """Search for the fastest setting with deferred updates, for one tuned setting.
 
-    Each promising choice runs once. Then the fastest one with deferred updates is compared in pairs with the tuned
-    setting without.
+class OverlapArm:
+    """Proposes settings with deferred updates: the tuned knobs, predicted ones, then neighbours of the fastest."""
 
-    Attributes:
-        first: the tuned setting, without deferred updates.
-        now: choice to run; after the search, the choice to keep.
-        over: the search has ended.
-        skipped: first iterations with `now` that do not count.
-        timed: iterations that count.
-    """
+    name = "overlap"
 
     def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
-        """Begin with the tuned setting.
+        """Begin with the tuned knobs.
 
         Args:
-            tuned: setting that the tuner has chosen.
-            space: settings that may be chosen.
+            tuned: knobs that the tuner has chosen.
+            space: knobs that may be chosen.
             layouts: layouts of the flat buffers.
         """
-        self._space, self._first_layout = space, layouts[0]
+        self._tuned, self._space, self._first_layout = tuned, space, layouts[0]
         self._total_bytes = sum(layout.total_bytes for layout in layouts)
-        self.first = OverlapChoice(tuned, puts_off=False)
-        self.over = False
-        self.skipped, self.timed = SKIPPED, TIMED
-        self._expected: list[Knobs] | None = None
+        self._expected: Sequence[Knobs] = ()
         self._taken_s: dict[OverlapChoice, float] = {}
-        self._pairs = PairedComparison(looks=LOOKS, least_gain=WORTHWHILE)
-        self._script = self._search()
-        self.now = next(self._script)
 
-    @property
-    def informed(self) -> bool:
-        """`expect` has been called."""
-        return self._expected is not None
+    def expect(self, expected_s: Callable[[Knobs], float]) -> None:
+        """Choose the settings to propose first by their predicted iteration time.
 
-    def promising(self, expected_s: Callable[[Knobs], float]) -> list[Knobs]:
-        """Return settings that are expected to be fast: at most one for each number of streams, fewest streams first.
-
-        There is one for each number because the expectation knows little of the cost of streams besides their links.
+        At most one is chosen for each number of streams, because the prediction knows little of the cost of streams.
         """
         best: list[tuple[float, Knobs]] = []
         for streams in self._space.streams:
@@ -114,85 +106,55 @@ class OverlapTrials:
             together = [choice.knobs for size in sizes for choice in self._allowed(size, streams)]
             expected = [(expected_s(knobs), knobs) for knobs in dict.fromkeys(together)]
             best += [each for each in expected if each[0] <= NEAR * min(seconds for seconds, _ in expected)][:1]
-        return [knobs for seconds, knobs in best if seconds <= NOT_FAR * min(seconds for seconds, _ in best)]
+        near = [knobs for seconds, knobs in best if seconds <= NOT_FAR * min(seconds for seconds, _ in best)]
+        self._expected = near[:MOST_EXPECTED]
 
-    def expect(self, promising: Sequence[Knobs]) -> None:
-        """Set the settings to try first. Called once, before updates are deferred for the first time."""
-        self._expected = list(promising[:MOST_EXPECTED])
+    def ask(self, n: int = 1) -> Sequence[Proposal[OverlapChoice]]:
+        """Propose the next setting; none after `MOST_TRIED`."""
+        untried = (choice for choice in self._candidates() if choice not in self._taken_s)
+        choice = next(untried, None) if len(self._taken_s) < MOST_TRIED else None
+        return [] if choice is None else [Proposal(arm=self.name, knobs=choice)]
 
-    def note(self, iteration_s: float) -> None:
-        """Record the mean time of the timed iterations with `now`, and go on to the next choice."""
-        try:
-            self.now = self._script.send(iteration_s)
-        except StopIteration as end:
-            self.now, self.over = end.value, True
+    def tell(self, trials: Sequence[Trial[OverlapChoice]]) -> None:
+        """Learn iteration times."""
+        self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.puts_off)
 
-    def _search(self) -> Generator[OverlapChoice, float, OverlapChoice]:
-        self._taken_s[self.first] = yield self.first
-        while len(self._taken_s) <= MOST_TRIED:
-            choice = next((each for each in self._promising() if each not in self._taken_s), None)
-            if choice is None:
-                break
-            self._taken_s[choice] = yield choice
-        fastest = self._fastest()
-        self.skipped, self.timed = SKIPPED_OF_PAIR, TIMED_OF_PAIR
-        verdict = yield from self._pairs.run(lambda: self._measure(self.first), lambda: self._measure(fastest))
-        return fastest if verdict is Verdict.FASTER else self.first
-
-    def _measure(self, choice: OverlapChoice) -> Generator[OverlapChoice, float, float]:
-        return (yield choice)
-
-    def _fastest(self) -> OverlapChoice:
-        """Return the fastest choice with deferred updates that was tried."""
-        return min((each for each in self._taken_s if each.puts_off), key=lambda each: self._taken_s[each])
-
-    def _promising(self) -> Iterator[OverlapChoice]:
-        """Yield choices in the order in which to try them; some may have been tried."""
-        tuned = self.first.knobs
-        yield OverlapChoice(tuned, puts_off=True)
+    def _candidates(self) -> Iterator[OverlapChoice]:
+        """Yield settings in the order in which to try them; some may have been tried."""
+        yield OverlapChoice(self._tuned, puts_off=True)
         if self._expected:
             yield from (OverlapChoice(knobs, puts_off=True) for knobs in self._expected)
         else:
-            yield from self._unexpected()
-        best = self._fastest().knobs
+            smaller = min(self._total_bytes // UNITS, self._tuned.unit_bytes // 2)
+            for streams in dict.fromkeys((self._tuned.streams, max(1, self._tuned.streams // 2))):
+                yield from self._allowed(smaller, streams)
+        best = min(self._taken_s, key=self._taken_s.__getitem__).knobs
         yield from self._allowed(best.unit_bytes // 2, best.streams)
         yield from self._allowed(best.unit_bytes, best.streams // 2)
         yield from self._allowed(best.unit_bytes * 2, best.streams)
         yield from self._allowed(best.unit_bytes, best.streams * 2)
 
-    def _unexpected(self) -> Iterator[OverlapChoice]:
-        tuned = self.first.knobs
-        smaller = min(self._total_bytes // UNITS, tuned.unit_bytes // 2)
-        few = max(1, tuned.streams // 2)
-        for streams in dict.fromkeys((tuned.streams, few)):
-            yield from self._allowed(smaller, streams)
-
     def _allowed(self, unit_bytes: int, streams: int) -> Iterator[OverlapChoice]:
-        """One setting; none if the user has fixed another, or it takes more streams than the tuner's choice and two."""
+        """Yield one setting; none if the user has fixed another, or if it needs too many streams."""
         low, high = self._space.unit_bytes
-        tuned = self.first.knobs
+        tuned = self._tuned
         if 1 <= streams <= max(2, tuned.streams):
-            knobs = replace(tuned, unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
+            knobs = tuned.but(unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
             if knobs in self._space:
                 yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), puts_off=True)
 
-    def describe(self) -> str:
-        """Describe the result, for the log."""
-        pairs = self._pairs
-        before_s, after_s = (math.exp(statistics.median(each)) for each in (pairs.baseline, pairs.candidate))
-        knobs = self._fastest().knobs
-        if not self.now.puts_off:
-            reason = f": {pairs.doubt}" if pairs.doubt else ""
-            return (
-                f"overlap_forward: not used, because no gain is proved in {pairs.n_pairs} pairs "
-                f"({in_ms(before_s)} an iteration without it, {in_ms(after_s)} with it at best){reason}"
-            )
-        planned = knobs == self.first.knobs and knobs.cuts is not None
-        cuts = "planned units" if planned else f"{format_bytes(knobs.unit_bytes)} units"
-        return (
-            f"overlap_forward: iterations are {pairs.gain.describe()}: {in_ms(after_s)} instead of {in_ms(before_s)}; "
-            f"{cuts} on {knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
-        )
+
+def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
+    """Begin a search for the fastest setting with deferred updates, against the tuned knobs without."""
+    return TuningSession(
+        space=Everything(),
+        default=default,
+        arm=arm,
+        rng=np.random.default_rng(0),
+        budget_iterations=BUDGET,
+        measured_iterations=1,
+        least_gain=WORTHWHILE,
+    )
 
 
 def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
@@ -204,189 +166,174 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
         return knobs
     count = round(equal / unit)
     stops = [*(equal * number // count for number in range(1, count + 1)), equal + half, layout.numel]
-    return replace(
-        knobs, cuts=tuple(Cut(stop=stop, stream=number % knobs.streams) for number, stop in enumerate(stops))
-    )
+    return knobs.but(cuts=tuple(Cut(stop=stop, stream=number % knobs.streams) for number, stop in enumerate(stops)))
 
 
-logger = logging.getLogger(__name__)
+class Deferrable(Protocol):
+    """What deferred updates need of a gradient pipeline; see `PipelineTarget`."""
 
-PREPARING = 2
-"""Iterations that end with `step()` before one may be put off."""
+    controller: TuningController
+    synchroniser: GradientPipeline
+    knobs: Knobs
+    space: KnobSpace
+
+    @property
+    def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
+        """Return the link and the time between communications, None = not known."""
+        ...
+
+    def apply(self, knobs: Knobs) -> None:
+        """Run these knobs from the next iteration on. Collective."""
+        ...
+
+    def keep_overlap(self) -> None:
+        """Take note that the search of the overlap has ended. Collective."""
+        ...
 
 
-class ForwardOverlap:
-    """Of one synchroniser whose iterations are to be put off, on all ranks.
+class ForwardOverlap(TunableTarget[OverlapChoice]):
+    """Deferred updates of one gradient pipeline, as a target of tuning in iteration times.
 
     Attributes:
-        reads: parameters, by index, in the order in which this rank's forward pass reads them; empty = not known.
-        trials: that are under way, or have been; None where nothing is to be tried, or not yet.
+        reads: indices of the parameters in the order in which this rank's forward pass reads them; empty = not known.
+        trying: a search is under way; the same on all ranks.
     """
 
-    def __init__(self, control: ControlPlane, *, tries: bool = False) -> None:
-        """`tries`: settings for it are tried; the same on all ranks."""
-        self._control, self._tries = control, tries
+    slowest = True
+    iterations = SKIPPED + TIMED + 1
+
+    def __init__(self, control: ControlPlane, pipeline: Deferrable, *, tries: bool = False) -> None:
+        """Begin without deferred updates.
+
+        Args:
+            control: the ranks.
+            pipeline: the gradient pipeline.
+            tries: deferred updates must be proved faster to be used; the same on all ranks.
+        """
+        self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
-        self.trials: OverlapTrials | None = None
+        self.default = OverlapChoice(pipeline.knobs, puts_off=False)
+        self._kept: OverlapChoice | None = None  # by a search that has ended
+        self._now = self.default
         self._pace: IterationPace | None = None
-        self._paces: dict[OverlapChoice, IterationPace] = {}
-        self._ends_s: list[float] = []
-        self._spans_s: list[float] = []
+        self._ends_s: deque[float] = deque(maxlen=TIMED + 2)
+        self._joined = False
         self.begin()
 
     def begin(self) -> None:
-        """Another plan or order runs from now on; the same on all ranks. Trials that are under way begin again."""
+        """Prepare anew, because another plan or order runs from now on. A search begins anew. Call on all ranks."""
         self._prepared = 0
-        if self.trying:
-            self.trials = None
+        self._pipeline.controller.abandon(self)
 
     def forget(self) -> None:
-        """What trials have found holds no more: the job is tuned anew."""
-        self.trials = None
+        """Drop the result of the search, because the job is tuned anew. Call on all ranks."""
+        self._kept = None
         self.begin()
 
     @property
     def trying(self) -> bool:
-        """Trials are under way; the same on all ranks."""
-        return self.trials is not None and not self.trials.over
+        """A search is under way; the same on all ranks."""
+        return self._pipeline.controller.tries(self)
 
     @property
     def ready(self) -> bool:
-        """Iterations may be put off; the same on all ranks."""
+        """Updates may be deferred; the same on all ranks."""
         if self._prepared < PREPARING:
             return False
-        if self.trials is None:
-            return not self._tries
-        return self.trials.now.puts_off and not self._agrees
-
-    @property
-    def _agrees(self) -> bool:
-        """Ranks will agree at the end of this iteration, which so needs `step()`."""
-        return self.trials is not None and self.trying and len(self._ends_s) >= self.trials.skipped + self.trials.timed
+        if self.trying:
+            return self._now.puts_off and not self._pipeline.controller.agrees
+        return not self._tries if self._kept is None else self._kept.puts_off
 
     @property
     def learning(self) -> bool:
-        """It is the first of the iterations that prepare it; the same on all ranks."""
+        """The order of reads should be learned in this iteration; the same on all ranks."""
         return self._prepared == 1
 
-    def note(
-        self,
-        report: IterationReport,
-        synchroniser: Synchroniser,
-        knobs: Knobs,
-        space: KnobSpace,
-        *,
-        profiled: IterationReport | None,
-        joined: bool,
-        link: LinkModel | None,
-    ) -> Knobs | None:
-        """An iteration has ended in which nothing was tuned or profiled. Collective when it is the last that prepares.
-
-        And when it is the last of a trial.
+    def iteration_ended(
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
+    ) -> None:
+        """Count an iteration without tuning or profiling of the pipeline. Collective at the last one that prepares.
 
         Args:
-            report: what it has measured.
-            synchroniser: whose units leave in another order then.
-            knobs: what it ran.
-            space: what may be tried.
-            profiled: the iteration in which the order of gradients was profiled; None = it has not been.
-            joined: this rank has no data any more, and knows nothing.
-            link: what units cost by the transport and algorithm of `knobs`, on rank 0; None = not known.
-
-        Returns:
-            What is to run from now on, if anything else is: for `order` then.
+            report: measurements of the iteration.
+            synchroniser: the pipeline.
+            profiled: measurements of the last order-profiling iteration; None = there was none.
+            joined: this rank has no data any more, and measures nothing.
         """
-        if self._prepared < PREPARING:
-            self._prepare(report, synchroniser, profiled=profiled, joined=joined)
-            if self._prepared < PREPARING or not self._tries or self.trials is not None:
-                return None
-            self.trials = OverlapTrials(knobs, space, synchroniser.layouts)
-            self._ends_s.clear()
-            self._spans_s.clear()
-            return None
-        trials = self.trials
-        if trials is None or trials.over:
-            return None
-        if not self._agrees:
-            self._ends_s.append(time.perf_counter())
-            self._spans_s.append(report.span_s)
-            return None
-        mean_s, span_s = self._agree(synchroniser, trials.skipped, joined=joined)
-        if trials.now == trials.first and self._pace is not None and not trials.informed:
-            trials.expect(self._expected(trials, synchroniser, self._pace, forward_s=mean_s - span_s, link=link))
-        trials.note(mean_s)
-        self._ends_s.clear()
-        self._spans_s.clear()
-        if trials.over and self._control.rank == 0:
-            logger.info("%s", trials.describe())
-        return trials.now.knobs
-
-    def order(self, synchroniser: Synchroniser) -> None:
-        """Units of a plan that was installed leave in the order that ranks have agreed on."""
-        if self._pace is None:
+        self._ends_s.append(time.perf_counter())
+        self._joined = joined
+        if self._prepared >= PREPARING:
             return
-        if self.trials is None:
-            if not self._tries:
-                synchroniser.overtake(self._pace)
-        elif self.trials.now.puts_off:  # again as it was tried, if it was
-            synchroniser.overtake(self._paces.setdefault(self.trials.now, self._pace))
-
-    def _expected(
-        self,
-        trials: OverlapTrials,
-        synchroniser: Synchroniser,
-        pace: IterationPace,
-        *,
-        forward_s: float,
-        link: LinkModel | None,
-    ) -> list[Knobs]:
-        """Collective: what rank 0 finds by replaying iterations; nothing where it does not know the link."""
-
-        def expected_s(knobs: Knobs) -> float:
-            assert link is not None
-            units, come_s = synchroniser.overtaken(plans_for(knobs, synchroniser.layouts), pace)
-            return put_off_iteration_s(units, come_s, pace, forward_s=max(0.0, forward_s), link=link)
-
-        decides = self._control.rank == 0 and link is not None
-        promising: list[Knobs] = self._control.broadcast(trials.promising(expected_s) if decides else [])
-        return promising
-
-    def _agree(self, synchroniser: Synchroniser, skipped: int, *, joined: bool) -> tuple[float, float]:
-        """Return the time of an iteration, and the communication time in it; means over the ranks. Collective."""
-        taken_s = (self._ends_s[-1] - self._ends_s[skipped - 1]) / (len(self._ends_s) - skipped)
-        total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, statistics.median(self._spans_s), 1.0]))
-        mean_s: float
-        mean_s, span_s = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
-        if self._pace is not None:
-            self._pace = replace(self._pace, s_per_byte=span_s / _bytes_of(synchroniser))
-        return mean_s, span_s
-
-    def _prepare(
-        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
-    ) -> None:
         self._prepared += 1
         if self._prepared < PREPARING:
             return
+        self._agree_on_pace(report, synchroniser, profiled=profiled, joined=joined)
+        if not self._tries or (self._kept is not None and self._kept.puts_off):
+            self._reorder()
+        if self._tries and self._kept is None:
+            self.default = OverlapChoice(self._pipeline.knobs, puts_off=False)
+            self._pipeline.controller.begin(self, recalls=False)
+
+    def _agree_on_pace(
+        self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
+    ) -> None:
+        """Agree on when gradients become ready and parameters are read. Collective."""
         count = synchroniser.n_params
-        said = np.zeros(2 * count + 3)
+        mine = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            said[:count] = count  # what is never read is last
-            said[list(self.reads)] = np.arange(len(self.reads))
+            mine[:count] = count  # what is never read is last
+            mine[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
-            said[count:-3] = stretch * np.array(profiled.ready_s)
-            said[-3:] = report.backward_s, report.span_s, 1.0
-        total = self._control.total(said)
+            mine[count:-3] = stretch * np.array(profiled.ready_s)
+            mine[-3:] = report.backward_s, report.span_s, 1.0
+        total = self._control.total(mine)
         if total[-1] > 0.0:
             mean = self._control.broadcast(total / total[-1])
             self._pace = IterationPace(
                 needed=mean[:count].tolist(),
                 ready_s=mean[count:-3].tolist(),
                 backward_s=float(mean[-3]),
-                s_per_byte=float(mean[-2]) / _bytes_of(synchroniser),
+                s_per_byte=float(mean[-2]) / sum(layout.total_bytes for layout in synchroniser.layouts),
             )
-            self._paces.clear()
-            self.order(synchroniser)
 
+    def _reorder(self) -> None:
+        """Launch units in the order in which the next forward pass reads their parameters, on all ranks alike."""
+        if self._pace is not None:
+            self._pipeline.synchroniser.reorder_units(self._pace)
 
-def _bytes_of(synchroniser: Synchroniser) -> int:
-    return sum(layout.total_bytes for layout in synchroniser.layouts)
+    # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
+
+    def search(self, session: TuningSession[OverlapChoice] | None) -> TuningSession[OverlapChoice]:
+        """Begin a search. On rank 0."""
+        pipeline, pace = self._pipeline, self._pace
+        sync, arm = pipeline.synchroniser, OverlapArm(self.default.knobs, pipeline.space, pipeline.synchroniser.layouts)
+        link, forward_s = pipeline.link_and_forward_s
+        if pace is not None and link is not None:
+            known: tuple[IterationPace, LinkModel] = (pace, link)
+
+            def expected_s(knobs: Knobs) -> float:
+                units, ready_s = sync.reordered_units(plans_for(knobs, sync.layouts), known[0])
+                return put_off_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
+
+            arm.expect(expected_s)
+        return session_of(arm, self.default)
+
+    def apply(self, choice: OverlapChoice) -> None:
+        """Run a setting from the next iteration on. Collective."""
+        self._pipeline.apply(choice.knobs)
+        self._now = choice
+        if choice.puts_off:
+            self._reorder()
+
+    def measured_s(self) -> float:
+        """Return the mean time of the timed iterations; 0 on a rank that has joined, which waits for nothing."""
+        return 0.0 if self._joined else (self._ends_s[-2] - self._ends_s[-2 - TIMED]) / TIMED
+
+    def keep(self) -> None:
+        """Keep what runs. Collective."""
+        self._kept = self._now
+        self._pipeline.keep_overlap()
+
+    def report(self, session: TuningSession[OverlapChoice]) -> None:
+        """Log the result. On rank 0."""
+        logger.info("%s", describe_overlap(session, self.default.knobs))

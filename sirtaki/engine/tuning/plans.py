@@ -160,9 +160,7 @@ def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knob
 
 def plans_for(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
     """One plan a layout; explicit cuts belong to the first, the others are cut uniformly."""
-    return [
-        (knobs if number == 0 else replace(knobs, cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)
-    ]
+    return [(knobs if number == 0 else knobs.but(cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)]
 
 
 def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:

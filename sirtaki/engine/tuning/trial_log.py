@@ -22,7 +22,7 @@ from sirtaki.autotune.meta.session import Assignment, SessionResult
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.sparse import SparseSummary
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.errors import ConfigError, SirtakiError
 from sirtaki.measures import Gain
 

@@ -39,7 +39,7 @@ from . import callbacks, replicated
 from .connections import ShardConnections
 from .model import ShardedModel
 from .private import find_groups, log_unchecked_version, owners_of, sharded_modules
-from .target import ShardTuning
+from .target import ShardTarget
 
 __all__ = ["attach", "attached", "describe"]
 
@@ -106,7 +106,7 @@ def attach(
     # Models are garbage-collected at different times on different ranks.
     finalize(model, connections.leave)
     state = ShardedModel(sharded, connections, packing, settings)
-    state.tuner = ShardTuning(state, settings)
+    state.tuner = ShardTarget(state, settings)
     exclude_from_compilation()
     callbacks.install(state, model, modules)
 

@@ -32,8 +32,8 @@ from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine.autograd import in_backward
 from sirtaki.engine.reducing import distributed_autograd
+from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.hooks import register_last
-from sirtaki.engine.reducing.reducer import ReducerOptions
 from sirtaki.errors import ConfigError
 from sirtaki.torch.compression import Choice, reduction_options
 from sirtaki.torch.ddp import DdpGradients, job_over

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 import sirtaki
+from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.shard_search import ShardArm, shard_session
 from sirtaki.autotune.sharded import (
     MOST_SCATTERING,
     SHARDED_FILE,
@@ -24,31 +25,28 @@ from sirtaki.autotune.sharded import (
     ShardedStep,
     ShardKnobs,
     ShardLink,
-    ShardSession,
     ShardSpace,
     packed_share,
 )
 from sirtaki.comm.compress import codec_of
-from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import TuningProgress, at_most, log_progress, progress_every_s
+from sirtaki.engine.console import TuningProgress
 from sirtaki.engine.lanes import untuned_streams
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import cluster_fingerprint
+from sirtaki.engine.tuning.controller import TuningController
+from sirtaki.engine.tuning.memory import SettingsMemory
 from sirtaki.engine.tuning.plans import fixed_knobs
+from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
+from sirtaki.engine.tuning.target import TunableTarget
 from sirtaki.errors import TransportError
-from sirtaki.measures import in_ms
-from sirtaki.registry.entry import STALE_AFTER_S, ShardsKey, ShardWay
 from sirtaki.registry.graph import canonical_json, digest
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.schema import ShardsKey, ShardsRecord
 
 from .buckets import StepTrace
 from .model import AS_PYTORCH, ShardedModel
-
-if TYPE_CHECKING:
-    from sirtaki.registry.store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 logger = logging.getLogger(__name__)
 
@@ -77,36 +75,37 @@ WORTH_MEMORY = 0.05
 MEASURED_STEPS = 10
 """Steps whose packing loss is measured after the search."""
 
-_T = TypeVar("_T")
 
-
-class ShardTuning:
-    """Search for the fastest setting of one model. Rank 0 of the model's ranks decides, and the others follow.
+class ShardTarget(TunableTarget[ShardKnobs]):
+    """A sharded model as a target of tuning in step times. Its controller runs over the model's ranks.
 
     The result is stored in the registry and tried first by the next job.
     """
+
+    slowest = True
 
     def __init__(self, model: ShardedModel, settings: Settings) -> None:
         self._model, self._settings = model, settings
         self._control, self._lanes = model.connections.control, model.connections.lanes_of_all
         self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
-        self._active = self._control is not None and settings.tunes
-        self._session: ShardSession | None = None  # on rank 0
+        self._controller = None if self._control is None or not settings.tunes else TuningController(self._control)
         self._key: ShardsKey | None = None  # on rank 0; None if nothing is stored
-        self._begun_s = 0.0
+        self._memory = SettingsMemory(settings.registry)
+        self._space: ShardSpace | None = None  # on rank 0
+        self._step: ShardedStep | None = None
+        self._begun_s = self._ended_s = 0.0
         self._topology: str | None = None  # known once the search has begun
-        self._logged_s = -math.inf
+        self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
         self._steps_to_measure = 0  # steps with packed shards whose loss is still to be measured
         model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
-        self._default = model.knobs
-        self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
+        self.default = model.knobs
 
     def end_step(self) -> None:
         """Measure the step that has ended, and change the setting. Collective, with nothing in flight."""
-        control, model, lanes = self._control, self._model, self._lanes
+        control, controller, model, lanes = self._control, self._controller, self._model, self._lanes
         if lanes is not None and lanes.losses is not None:
             self._measure_loss(lanes, lanes.losses)
-        if not self._active or control is None:
+        if controller is None or control is None:
             return
         self._synchronize()
         if self._topology is None:
@@ -116,41 +115,84 @@ class ShardTuning:
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
-            step = None if traced is None else measure_step(model, traced, self._choices()[0])
-            if control.rank == 0:
-                self._session = self._begin(control, self._topology, step)
-                model.connections.searching = True
-            self._begun_s = time.perf_counter()
-            return
-        begun_s, self._begun_s = self._begun_s, time.perf_counter()
-        span_s = float(control.maximum(np.array([self._begun_s - begun_s]))[0])
-        decision: tuple[ShardKnobs, bool] | None = None
-        if self._session is not None:
-            self._session.record(span_s)
-            decision = self._session.knobs, self._session.done
-            if not self._session.done and time.monotonic() - self._logged_s > progress_every_s():
-                self._logged_s = time.monotonic()
-                log_progress(logger, describe_progress(self._session))
-        knobs, done = control.broadcast(decision)
-        model.run(knobs)
-        if done:
-            self._active = False
-            model.pytorch.settle(knobs)
-            self._end()
-            if lanes is not None and (knobs.gathers or knobs.scatters):
-                self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
+            self._step = None if traced is None else measure_step(model, traced, self._choices()[0])
+            model.connections.searching, self.default = control.rank == 0, model.knobs
+            controller.begin(self)
+        else:
+            self._ended_s = time.perf_counter()
+            controller.iteration_ended()
         self._begun_s = time.perf_counter()
+
+    def recall(self) -> TuningSession[ShardKnobs] | None:
+        """Return a session that checks the setting of an earlier job; None without one. On rank 0."""
+        self._space = self._make_space()
+        first = None if self._key is None else self._recall(self._key, self._space, self.default)
+        return None if first is None else self._session(self._space, first)
+
+    def search(self, session: TuningSession[ShardKnobs] | None) -> TuningSession[ShardKnobs]:
+        """Begin a search. On rank 0."""
+        space = self._space or self._make_space()
+        if session is None:
+            return self._session(space)
+        session.begin_search(ShardArm(space, self.default, self._step), space=space)
+        return session
+
+    def _session(self, space: ShardSpace, first: ShardKnobs | None = None) -> TuningSession[ShardKnobs]:
+        budget = self._settings.warmup_iterations
+        return shard_session(space, self.default, budget=budget, first=first, step=self._step)
+
+    def apply(self, knobs: ShardKnobs) -> None:
+        """Run a setting from the next step on. Collective."""
+        self._model.run(knobs)
+
+    def measured_s(self) -> float:
+        """Return the time of the step that has ended."""
+        return self._ended_s - self._begun_s
+
+    def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
+        """Describe how far the search is. On rank 0."""
+        return describe_progress(session, WHOLE_STEPS)
+
+    def keep(self) -> None:
+        """Keep what runs. Collective."""
+        knobs, lanes = self._model.knobs, self._lanes
+        self._controller = None
+        self._model.connections.searching = False
+        self._model.pytorch.settle(knobs)
+        if lanes is not None and (knobs.gathers or knobs.scatters):
+            self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
+
+    def report(self, session: TuningSession[ShardKnobs]) -> None:
+        """Store and log the result. On rank 0."""
+        result, stored = session.result, False
+        # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
+        if self._key is not None and result.n_trials > 1 and not result.doubt:
+            record = ShardsRecord(
+                key=self._key,
+                memory_bytes=self._settings.fsdp_memory,
+                modules=len(self._model.order),
+                setting=result.knobs,
+                gain=0.0 if result.gain is None else 1.0 - 1.0 / result.gain.times,
+                created_s=time.time(),
+            )
+            stored = self._memory.keep(record)
+        words = describe_steps(result, self._model.describe())
+        logger.info("%s%s", words, "; stored in the registry" if stored else "")
+        if self._space is None or self._shares_memory:
+            return
+        if advice := memory_advice(self._model, self._space, self._on_accelerator):
+            logger.info("%s", advice)
 
     def give_up(self, why: str) -> None:
         """End the search, if it has not ended, with the default. Collective, with nothing in flight."""
         if self._lanes is not None:
             self._lanes.losses = None
-        if self._active and self._control is not None:
-            self._active, self._model.trace = False, None
+        if self._controller is not None and self._control is not None:
+            self._controller, self._model.trace = None, None
             self._model.connections.searching = False
             self._synchronize()
-            self._model.run(self._default)
-            self._model.pytorch.settle(self._default)
+            self._model.run(self.default)
+            self._model.pytorch.settle(self.default)
             if self._control.rank == 0:
                 logger.info("no settings are tried any more, the default stays: %s", why)
 
@@ -188,9 +230,9 @@ class ShardTuning:
             streams = ()
         return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
 
-    def _begin(self, control: ControlPlane, topology: str, step: ShardedStep | None) -> ShardSession:
-        """Begin the search on rank 0."""
-        model, settings, default = self._model, self._settings, self._model.knobs
+    def _make_space(self) -> ShardSpace:
+        """Return the settings that may be chosen, and set the key of what is stored. On rank 0."""
+        model, settings, default = self._model, self._settings, self.default
         lossy = self._allowed_compressors()
         streams, scattering, memory_bytes = self._choices()
         space = ShardSpace(
@@ -205,24 +247,23 @@ class ShardTuning:
             joinable=model.joinable,
             gathered_ahead=None if model.sets_prefetch else (default.ahead, default.behind),
         )
-        first = None
-        if topology:
+        if self._topology and self._control is not None:
             sizes = [[group.description, group.n_bytes] for group in model.order]
             fixed = fixed_knobs(settings, lossy)
             self._key = ShardsKey(
-                topology=topology,
-                ranks=control.size,
+                topology=self._topology,
+                ranks=self._control.size,
                 model=digest("sharded model", canonical_json(sizes))[:32],
                 transport=model.carriers if self._lanes is None else self._lanes.kind.value,
                 versions={"sirtaki": sirtaki.__version__, "torch": str(torch.__version__)},
                 fixed={name: value for name, value in fixed.items() if name in ("streams", "lossy")},
             )
-            first = self._recall(self._key, space, default)
-        if step is not None:
-            logger.debug("traced %s", step)
+        if self._step is not None:
+            logger.debug("traced %s", self._step)
             if settings.profile is not None:
-                _write_step(RecordedStep(step=step, space=space, setting=default), Path(settings.profile.folder))
-        return ShardSession(space, default, budget=settings.warmup_iterations, first=first, step=step)
+                recorded = RecordedStep(step=self._step, space=space, setting=default)
+                _write_step(recorded, Path(settings.profile.folder))
+        return space
 
     def _allowed_compressors(self) -> tuple[str, ...]:
         """Return the compressors that SIRTAKI_LOSSY allows and that can pack shards here."""
@@ -237,49 +278,17 @@ class ShardTuning:
             logger.info("SIRTAKI_LOSSY is left aside: %s", why)
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
-    def _end(self) -> None:
-        """Store and log the result on rank 0."""
-        if (session := self._session) is None:
-            return
-        self._model.connections.searching = False
-        stored = False
-        # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
-        if self._key is not None and session.tried > 1 and not session.doubt:
-            way = ShardWay(
-                key=self._key,
-                memory_bytes=self._settings.fsdp_memory,
-                modules=len(self._model.order),
-                **asdict(self._model.knobs),
-                gain=0.0 if session.proved is None else 1.0 - 1.0 / session.proved.times,
-                created_s=time.time(),
-            )
-            stored = self._attempt(lambda store: store.save_way(way), False)
-        result = describe_result(session, self._model.describe())
-        logger.info("%s%s", result, "; stored in the registry" if stored else "")
-        if not self._shares_memory and (advice := memory_advice(self._model, session.space, self._on_accelerator)):
-            logger.info("%s", advice)
-
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the newest stored setting that may be used, of jobs with as much memory or the least above it."""
-        since_s = time.time() - STALE_AFTER_S
-        ways = self._attempt(lambda store: store.ways(ShardWay, key), list[ShardWay]())
-        for way in sorted(ways, key=lambda way: way.memory_bytes):
-            knobs = ShardKnobs(**{each.name: getattr(way, each.name) for each in fields(ShardKnobs)})
-            if way.created_s >= since_s and way.memory_bytes >= space.memory_bytes and knobs in space:
-                break
-        else:
-            return None
-        what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
-        logger.info("found these shards in the registry: %s", what)
-        return knobs
+        """Return the setting of a job that was allowed as much memory, or the least above it, if it may run here."""
 
-    def _attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Open the registry for one action. Return `otherwise` if it fails. Raises nothing into training."""
-        store = SafeStore(self._settings.registry)
-        try:
-            return store.attempt(action, otherwise)
-        finally:
-            store.close()
+        def accept(record: ShardsRecord) -> ShardKnobs | None:
+            return record.setting if record.setting in space else None
+
+        knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
+        if knobs is not None:
+            what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
+            logger.info("found these shards in the registry: %s", what)
+        return knobs
 
 
 def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:
@@ -405,37 +414,6 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
         f"if {who} parameters until the backward pass, a step would send {100 * less:.0f} % less; "
         f"for as much memory as that takes it is tried (SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB)"
     )
-
-
-def describe_progress(session: ShardSession) -> TuningProgress:
-    """Describe how far the search is, and its best result so far."""
-    now = session.knobs.describe()
-    if not math.isfinite(session.default_s):
-        return TuningProgress(used=session.used, at_most=session.at_most, now=f"measuring the default: {now}")
-    best_s = session.default_s / session.seen
-    seen, steps = "nothing seen that beats the default", in_ms(best_s)
-    if session.seen > 1.0:
-        seen = f"fastest seen so far, not yet proved: {in_ms(session.default_s - best_s)} a step less"
-        steps = f"{in_ms(session.default_s)} → {steps}"
-    return TuningProgress(
-        used=session.used,
-        at_most=session.at_most,
-        left=at_most((session.at_most - session.used) * session.default_s),
-        seen=seen,
-        aside=f" ({steps})",
-        now=f"comparing in turns: {now}",
-    )
-
-
-def describe_result(session: ShardSession, setting: str) -> str:
-    """Describe the result of the search in one line."""
-    found = "the default stays"
-    if session.proved is not None:
-        after_s = session.default_s / session.proved.times
-        found = f"steps are {session.proved.describe()}: {in_ms(after_s)} instead of {in_ms(session.default_s)}"
-    steps, settings = f"{session.used} step", f"{session.tried} setting"
-    steps, settings = (one + ("" if one.startswith("1 ") else "s") for one in (steps, settings))
-    return f"tuned in {steps} with {settings}: {found}; {setting} ({session.why})"
 
 
 def _write_step(recorded: RecordedStep, folder: Path) -> None:

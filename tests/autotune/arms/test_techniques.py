@@ -95,7 +95,7 @@ def told(arm: Arm, knobs: Knobs, span_s: float) -> None:
 def test_each_compressor_is_tried_on_the_fastest_setting_and_then_class_by_class() -> None:
     arm = CompressorArm(LOSSY)
     assert arm.ask() == []  # nothing to compress yet
-    told(arm, replace(PLAIN, streams=1), 2.0)
+    told(arm, PLAIN.but(streams=1), 2.0)
     told(arm, PLAIN, 1.0)
     first = [proposal.knobs for proposal in arm.ask(8)]
     assert [knobs.lossy for knobs in first] == [Lossy.all_by(name) for name in LOSSY.lossy]
@@ -123,9 +123,9 @@ def asked_of(arm: Arm) -> list[Knobs]:
 def test_nccl_is_told_of_the_fastest_setting_and_then_of_what_lies_beside_it() -> None:
     arm = NcclArm(NCCL)
     assert arm.ask() == []  # nothing has run yet
-    told(arm, replace(OVER_NCCL, streams=1), 2.0)
+    told(arm, OVER_NCCL.but(streams=1), 2.0)
     told(arm, OVER_NCCL, 1.0)
-    ring, tree = (replace(OVER_NCCL, nccl=ways) for ways in NCCL_WAYS[:2])
+    ring, tree = (OVER_NCCL.but(nccl=ways) for ways in NCCL_WAYS[:2])
     assert asked_of(arm) == [ring, tree]  # it has no small units
     told(arm, ring, 1.02)  # the noise may be more than that
     told(arm, tree, 1.5)
@@ -139,38 +139,38 @@ def test_nccl_is_told_of_the_fastest_setting_and_then_of_what_lies_beside_it() -
         (4 << 20, 2, 512),
         (4 << 20, 2, 1024),
     }
-    half = replace(ring, unit_bytes=1 << 20)
+    half = ring.but(unit_bytes=1 << 20)
     told(arm, half, 0.5)
-    assert replace(half, nccl=NcclWays(large=NcclWay.TREE_LL128)) in asked_of(arm)
+    assert half.but(nccl=NcclWays(large=NcclWay.TREE_LL128)) in asked_of(arm)
     assert not any(knobs.unit_bytes == 512 << 10 for knobs in asked_of(arm))  # small units may not be told that
 
 
 def test_units_of_a_plan_are_told_class_by_class() -> None:
     arm = NcclArm(NCCL)
-    planned = replace(OVER_NCCL, cuts=(Cut(stop=1 << 20), Cut(stop=(1 << 20) + 10)))
+    planned = OVER_NCCL.but(cuts=(Cut(stop=1 << 20), Cut(stop=(1 << 20) + 10)))
     told(arm, planned, 1.0)
     assert [knobs.nccl for knobs in asked_of(arm)] == list(NCCL_WAYS)
-    told(arm, replace(planned, nccl=NcclWays(large=NcclWay.RING_SIMPLE)), 0.5)
+    told(arm, planned.but(nccl=NcclWays(large=NcclWay.RING_SIMPLE)), 0.5)
     assert NcclWays(small=NcclWay.RING_LL, large=NcclWay.RING_SIMPLE) in [knobs.nccl for knobs in asked_of(arm)]
 
 
 def test_what_nccl_has_refused_is_not_asked_for_again() -> None:
     arm = NcclArm(NCCL)
     told(arm, OVER_NCCL, 1.0)
-    told(arm, replace(OVER_NCCL, nccl=NCCL_WAYS[0]), math.inf)
-    told(arm, replace(OVER_NCCL, streams=4), 0.9)
-    assert asked_of(arm) == [replace(OVER_NCCL, streams=4, nccl=NCCL_WAYS[1])]
+    told(arm, OVER_NCCL.but(nccl=NCCL_WAYS[0]), math.inf)
+    told(arm, OVER_NCCL.but(streams=4), 0.9)
+    assert asked_of(arm) == [OVER_NCCL.but(streams=4, nccl=NCCL_WAYS[1])]
 
 
 def test_what_goes_through_shared_memory_is_compressed_over_sockets() -> None:
     space = replace(LOSSY, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT), *LOSSY.routes))
     arm = CompressorArm(space)
-    told(arm, replace(PLAIN, transport=TransportKind.SHARED_MEMORY), 1.0)
+    told(arm, PLAIN.but(transport=TransportKind.SHARED_MEMORY), 1.0)
     asked = [proposal.knobs for proposal in arm.ask(8)]
     assert {knobs.route for knobs in asked} == {(TransportKind.GLOO, Algorithm.FLAT)}
-    assert replace(asked[0], transport=TransportKind.SHARED_MEMORY) not in space
+    assert asked[0].but(transport=TransportKind.SHARED_MEMORY) not in space
     nowhere = CompressorArm(replace(LOSSY, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),)))
-    told(nowhere, replace(PLAIN, transport=TransportKind.SHARED_MEMORY), 1.0)
+    told(nowhere, PLAIN.but(transport=TransportKind.SHARED_MEMORY), 1.0)
     assert nowhere.ask() == []
 
 
@@ -333,7 +333,7 @@ def with_members(spans_s: dict[int, float]) -> PBTArm:
 
 
 def measured(streams: int, span_s: float, *, arm: str) -> Trial:
-    knobs = replace(KnobLattice(WIDE).points[0], streams=streams)
+    knobs = KnobLattice(WIDE).points[0].but(streams=streams)
     return replace(trial_of(Proposal(arm=arm, knobs=knobs)), span_s=span_s)
 
 

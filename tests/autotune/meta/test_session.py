@@ -40,8 +40,7 @@ from sirtaki.autotune.meta.session import (
     Remembered,
     SessionResult,
     Setting,
-    WarmupSession,
-    neighbours,
+    TuningSession,
 )
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import TransportKind, UnitClass
@@ -106,7 +105,7 @@ def test_knobs_that_run_already_discard_no_iteration() -> None:
 # Trials.
 def test_a_clearly_worse_setting_is_given_up_after_one_measurement() -> None:
     worse = streams(1)
-    slow = replace(worse, unit_bytes=64 * MIB)
+    slow = worse.but(unit_bytes=64 * MIB)
     job = Job(session(ListArm(BEST, slow))).run()
     assert len(job.run_for(Purpose.TRIAL)) == 2 + 1
     pruned = next(trial for trial in job.session.trials if trial.knobs == slow)
@@ -114,7 +113,7 @@ def test_a_clearly_worse_setting_is_given_up_after_one_measurement() -> None:
 
 
 def test_a_setting_close_to_the_best_is_measured_more_often() -> None:
-    near = replace(BEST, unit_bytes=5 * MIB)
+    near = BEST.but(unit_bytes=5 * MIB)
     ties = {BEST: 0.1, near: 0.0999, DEFAULT: 0.2}
     job = Job(session(ListArm(BEST, near)), span_of=ties.__getitem__).run()
     assert job.run_for(Purpose.TRIAL).count(BEST) == 2
@@ -197,7 +196,7 @@ def test_if_even_the_default_fails_what_runs_is_kept() -> None:
 
 # The end of the search.
 def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expects_nothing() -> None:
-    ladder = [replace(DEFAULT, unit_bytes=MIB + i) for i in range(200)]
+    ladder = [DEFAULT.but(unit_bytes=MIB + i) for i in range(200)]
     flat = {DEFAULT: 0.2, **dict.fromkeys(ladder, 0.1)}
     bored = Job(session(Sure(0.0, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
     hopeful = Job(session(Sure(0.5, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
@@ -232,7 +231,7 @@ def test_the_registrys_setting_runs_at_once_and_ends_the_warm_up_if_it_beats_the
 
 
 def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
-    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    slow = DEFAULT.but(unit_bytes=64 * MIB)
     arm = ListArm(BEST)
     job = Job(session(exact=remembered(slow)), search_with=arm).run()
     assert job.assignments[0].knobs == slow
@@ -242,7 +241,7 @@ def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> Non
 
 
 def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_within_the_space_that_is_left() -> None:
-    warm_up = session(exact=remembered(replace(DEFAULT, unit_bytes=64 * MIB)))
+    warm_up = session(exact=remembered(DEFAULT.but(unit_bytes=64 * MIB)))
     while warm_up.assignment.purpose is not Purpose.SEARCH:
         warm_up.record([landscape(warm_up.assignment.knobs)] * warm_up.assignment.measured_iterations)
     assert warm_up.assignment.knobs == DEFAULT
@@ -258,7 +257,7 @@ def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_w
 @pytest.mark.parametrize("exact", [BEST, DEFAULT])
 @pytest.mark.parametrize("times", [0.3, 1.0, 3.5])
 def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_changed(exact: Knobs, times: float) -> None:
-    better = replace(BEST, unit_bytes=8 * MIB)
+    better = BEST.but(unit_bytes=8 * MIB)
     arm = ListArm(better)
     warm_up = session(exact=remembered(exact, times=times), budget_iterations=1000)
     job = Job(warm_up, search_with=arm, span_of=lambda knobs: 0.05 if knobs == better else landscape(knobs)).run()
@@ -277,7 +276,7 @@ def test_what_cannot_be_expanded_to_a_plan_is_refused_wherever_it_comes_from(
         range(knobs.unit_bytes)
         return knobs
 
-    strange = replace(DEFAULT, unit_bytes=2.5 * MIB)  # type: ignore[arg-type]
+    strange = DEFAULT.but(unit_bytes=2.5 * MIB)  # type: ignore[arg-type]
     arm = ListArm(BEST, streams(3), strange, streams(2))
     history = [Trial(arm="grid", knobs=knobs, iterations=2, span_s=0.1) for knobs in (BEST, DEFAULT)]
     job = Job(session(arm, exact=exact and remembered(exact), seeds=[BEST], history=history, identity=identity)).run()
@@ -334,7 +333,7 @@ def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_
     job = Job(session(arm, given=BEST, seeds=[streams(2)])).run()
     assert list(dict.fromkeys(job.run_for(Purpose.TRIAL))) == [BEST, streams(2), streams(8)]
     assert (job.result.knobs, job.result.arm) == (BEST, PLAN_ARM)
-    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    slow = DEFAULT.but(unit_bytes=64 * MIB)
     job = Job(session(ListArm(), given=slow)).run()
     assert slow in job.run_for(Purpose.TRIAL)
     assert job.result.knobs != slow
@@ -349,7 +348,7 @@ def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_
         (BEST, streams(2), BEST),
         (BEST, BEST, BEST),
         (DEFAULT, BEST, BEST),
-        (DEFAULT, replace(DEFAULT, unit_bytes=64 * MIB), DEFAULT),
+        (DEFAULT, DEFAULT.but(unit_bytes=64 * MIB), DEFAULT),
         (BEST, OUTSIDE, BEST),
     ],
 )
@@ -407,7 +406,7 @@ def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
 
 
 def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
-    near = [*(streams(count) for count in (2, 3, 4, 6, 8)), replace(BEST, streams=2)]
+    near = [*(streams(count) for count in (2, 3, 4, 6, 8)), BEST.but(streams=2)]
     spans = {knobs: 0.1 + 0.001 * i for i, knobs in enumerate(near)} | {DEFAULT: 0.2}
     doubted = Job(session(ListArm(*near)), span_of=spans.__getitem__).run()
     believed = Job(session(Believer(near[-1], *near)), span_of=spans.__getitem__).run()
@@ -529,7 +528,7 @@ BUDGET = 31
 
 
 def test_what_runs_stays_if_nothing_beats_it() -> None:
-    arm = ListArm(streams(2), streams(3), replace(BEST, unit_bytes=8 * MIB))
+    arm = ListArm(streams(2), streams(3), BEST.but(unit_bytes=8 * MIB))
     job = Job(session(arm, default=BEST, retune=True, budget_iterations=BUDGET, seeds=[DEFAULT])).run()
     assert job.result.knobs == BEST
     assert not job.result.tuned
@@ -551,9 +550,9 @@ def test_the_budget_of_a_retune_is_never_exceeded(noise: float, seed: int, disca
 
 def test_of_a_few_proposals_the_best_is_found_at_a_noise_of_ten_per_cent() -> None:
     def changed(knobs: Knobs) -> float:
-        return landscape(replace(knobs, streams=max(1, knobs.streams // 4)))  # four times as many streams are needed
+        return landscape(knobs.but(streams=max(1, knobs.streams // 4)))  # four times as many streams are needed
 
-    better = replace(BEST, streams=8)
+    better = BEST.but(streams=8)
     found = [
         Job(
             session(ListArm(streams(2), better, streams(6)), default=DEFAULT, retune=True, budget_iterations=BUDGET),
@@ -623,7 +622,7 @@ def test_noise_alone_breaks_hardly_any(noise: float) -> None:
 TINY = replace(SPACE, unit_bytes=(64 * KIB, 128 * KIB))
 
 
-UNTUNED = replace(DEFAULT, unit_bytes=128 * KIB, streams=1)
+UNTUNED = DEFAULT.but(unit_bytes=128 * KIB, streams=1)
 
 
 def of_two_units(knobs: Knobs) -> Hashable:
@@ -651,20 +650,20 @@ def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm:
 
 
 def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:
-    assert list(neighbours(replace(BEST, cuts=(Cut(stop=5),)), SPACE)) == [BEST, *neighbours(BEST, SPACE)]
+    assert list(SPACE.around(BEST.but(cuts=(Cut(stop=5),)), ())) == [BEST, *SPACE.around(BEST, ())]
 
 
 def test_a_session_walks_from_neighbour_to_neighbour() -> None:
     """An arm stops two steps off the best number of streams."""
-    job = Job(session(ListArm(replace(BEST, streams=2)), refine=True)).run()
+    job = Job(session(ListArm(BEST.but(streams=2)), refine=True)).run()
     assert job.result.knobs.streams in (3, 4)
-    assert job.result.best_span_s < landscape(replace(BEST, streams=2))
+    assert job.result.best_span_s < landscape(BEST.but(streams=2))
     assert any(trial.arm == REFINEMENT_ARM for trial in job.session.trials)
     assert job.iterations <= 100
 
 
 def test_where_noise_hides_neighbours_they_are_not_run() -> None:
-    job = Job(session(ListArm(replace(BEST, streams=2)), refine=True), noise=0.3).run()
+    job = Job(session(ListArm(BEST.but(streams=2)), refine=True), noise=0.3).run()
     assert not any(trial.arm == REFINEMENT_ARM for trial in job.session.trials)
 
 
@@ -725,7 +724,7 @@ def test_the_span_takes_an_outlier_like_a_median_and_two_spans_like_a_mean() -> 
 LOSSY_SPACE = replace(SPACE, lossy=("int8", "powersgd:4"), classes=(UnitClass.LARGE,))
 
 
-def lossy_session(seed: int) -> WarmupSession:
+def lossy_session(seed: int) -> TuningSession:
     arm = default_arms(space=LOSSY_SPACE, rng=np.random.default_rng(seed), budget_iterations=100)
     return session(arm, space=LOSSY_SPACE, refine=True)
 
@@ -759,7 +758,7 @@ def test_a_compressor_that_makes_iterations_faster_is_kept() -> None:
 
 
 def test_what_is_slower_than_the_fastest_that_loses_nothing_is_not_kept_though_it_beats_the_default() -> None:
-    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
+    compressed = BEST.but(lossy=Lossy.all_by("int8"))
     arm = ListArm(BEST, compressed, streams(2))
     job = Job(
         session(arm, space=LOSSY_SPACE), span_of=lambda knobs: landscape(knobs) * (1.1 if knobs.lossy else 1.0)
@@ -769,7 +768,7 @@ def test_what_is_slower_than_the_fastest_that_loses_nothing_is_not_kept_though_i
 
 
 def test_a_retune_drops_a_compressor_that_has_become_slower() -> None:
-    compressed = replace(BEST, lossy=Lossy.all_by("int8"))
+    compressed = BEST.but(lossy=Lossy.all_by("int8"))
     retune = session(ListArm(BEST), space=LOSSY_SPACE, default=compressed, budget_iterations=25, retune=True)
     job = Job(retune, span_of=lambda knobs: landscape(knobs) * (2.0 if knobs.lossy else 1.0)).run()
     assert job.result.knobs == BEST

@@ -327,8 +327,8 @@ def test_the_order_of_near_equals_says_little() -> None:
 
 def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
     forecast = told(float("inf"), 0.1)
-    elsewhere = replace(streams(1), transport=TransportKind.MPI)
-    other_layout = replace(streams(1), cuts=(Cut(stop=3),))
+    elsewhere = streams(1).but(transport=TransportKind.MPI)
+    other_layout = streams(1).but(cuts=(Cut(stop=3),))
     forecast.tell([replace(ran(1, 0.01), knobs=elsewhere), replace(ran(1, 0.01), knobs=other_layout)])
     assert forecast.predicted_s(elsewhere) is None
     assert forecast.predicted_s(other_layout) is None
@@ -591,7 +591,7 @@ def test_training_corrects_what_probes_beside_another_computation_have_shown() -
 
 
 def test_a_few_settings_teach_nothing() -> None:
-    seen = [Observation(knobs=replace(LEARNING_DEFAULT, streams=n), span_s=0.1, backward_s=0.05) for n in (1, 2)]
+    seen = [Observation(knobs=LEARNING_DEFAULT.but(streams=n), span_s=0.1, backward_s=0.05) for n in (1, 2)]
     with pytest.raises(TuningError, match="three settings or more, not from 2"):
         with_contention_learnt(planning_model(TRIALS_LINK), TRIALS_GLOO, seen)
 

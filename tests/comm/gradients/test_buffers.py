@@ -9,18 +9,21 @@ import torch
 from fakes.gradients import make_buffers, parameters
 
 from sirtaki.comm.device import Device
-from sirtaki.comm.gradients.buffers import FLAG_COUNT, Arrivals, ControlFlags, GradientBuffers, LostEdits, Pace, Said
+from sirtaki.comm.gradients.buffers import FlatBuffers
+from sirtaki.comm.gradients.edits import EditCheck
+from sirtaki.comm.gradients.flags import FLAG_COUNT, Drift, FlagTraffic, RankFlags
+from sirtaki.comm.gradients.ready import ReadyGradients
 
 Params = list[torch.nn.Parameter]
 
 
-def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Params, GradientBuffers, Arrivals]:
+def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Params, FlatBuffers, ReadyGradients]:
     params = parameters(*shapes, dtype=dtype)
     buffers = make_buffers(params)
-    return params, buffers, Arrivals(buffers)
+    return params, buffers, ReadyGradients(buffers)
 
 
-def come(arrivals: Arrivals, params: Params, *indices: int) -> None:
+def come(arrivals: ReadyGradients, params: Params, *indices: int) -> None:
     """These gradients of this rank's come now."""
     for index in indices:
         gradient = params[index].grad
@@ -29,7 +32,7 @@ def come(arrivals: Arrivals, params: Params, *indices: int) -> None:
     arrivals.own = len(arrivals.positions)
 
 
-def flat(buffers: GradientBuffers) -> list[float]:
+def flat(buffers: FlatBuffers) -> list[float]:
     values: list[float] = buffers.groups[0].buffer.tensor[:-2].tolist()
     return values
 
@@ -56,7 +59,7 @@ def test_what_has_come_since_the_last_time_is_copied_in_and_comes_out_as_it_was(
     assert [arrivals.copy_in() for _ in range(2)] == [3, 0]
     come(arrivals, params, 2, 1)
     assert arrivals.copy_in() == 2
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert [param.grad.tolist() for param in params] == wanted  # type: ignore[union-attr]
     assert all(param.grad is buffers.view(index) for index, param in enumerate(params))
 
@@ -66,11 +69,11 @@ def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_us
     for _ in range(2):
         fresh = torch.tensor([3.0, 4.0])
         params[0].grad, params[1].grad = fresh, fresh.clone()
-        arrivals = Arrivals(buffers)
+        arrivals = ReadyGradients(buffers)
         come(arrivals, params, 0, 1)
         arrivals.copy_in()
         buffers.groups[0].buffer.tensor.mul_(2)
-        arrivals.hand_out()
+        arrivals.assign_all()
         assert [param.grad.tolist() for param in params] == [[6, 8], [6, 8]]  # type: ignore[union-attr]
         in_place = [param.grad.data_ptr() == buffers.addresses[index] for index, param in enumerate(params)]  # type: ignore[union-attr]
         params[0].grad.data = torch.zeros(2)
@@ -100,7 +103,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated(
     arrivals.copy_in()
     assert buffers.outdated
     assert other.grad is buffers.view(1)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (param.grad.stride(), param.grad.dtype) == (param.stride(), param.dtype)
     assert bool((param.grad == 3.0).all())
 
@@ -138,7 +141,7 @@ def test_what_the_user_does_to_gradients_that_have_come_is_seen(copied: bool) ->
     assert arrivals.written == [3], "what was written before it was copied in is not forgotten"
     for index in (0, 1, 2):
         assert torch.equal(buffers.view(index), wanted[index])
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (arrivals.lost_replaced, arrivals.lost_written) == ([0], [3])
     assert params[0].grad is buffers.view(0)
     assert params[4].grad is None
@@ -153,11 +156,11 @@ def test_a_frozen_parameter_keeps_what_it_has_though_zeros_were_reduced_for_it()
     params[2].grad = None  # with none
     params[2].requires_grad_(requires_grad=False)
     for index in range(3):
-        arrivals.put_in(index)
+        arrivals.fill_missing(index)
     arrivals.copy_in()
     assert flat(buffers) == [0] * 6
     buffers.groups[0].buffer.tensor.add_(5)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert [None if param.grad is None else param.grad.tolist() for param in params] == [[0, 1], [7, 8], None]
 
 
@@ -167,7 +170,7 @@ def test_where_the_place_does_not_fit_any_more_the_reduced_gradient_is_copied() 
     arrivals.copy_in()
     params[0].data = params[0].data.t()  # other strides now
     params[0].grad = torch.full((2, 2), -1.0)
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert params[0].grad.stride() == params[0].stride()
     assert params[0].grad.tolist() == [[0, 1], [2, 3]]
     assert params[0].grad.data_ptr() != buffers.addresses[0]
@@ -177,13 +180,13 @@ def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None
     params, buffers, arrivals = made((2,), (2,), (1,))
     come(arrivals, params, 0, 1, 2)
     arrivals.copy_in()
-    arrivals.hand_out_some([1])
+    arrivals.assign([1])
     assert params[1].grad is not None
     params[1].grad.zero_()  # what is done to it now holds
-    arrivals.hand_out_some([0, 1])
+    arrivals.assign([0, 1])
     params[2].grad = torch.ones(1)  # and this comes too early
     buffers.groups[0].buffer.tensor[0] = 7
-    arrivals.hand_out()
+    arrivals.assign_all()
     assert (arrivals.lost_replaced, arrivals.lost_written) == ([2], [])
     assert params[1].grad.tolist() == [0, 0]
 
@@ -191,7 +194,7 @@ def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None
 # ── what ranks tell each other ───────────────────────────────────────────────────────────────────────────────────
 
 
-def changed(*, replaced: bool = False, written: bool = False) -> Arrivals:
+def changed(*, replaced: bool = False, written: bool = False) -> ReadyGradients:
     """Of two parameters, of which the first one's gradient has come, and was changed too early."""
     params, _, found = made((2,), (3,))
     come(found, params, 0)
@@ -202,20 +205,24 @@ def changed(*, replaced: bool = False, written: bool = False) -> Arrivals:
 @pytest.mark.parametrize(
     ("done", "said", "words"),
     [
-        ({}, Said(complete=True), ""),
-        ({"written": True}, Said(written=True), "the gradient of a was written before it was reduced, which ends with"),
-        ({}, Said(written=True, complete=True), "another rank has written a gradient"),
-        ({"replaced": True}, Said(replaced=True), ""),
+        ({}, RankFlags(complete=True), ""),
+        (
+            {"written": True},
+            RankFlags(written=True),
+            "the gradient of a was written before it was reduced, which ends with",
+        ),
+        ({}, RankFlags(written=True, complete=True), "another rank has written a gradient"),
+        ({"replaced": True}, RankFlags(replaced=True), ""),
         (
             {"replaced": True},
-            Said(replaced=True, complete=True),
+            RankFlags(replaced=True, complete=True),
             "the gradient of a was replaced before it was reduced",
         ),
-        ({}, Said(replaced=True, complete=True), "another rank has replaced a gradient"),
+        ({}, RankFlags(replaced=True, complete=True), "another rank has replaced a gradient"),
     ],
 )
-def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: Said, words: str) -> None:
-    problem = LostEdits().look(changed(**done), ["a", "b"], said)
+def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: RankFlags, words: str) -> None:
+    problem = EditCheck().look(changed(**done), ["a", "b"], said)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
     assert not words or "because b had no gradient" in problem or "another rank" in problem
@@ -223,55 +230,55 @@ def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: Sa
 
 
 def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    edits = LostEdits()
+    edits = EditCheck()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            edits.look(changed(replaced=True), ["a", "b"], Said(replaced=True))
+            edits.look(changed(replaced=True), ["a", "b"], RankFlags(replaced=True))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "the gradient of a was replaced before it was reduced"
     ]
 
 
 def test_a_device_hears_of_others_an_iteration_later_and_of_itself_at_once() -> None:
-    edits = LostEdits()
-    own = edits.look(changed(written=True), ["a", "b"], Said())
-    assert edits.hear_late(own, Said()) == own != ""
-    assert edits.hear_late("", Said(written=True)) == "", "this rank has said so"
-    assert "iteration before" in edits.hear_late("", Said(written=True))
+    edits = EditCheck()
+    own = edits.look(changed(written=True), ["a", "b"], RankFlags())
+    assert edits.hear_late(own, RankFlags()) == own != ""
+    assert edits.hear_late("", RankFlags(written=True)) == "", "this rank has said so"
+    assert "iteration before" in edits.hear_late("", RankFlags(written=True))
 
 
-ALL = [Said(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_COUNT)]
+ALL = [RankFlags(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_COUNT)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
     buffer = torch.zeros(FLAG_COUNT, dtype=dtype)
-    flags = ControlFlags(Device(), buffer)
+    flags = FlagTraffic(Device(), buffer)
     for own, others in itertools.product(ALL, repeat=2):
         if not (own.not_slower or own.not_faster):
             continue  # nobody finds both
-        flags.pace = own.pace
+        flags.drift = own.drift
         flags.write(own)
         buffer += 7 * torch.tensor(others, dtype=dtype)  # of seven other ranks
         buffer /= 8  # an average
-        heard = Said(*(mine or theirs for mine, theirs in zip(own, others, strict=True)))
+        heard = RankFlags(*(mine or theirs for mine, theirs in zip(own, others, strict=True)))
         assert flags.read() == heard
-        if own.pace is not Pace.USUAL:
-            agrees = Said(not_slower=own.not_slower, not_faster=own.not_faster).pace
+        if own.drift is not Drift.USUAL:
+            agrees = RankFlags(not_slower=own.not_slower, not_faster=own.not_faster).drift
             differs = others.not_slower > own.not_slower or others.not_faster > own.not_faster
-            assert heard.pace is (Pace.USUAL if differs else agrees)
+            assert heard.drift is (Drift.USUAL if differs else agrees)
 
 
 def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:
     device = Device()
     device.streams = True
     buffer = torch.zeros(FLAG_COUNT)
-    flags = ControlFlags(device, buffer)
-    flags.write(Said(reprofile=True))
-    assert flags.read() == Said()
+    flags = FlagTraffic(device, buffer)
+    flags.write(RankFlags(reprofile=True))
+    assert flags.read() == RankFlags()
     buffer.zero_()
     assert flags.read().reprofile
-    flags.write(Said(written=True))
+    flags.write(RankFlags(written=True))
     flags.read()
     flags.forget()
     assert not flags.read().written

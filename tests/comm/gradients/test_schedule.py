@@ -8,16 +8,16 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters, plan_of
 
-from sirtaki.comm.gradients.buffers import GradientBuffers
+from sirtaki.comm.gradients.buffers import FlatBuffers
 from sirtaki.comm.gradients.schedule import (
     DISORDERLY_ITERATIONS,
     PATIENCE_ITERATIONS,
     IterationPace,
+    LaunchSchedule,
     OrderProfiling,
-    Schedule,
     ScheduledUnit,
     agree_on_order,
-    overtaking,
+    reorder_units,
     schedule,
 )
 
@@ -55,7 +55,7 @@ def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> N
 
 def test_parameters_are_together_that_share_all_their_units() -> None:
     units = units_of([(4,), (4,), (4,)], 6)
-    plan = Schedule(units, range(3), held=lambda unit: False)
+    plan = LaunchSchedule(units, range(3), held=lambda unit: False)
     assert plan.together(0) == [0]
     assert plan.together(2) == [2]
     assert plan.together(1) == [0, 1, 2]  # it lies in both
@@ -71,7 +71,7 @@ def order_of(
     pace = IterationPace(
         needed=needed, ready_s=ready_s, backward_s=ready_s[-1] + 0.5, s_per_byte=s_per_element / ITEM_BYTES
     )
-    return [unit.start for unit in overtaking(units, pace, held=lambda unit: unit is units[-1])]
+    return [unit.start for unit in reorder_units(units, pace, held=lambda unit: unit is units[-1])]
 
 
 FORWARD = [3.0, 2.0, 1.0, 0.0]  # the last gradient is that of the first layer
@@ -101,7 +101,7 @@ def test_a_unit_is_as_urgent_as_the_first_of_its_parameters() -> None:
 def test_streams_share_the_network_and_take_whatever_is_next() -> None:
     units = units_of([(8,), (4,), (4,), (4,)], 8, 12, 16, streams=2)
     pace = IterationPace(needed=FORWARD, ready_s=[0.0] * 4, backward_s=0.0, s_per_byte=1.0)
-    played = overtaking(units, pace, held=lambda unit: False)
+    played = reorder_units(units, pace, held=lambda unit: False)
     assert [(unit.start, unit.stream) for unit in played] == [(16, 0), (12, 1), (8, 1), (0, 0)]
 
 
@@ -118,7 +118,7 @@ def test_whatever_comes_whenever_every_unit_leaves_once_on_a_stream_of_its_kind(
     pace = IterationPace(
         needed=[rng.random() for _ in shapes], ready_s=ready_s, backward_s=1.0, s_per_byte=rng.choice([0.0, 0.1, 9.0])
     )
-    played = overtaking(units, pace, held=lambda unit: unit is units[-1])
+    played = reorder_units(units, pace, held=lambda unit: unit is units[-1])
     assert sorted(unit.start for unit in played) == sorted(unit.start for unit in units)
     assert {(unit.threads, unit.stream) for unit in played} <= kinds
 
@@ -146,7 +146,7 @@ def test_a_rank_without_gradients_has_no_say() -> None:
     assert agree_on_order([0, 1, 2], SumOf([2, 1, 0]), counts=False) == [2, 1, 0]  # type: ignore[arg-type]
 
 
-def settled(n_params: int = 40) -> tuple[OrderProfiling, GradientBuffers]:
+def settled(n_params: int = 40) -> tuple[OrderProfiling, FlatBuffers]:
     """The order of so many parameters was profiled in iterations 0 and 1."""
     profiling = OrderProfiling()
     assert [profiling.ends_with(iteration) for iteration in (0, 1)] == [False, True]

@@ -16,7 +16,7 @@ from sirtaki.comm import device as product
 from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
-from sirtaki.comm.gradients.synchroniser import EVERY
+from sirtaki.comm.gradients.pipeline import EVERY
 from sirtaki.comm.nccl_streams import transport
 from sirtaki.comm.nccl_streams.transport import find_nccl
 from sirtaki.comm.plan import TransportKind

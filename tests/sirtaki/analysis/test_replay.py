@@ -679,8 +679,8 @@ def test_units_that_are_handed_on_for_longer_than_they_move_are_refused_as_what_
 def test_knobs_that_are_refused_are_not_among_the_best() -> None:
     job = on_one_host(cuts=(4,), seconds_per_byte=1e-4)
     many = [4000, 26_000]
-    assert best_knobs(job, unit_bytes=many, streams=(1,)) == replace(
-        job.buffers[0].knobs, unit_bytes=26_000, streams=1, cuts=None
+    assert best_knobs(job, unit_bytes=many, streams=(1,)) == job.buffers[0].knobs.but(
+        unit_bytes=26_000, streams=1, cuts=None
     )
     assert best_knobs(job, unit_bytes=many[:1], streams=(1,)) is None
 

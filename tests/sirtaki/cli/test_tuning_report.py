@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def test_no_setting_is_shown_below_the_bound(log_of):
 
 
 def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
-    elsewhere = replace(knobs(), transport=TransportKind.MPI)
+    elsewhere = knobs().but(transport=TransportKind.MPI)
     page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
     assert len(figures(page)) == 3
     assert "No timeline: that job&#39;s probes did not show what mpi flat" in page
@@ -258,8 +257,8 @@ def test_a_kept_setting_that_is_not_the_fastest_of_all_is_explained(log_of):
         (knobs(512, 4), "in units of 512 KiB: smaller gradients are packed, larger ones cut; up to 4 at the same time"),
         (knobs(64, 1), "one at a time, over gloo, all ranks alike."),
         (knobs(64, 2, cuts=(Cut(stop=10), Cut(stop=20))), "in 2 units whose sizes a planner chose"),
-        (replace(knobs(), algorithm=Algorithm.HIERARCHICAL), "first inside each node, then between nodes."),
-        (replace(knobs(), threads=1024), "with 1024 GPU threads each"),
+        (knobs().but(algorithm=Algorithm.HIERARCHICAL), "first inside each node, then between nodes."),
+        (knobs().but(threads=1024), "with 1024 GPU threads each"),
     ],
 )
 def test_the_chosen_knobs_are_told_in_words(log_of, setting, words):

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.tuned import KnobJob
 
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, WarmupSession
+from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, TuningSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
@@ -22,15 +23,10 @@ from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import TuningCache
+from sirtaki.engine.tuning.knob_search import RETUNE_ITERATIONS, KnobSearch
 from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
+from sirtaki.engine.tuning.report import describe_change, describe_progress, describe_result
 from sirtaki.engine.tuning.trial_log import StepTime, read_log
-from sirtaki.engine.tuning.warmup import (
-    RETUNE_ITERATIONS,
-    TuningCoordinator,
-    describe_change,
-    describe_progress,
-    describe_result,
-)
 from sirtaki.measures import Gain, LinkModel
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
@@ -64,78 +60,79 @@ class Proposes:
         pass
 
 
-def made(*arms: Proposes, log: Path | None = None, presumed: bool = True) -> TuningCoordinator:
-    """A coordinator of a job that begins, of which no registry knows anything; without arms, with the usual ones."""
+def made(
+    *arms: Proposes,
+    log: Path | None = None,
+    presumed: bool = True,
+    space: KnobSpace = SPACE,
+    make_model: Callable[[], PlanningModel | None] = lambda: None,
+    before: Sequence[Carried] = (),
+    place: Sequence[int] = (),
+) -> KnobJob:
+    """A job that begins, of which no registry knows anything; without arms, with the usual ones."""
     settings = Settings(registry=REGISTRY_OFF, trial_log=None if log is None else str(log))
     cache = TuningCache(settings, [], ["host"] * 2)
-    return TuningCoordinator(
-        settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed
-    )
+    search = KnobSearch(settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed)
+    return KnobJob(search, LAYOUTS, space, make_model=make_model, before=before, place=place)
 
 
-def after_warm_up(arm: Proposes, log: Path | None = None) -> TuningCoordinator:
-    """A coordinator whose warm-up is over and in whose job a re-tune has begun."""
-    coordinator = made(arm, log=log)
-    coordinator.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
-    coordinator.search(SPACE, SPACE, lambda: None)
-    return coordinator
+def begun(*arms: Proposes, log: Path | None = None) -> KnobJob:
+    job = made(*arms, log=log)
+    job.begin()
+    return job
 
 
-def run(coordinator: TuningCoordinator, spans_s: dict[Knobs, float]) -> int:
+def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
+    """A job whose warm-up is over and in which a re-tune has begun."""
+    job = made(arm, log=log)
+    job.search_of_knobs.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
+    job.begin(recalls=False)
+    return job
+
+
+def run(job: KnobJob, spans_s: dict[Knobs, float]) -> int:
     """Iterations until something is kept."""
-    iterations = 0
-    while (now := coordinator.assignment).purpose is not Purpose.KEPT:
-        iterations += now.discarded_iterations + now.measured_iterations
-        coordinator.record([spans_s.get(now.knobs, 1.0)] * now.measured_iterations, iteration=200 + iterations)
-    return iterations
+    return job.run(lambda knobs: (spans_s.get(knobs, 1.0), math.nan))
 
 
 def test_a_warm_up_begins_with_the_default_and_what_it_finds_runs_from_then_on(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    coordinator = made(Proposes(WINNER), log=tmp_path / "log")
-    coordinator.recall(LAYOUTS, SPACE)
-    coordinator.search(SPACE, SPACE, lambda: None)
-    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (DEFAULT, Purpose.DEFAULT)
-    run(coordinator, {DEFAULT: 1.0, WINNER: 0.25})
-    coordinator.end(iteration=300)
-    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (WINNER, Purpose.KEPT)
+    job = begun(Proposes(WINNER), log=tmp_path / "log")
+    assert job.running == DEFAULT
+    run(job, {DEFAULT: 1.0, WINNER: 0.25})
+    assert job.assignments[0][0].purpose is Purpose.DEFAULT
+    assert (job.running, job.kept) == (WINNER, True)
     assert "4.00× faster" in caplog.text
-    coordinator.close()
+    job.search_of_knobs.remember(None)
     assert '"event": "result"' in (tmp_path / "log").read_text()
-    coordinator.record([float("inf")], iteration=301)  # it cannot be run any more
-    assert coordinator.assignment.knobs == DEFAULT
 
 
 def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     better = Knobs(unit_bytes=MIB, streams=8, transport=ROUTE[0])
     caplog.set_level(logging.INFO)
-    coordinator = after_warm_up(Proposes(better))
-    assert coordinator.assignment.knobs == WINNER
-    assert 0 < run(coordinator, {better: 0.2, WINNER: 0.5}) <= RETUNE_ITERATIONS
-    assert coordinator.assignment.knobs == better
-    coordinator.end(iteration=220)
+    job = after_warm_up(Proposes(better))
+    assert job.running == WINNER
+    assert 0 < run(job, {better: 0.2, WINNER: 0.5}) <= RETUNE_ITERATIONS
+    assert job.running == better
     assert "communication takes 3 times as long as when this setting was chosen" in caplog.text
     assert "communication is 2.50× faster, ± " in caplog.text
-    assert coordinator.assignment.knobs == better
 
 
 @pytest.mark.parametrize("arm", [Proposes(DEFAULT), Proposes()])
 def test_what_runs_stays_where_nothing_is_better_or_the_search_fails(arm: Proposes) -> None:
-    coordinator = after_warm_up(arm)
-    run(coordinator, {WINNER: 0.5})
-    assert coordinator.assignment.knobs == WINNER
-    coordinator.record([float("inf")], iteration=230)  # it cannot be run any more
-    assert coordinator.assignment.knobs == DEFAULT
-    assert not coordinator.failed
+    job = after_warm_up(arm)
+    run(job, {WINNER: 0.5})
+    assert job.running == WINNER
+    assert not job.controller.failed
 
 
 def test_a_job_that_ends_in_a_re_tune_leaves_what_ran(tmp_path: Path) -> None:
-    coordinator = after_warm_up(Proposes(DEFAULT), tmp_path / "log")
-    coordinator.remember()
-    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (WINNER, Purpose.KEPT)
-    coordinator.close()
+    job = after_warm_up(Proposes(DEFAULT), tmp_path / "log")
+    job.search_of_knobs.remember(job.controller.release(job))
+    run(job, {})
+    assert (job.running, job.kept) == (WINNER, True)
     assert '"event": "result"' not in (tmp_path / "log").read_text()
 
 
@@ -152,20 +149,17 @@ class Listener(Watcher):
 
 
 def test_watchers_hear_of_every_trial_and_of_what_it_led_to() -> None:
-    listener, coordinator = Listener(), made(Proposes(WINNER))
+    listener, job = Listener(), begun(Proposes(WINNER))
     watchers.add(listener)
     try:
-        coordinator.recall(LAYOUTS, SPACE)
-        coordinator.search(SPACE, SPACE, lambda: None)
-        run(coordinator, {DEFAULT: 1.0, WINNER: 0.25})
-        coordinator.end(iteration=300)
+        run(job, {DEFAULT: 1.0, WINNER: 0.25})
     finally:
         watchers.remove(listener)
     first, last = listener.trials[0], listener.trials[-1]
     assert (first.arm, first.communication_s, Knobs.from_json(first.knobs)) == ("default", 1.0, DEFAULT)
     assert (last.best_s, last.iteration > first.iteration) == (0.25, True)
     (decision,) = listener.decisions
-    assert (decision.iteration, decision.arm, decision.setting) == (300, "one", WINNER.describe())
+    assert (decision.iteration, decision.arm, decision.setting) == (job.iterations_run, "one", WINNER.describe())
     settings = {event.setting for event in listener.trials}
     assert (decision.default_s, decision.best_s, decision.n_trials, decision.retune) == (
         1.0,
@@ -190,21 +184,19 @@ def with_usual_arms(
     log: Path | None = None,
 ) -> list[str]:
     """Who proposes the settings that run; each takes a second, or what it would in that job."""
-    coordinator = made(log=log, presumed=presumed)
-    coordinator.recall(LAYOUTS, SPACE)
-    coordinator.search(SPACE, SPACE, make_model)
-    assert not coordinator.failed
-    asked = []
-    while (now := coordinator.assignment).purpose is not Purpose.KEPT:
-        asked.append(now.arm)
-        span_s, backward_s = 1.0, math.nan
-        if job is not None:
-            played = job.simulator(ROUTE).run_knobs(now.knobs)
-            span_s, backward_s = played.span_s, played.compute_end_s - played.first_ready_s
-        times = now.measured_iterations
-        coordinator.record([span_s] * times, iteration=len(asked), backward_s=[backward_s] * times)
-    coordinator.close()
-    return asked
+    tuned = made(log=log, presumed=presumed, make_model=make_model)
+    tuned.begin()
+
+    def times(knobs: Knobs) -> tuple[float, float]:
+        if job is None:
+            return 1.0, math.nan
+        played = job.simulator(ROUTE).run_knobs(knobs)
+        return played.span_s, played.compute_end_s - played.first_ready_s
+
+    tuned.run(times)
+    assert not tuned.controller.failed
+    tuned.search_of_knobs.remember(None)
+    return [assignment.arm for assignment, _ in tuned.assignments]
 
 
 def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() -> None:
@@ -237,30 +229,23 @@ def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> C
 
 def next_generation(
     *before: Carried, space: KnobSpace = SPACE, goes_on: bool = False, now: tuple[int, ...] = HERE
-) -> TuningCoordinator:
-    coordinator = made()
-    assert coordinator.recall(LAYOUTS, space, before, place=now) == goes_on
-    return coordinator
+) -> KnobJob:
+    job = made(space=space, before=before, place=now)
+    job.begin()
+    assert job.searched != goes_on
+    return job
 
 
-def tried(job: TuningCoordinator) -> list[Knobs]:
+def tried(job: KnobJob) -> list[Knobs]:
     """What runs until something is kept, one after the other."""
-    ran = []
-    while (now := job.assignment).purpose is not Purpose.KEPT:
-        ran.append(now.knobs)
-        job.record([0.5 if now.knobs == WINNER else 1.0] * now.measured_iterations, iteration=len(ran))
-    return ran
-
-
-def begin(job: TuningCoordinator) -> None:
-    job.search(SPACE, SPACE, lambda: None)
+    job.run(lambda knobs: (0.5 if knobs == WINNER else 1.0, math.nan))
+    return [assignment.knobs for assignment, _ in job.assignments]
 
 
 def test_a_winner_runs_on_where_it_has_won_and_begins_the_search_elsewhere() -> None:
     job = next_generation(carried(WINNER, settled=True), goes_on=True)
-    assert (job.assignment.knobs, job.assignment.purpose) == (WINNER, Purpose.KEPT)
+    assert (job.running, job.kept) == (WINNER, True)
     elsewhere = next_generation(carried(WINNER, settled=True), now=ELSEWHERE)
-    begin(elsewhere)
     assert WINNER in tried(elsewhere)[:3]
 
 
@@ -270,7 +255,14 @@ def test_ranks_that_come_back_find_what_they_had_found() -> None:
     brought.leave("model", carried(WINNER, settled=True))
     brought.leave("model", replace(carried(DEFAULT, settled=True), place=ELSEWHERE))
     brought.leave("other", carried(DEFAULT, settled=True))
-    assert next_generation(*brought.of("model"), goes_on=True).assignment.knobs == WINNER
+    assert next_generation(*brought.of("model"), goes_on=True).running == WINNER
+
+
+def test_what_earlier_generations_ran_is_left_for_the_default_where_it_cannot_be_run() -> None:
+    job = made(before=[carried(WINNER, settled=True)], place=HERE)
+    job.broken.add(WINNER)
+    job.begin()
+    assert (job.running, job.kept, job.searched) == (DEFAULT, True, False)
 
 
 def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
@@ -280,22 +272,15 @@ def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
 
 def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:
     first = next_generation()
-    begin(first)
-    for number in range(12):
-        now = first.assignment
-        first.record([1.0] * now.measured_iterations, iteration=number)
-    found = first.hand_over()
-    assert found is not None
-    knobs, trials = found
+    first.run(lambda knobs: (1.0, math.nan), at_most=36)
+    session = first.controller.release(first)
+    assert session is not None
+    knobs, trials = session.result.knobs, session.trials
     assert len(trials) >= 3
-    assert first.assignment.purpose is Purpose.KEPT  # it has ended
     again = next_generation(carried(knobs, settled=False, trials=trials))
-    begin(again)
     anew = next_generation()
-    begin(anew)
     assert len(tried(again)) < len(tried(anew))
     elsewhere = next_generation(carried(WINNER, settled=False, trials=trials), now=ELSEWHERE)
-    begin(elsewhere)
     assert WINNER in tried(elsewhere)
 
 
@@ -316,9 +301,9 @@ def streams(count: int) -> Knobs:
     return Knobs(unit_bytes=32 * MIB, streams=count, transport=TransportKind.GLOO)
 
 
-def session(*spans_s: float) -> WarmupSession:
+def session(*spans_s: float) -> TuningSession:
     """After so many assignments: the default, then measurements of the first proposal."""
-    job = WarmupSession(
+    job = TuningSession(
         space=TOLD_SPACE, default=streams(1), arm=Proposes(streams(2), streams(4)), rng=np.random.default_rng(0)
     )
     for span_s in spans_s:

@@ -9,8 +9,8 @@ import torch
 from sirtaki.comm import device
 from sirtaki.comm.nccl_streams import transport as process_group
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine.tuning import warmup as devices
-from sirtaki.engine.tuning.warmup import open_router
+from sirtaki.engine.tuning import pipeline_target as devices
+from sirtaki.engine.tuning.pipeline_target import open_router
 from sirtaki.errors import ConfigError
 
 Opened = dict[str, Any]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from conftest import RunRanks
 
+from sirtaki.autotune.drift import COOL_DOWN, LONG, REFERENCE, SKIPPED, DriftWatch
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.session import Assignment, Purpose
-from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.comm.gradients.flags import Drift
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.tuning.trial_log import read_log
-from sirtaki.engine.tuning.warmup import COOL_DOWN, LONG, REFERENCE, SKIPPED, AssignmentUnderWay, DriftWatch
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -50,7 +49,7 @@ def iterations_until(watch: DriftWatch, spans_s: np.ndarray) -> int | None:
     """After how many of these iterations the watch first finds something."""
     for number, span_s in enumerate(spans_s.tolist(), start=1):
         watch.note(span_s)
-        if watch.pace is not Pace.USUAL:
+        if watch.pace is not Drift.USUAL:
             return number
     return None
 
@@ -63,8 +62,8 @@ def test_a_hundred_thousand_iterations_of_noise_are_no_change(noise: Noise) -> N
         assert iterations_until(warmed_up(rng, noise), noise(rng, 25_000)) is None
 
 
-@pytest.mark.parametrize(("factor", "pace"), [(1.5, Pace.SLOWER), (1 / 1.5, Pace.FASTER)])
-def test_a_change_by_half_is_found_within_fifteen_iterations_as_a_rule(factor: float, pace: Pace) -> None:
+@pytest.mark.parametrize(("factor", "pace"), [(1.5, Drift.SLOWER), (1 / 1.5, Drift.FASTER)])
+def test_a_change_by_half_is_found_within_fifteen_iterations_as_a_rule(factor: float, pace: Drift) -> None:
     rng, took = np.random.default_rng(0), []
     for _ in range(200):
         watch = warmed_up(rng)
@@ -74,8 +73,8 @@ def test_a_change_by_half_is_found_within_fifteen_iterations_as_a_rule(factor: f
     assert sorted(took, key=lambda n: n or 999)[180] <= 15
 
 
-@pytest.mark.parametrize(("factor", "pace"), [(4.0, Pace.SLOWER), (0.25, Pace.FASTER)])
-def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(factor: float, pace: Pace) -> None:
+@pytest.mark.parametrize(("factor", "pace"), [(4.0, Drift.SLOWER), (0.25, Drift.FASTER)])
+def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(factor: float, pace: Drift) -> None:
     watch = warmed_up(np.random.default_rng(0))
     assert iterations_until(watch, np.full(5, factor)) is None
     assert iterations_until(watch, np.ones(200)) is None
@@ -89,7 +88,7 @@ def test_re_tunes_in_quick_succession_come_half_as_often_each_time_until_it_is_q
         for _ in range(quiet):
             watch.note(spans_s)
         waited.append(0)
-        while watch.pace is Pace.USUAL:
+        while watch.pace is Drift.USUAL:
             # An oscillation that is always there again when there might be a re-tune.
             watch.note(spans_s if watch._iterations < SKIPPED + REFERENCE else 3 * spans_s)
             waited[-1] += 1
@@ -106,7 +105,7 @@ def test_all_ranks_count_alike_whether_or_not_they_have_joined() -> None:
     assert watch.due
     assert math.isnan(watch.ratio)
     watch.note(1.0)
-    assert watch.pace is Pace.USUAL
+    assert watch.pace is Drift.USUAL
 
 
 def test_another_order_of_the_gradients_is_no_change_of_communication() -> None:
@@ -161,40 +160,3 @@ def test_training_stays_right_if_ranks_tune_again_at_every_opportunity(
 
 
 KNOBS = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO)
-
-
-class OtherRank:
-    """The control plane with another rank, whose iterations take so long; not a number: it has joined."""
-
-    def __init__(self, *spans_s: float) -> None:
-        self._spans_s = list(spans_s)
-
-    def minimum(self, values: np.ndarray) -> np.ndarray:
-        other_s = self._spans_s.pop(0)
-        return np.minimum(values, -1.0 if math.isnan(other_s) else other_s)
-
-
-def under_way(*, discarded: int, measured: int) -> AssignmentUnderWay:
-    return AssignmentUnderWay(
-        Assignment(
-            knobs=KNOBS,
-            discarded_iterations=discarded,
-            measured_iterations=measured,
-            arm="grid",
-            purpose=Purpose.TRIAL,
-        )
-    )
-
-
-def test_the_shortest_of_all_ranks_counts_after_those_that_do_not() -> None:
-    own, other = under_way(discarded=2, measured=2), OtherRank(0.3, 0.1)
-    assert [own.note(span_s, other) for span_s in (9.0, 9.0, 0.2, 0.2)] == [False, False, False, True]
-    assert own.spans_s == [0.2, 0.1]
-
-
-@pytest.mark.parametrize(("here_s", "there_s"), [(math.nan, 0.2), (0.2, math.nan), (math.nan, math.nan)])
-def test_an_iteration_in_which_a_rank_had_joined_shows_nothing(here_s: float, there_s: float) -> None:
-    own = under_way(discarded=0, measured=1)
-    assert not own.note(here_s, OtherRank(there_s))
-    assert own.spans_s == []
-    assert own.note(0.2, OtherRank(0.4))

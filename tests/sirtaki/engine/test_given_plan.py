@@ -54,7 +54,7 @@ def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> N
 
 def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
     told = NcclWays(small=NcclWay.RING_LL)
-    given = replace(GIVEN, knobs=replace(KNOBS, transport=TransportKind.NCCL, nccl=told))
+    given = replace(GIVEN, knobs=KNOBS.but(transport=TransportKind.NCCL, nccl=told))
     data = json.loads(json.dumps(given.to_json()))
     assert GivenPlan.from_json(data, source="plan.json") == given
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
@@ -135,7 +135,7 @@ def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -
     other = [GradientLayout(sizes=(50_000, 20_000, 30_000, 2))]
     assert GIVEN.accepted(other, ranks(), SPACE, must_run=True) == KNOBS
     assert "the plan plan.json will run: gloo flat, 2 planned units, 2 streams" in caplog.text
-    torn = replace(GIVEN, knobs=replace(KNOBS, cuts=(Cut(stop=7),)))
+    torn = replace(GIVEN, knobs=KNOBS.but(cuts=(Cut(stop=7),)))
     assert "does not fit: the units end at element 7" in torn.misfit(LAYOUTS, 4, SPACE)
 
 

@@ -2,10 +2,10 @@
 
 import json
 import logging
+import math
 import sqlite3
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 import torch
 from conformance.store import changed_in, make_entry, places_in
+from fakes.tuned import KnobJob
 from fakes.warmup_job import ListArm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Purpose, SessionResult
+from sirtaki.autotune.meta.session import SessionResult
 from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.settings import Settings
 from sirtaki.engine.tuning.cache import TuningCache
+from sirtaki.engine.tuning.knob_search import KnobSearch
 from sirtaki.engine.tuning.plans import checked_plans
-from sirtaki.engine.tuning.warmup import TuningCoordinator
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, MIB), streams=(1, 2, 4))
@@ -63,23 +65,19 @@ def a_job(registry: Path, warmup_iterations: int = 12) -> tuple[TuningCache, Gra
 def tuned(registry: Path, arms: Sequence[Arm] | None = None) -> list[Knobs]:
     """What a whole warm-up on made-up times runs, all of which fits; the last is what it keeps."""
     cache, layout, given = a_job(registry, 12 if arms is None else 40)  # in 12 no arm is asked
-    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=arms, discarded_iterations=1)
-    if not coordinator.recall([layout], SPACE):
-        coordinator.search(SPACE, SPACE, lambda: None)
-    rng, ran = np.random.default_rng(0), []
-    for iteration in range(200):
-        now = coordinator.assignment
-        assert checked_plans(now.knobs, [layout])
-        assert now.knobs in SPACE
-        if now.purpose is Purpose.SEARCH:
-            coordinator.search(SPACE, SPACE, lambda: None)
-            continue
-        ran.append(now.knobs)
-        if now.purpose is Purpose.KEPT:
-            coordinator.end(iteration=iteration)
-            return ran
-        coordinator.record((1 + rng.random(now.measured_iterations)).tolist(), iteration=iteration)
-    raise AssertionError("the warm-up does not end")
+    search = KnobSearch(given, cache, default=DEFAULT, arms=arms, discarded_iterations=1)
+    job, rng, ran = KnobJob(search, [layout], SPACE), np.random.default_rng(0), list[Knobs]()
+
+    def times(knobs: Knobs) -> tuple[float, float]:
+        assert checked_plans(knobs, [layout])
+        assert knobs in SPACE
+        ran.append(knobs)
+        return 1 + rng.random(), math.nan
+
+    job.begin()
+    job.run(times, at_most=200)
+    assert job.kept, "the warm-up does not end"
+    return [*ran, job.running]
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +100,8 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert cache.keep(result, [Trial(arm="grid", knobs=knobs, iterations=2, span_s=1.0)], complete=True, links={})
     store = open_store(str(registry))
-    (own,) = store.entries()
-    store.save_all([make_entry(model=own.model, ranks=4), make_entry(model=own.model, ranks=6, complete=False)])
+    (own,) = store.all(JobRecord)
+    store.put_all([make_entry(model=own.model, ranks=4), make_entry(model=own.model, ranks=6, complete=False)])
     store.close()
     return registry
 
@@ -159,13 +157,13 @@ class Broken:
 
 def faults() -> list[tuple[str, str]]:
     return [
-        ("sirtaki.engine.tuning.warmup.make_planners", "without planners"),
-        ("sirtaki.engine.tuning.warmup.default_arms", "tuning has failed"),
-        ("sirtaki.engine.tuning.warmup.WarmupSession", "tuning has failed"),
-        ("sirtaki.engine.tuning.cache.neighbours", "registry"),
-        ("sirtaki.engine.tuning.cache.make_key", "left alone"),
-        ("sirtaki.engine.tuning.cache.Entry", "not remembered"),
-        ("sirtaki.registry.safe_store.open_store", "without the registry"),
+        ("sirtaki.engine.tuning.knob_search.make_planners", "without planners"),
+        ("sirtaki.engine.tuning.knob_search.default_arms", "tuning has failed"),
+        ("sirtaki.engine.tuning.knob_search.TuningSession", "tuning has failed"),
+        ("sirtaki.engine.tuning.memory.neighbours", "without the registry"),
+        ("sirtaki.engine.tuning.memory.open_store", "without the registry"),
+        ("sirtaki.engine.tuning.cache.make_key", "without the registry"),
+        ("sirtaki.engine.tuning.cache.JobRecord", "without the registry"),
     ]
 
 
@@ -180,24 +178,27 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     open_store(str(tmp_path / "registry.db")).close()
     monkeypatch.setattr(place, fault)
     cache, layout, given = a_job(tmp_path / "registry.db")
-    coordinator = TuningCoordinator(
-        given, cache, default=DEFAULT, arms=None, discarded_iterations=1, where=lambda: "rank 0, iteration 7"
+    where = "rank 0, iteration 7"
+    search = KnobSearch(given, cache, default=DEFAULT, arms=None, discarded_iterations=1, where=lambda: where)
+    job = KnobJob(
+        search,
+        [layout],
+        SPACE,
+        make_model=lambda: None if "planners" not in place else model_that_fails(),
+        where=lambda: where,
     )
-    assert not coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, SPACE, lambda: None if "planners" not in place else model_that_fails())
-    while coordinator.assignment.purpose is not Purpose.KEPT:
-        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
-    coordinator.end(iteration=0)
-    coordinator.remember()
+    job.begin()
+    assert job.searched
+    job.run(lambda knobs: (1.0, math.nan))
     assert not any(record.exc_info for record in caplog.records if record.levelno >= logging.WARNING)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     (told,) = [warning for warning in warnings if says in warning]
     assert ("; rank 0, iteration 7)" in told) == (says in ("without planners", "tuning has failed")), told
-    assert coordinator.assignment.knobs in SPACE
-    assert coordinator.failed == (says == "tuning has failed")
-    if coordinator.failed:
+    assert job.running in SPACE
+    assert job.controller.failed == (says == "tuning has failed")
+    if job.controller.failed:
         assert "the default runs from now on" in told
-        assert coordinator.assignment.knobs == DEFAULT
+        assert job.running == DEFAULT
 
 
 def model_that_fails() -> None:
@@ -210,6 +211,6 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
 
 
 def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
-    the_same = replace(DEFAULT, streams=4, unit_bytes=MIB)
+    the_same = DEFAULT.but(streams=4, unit_bytes=MIB)
     *ran, _ = tuned(tmp_path / "registry.db", [ListArm(*[the_same] * 1000)])
     assert set(ran) == {DEFAULT}

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,26 +18,24 @@ from fakes.meshes import on_planes
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
-    LOOKS,
     N_CANDIDATES,
-    UNCOUNTED,
+    TRIAL_BUDGET,
     Pace,
-    SparseChoice,
     SparseSummary,
-    Stage,
     TouchCounts,
 )
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
-from sirtaki.comm.sparse.worker import RowFormat, SparseLanes
+from sirtaki.comm.sparse.worker import SparseLanes
 from sirtaki.engine import sparse_gradients as module
-from sirtaki.engine.reducing.reducer import KnownSparse
+from sirtaki.engine.reducing.sparse_names import KnownSparse
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
-from sirtaki.engine.sparse_gradients import SparseMemory, SparseReductions, Times, fastest, measure, plan_of, skew_of
-from sirtaki.registry.entry import RowsKey, RowWay
-from sirtaki.registry.safe_store import open_store
+from sirtaki.engine.sparse_gradients import SparseReductions, Times, fastest, measure, plan_of, skew_of
+from sirtaki.engine.tuning.memory import SettingsMemory
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import RowsKey, RowsRecord
 
 ROWS, WIDTH = 4, 2
 
@@ -276,7 +275,7 @@ def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_
 # ── how rows travel ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 TABLE_ROWS, TABLE_WIDTH, LOOKED_UP = 200, 5, 60
-UNTIL_KEPT = LEARNING_ITERATIONS + (UNCOUNTED + LOOKS[1]) * N_CANDIDATES
+UNTIL_KEPT = LEARNING_ITERATIONS + TRIAL_BUDGET + 20
 HOT_COLD = SparsePath.HOT_COLD
 
 
@@ -298,10 +297,10 @@ class Trains(Rank):
             given = [looked_up_rows(self.iteration, rank, looked_up) for rank in range(self.control.size)]
             wanted = sum(each.double().to_dense() for each in given)
             touched = torch.unique(torch.cat([each._indices()[0] for each in given]))
-            for name in self.sparse.choices:
+            for name in self.sparse.targets:
                 self.give(name, given[self.rank])
             self.finish()
-            for name in self.sparse.choices:
+            for name in self.sparse.targets:
                 found = self.params[name].grad
                 assert found is not None
                 torch.testing.assert_close(found.to_dense().double(), wanted, rtol=1e-5, atol=1e-5)
@@ -341,7 +340,7 @@ def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: 
             assert not rank.sparse.summaries or rank.iteration > LEARNING_ITERATIONS
             plans.append(rank.sparse.plans)
             rank.iterate()
-        assert all(choice.stage is Stage.KEEP for choice in rank.sparse.choices.values())
+        assert all(target.kept for target in rank.sparse.targets.values())
         return plans, rank.sparse.summaries
 
     (plans, found), *others = on_training_ranks(3, act, names="ab", trial_log=str(log))
@@ -355,7 +354,8 @@ def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: 
         assert all(way.measured_s is not None and way.measured_s > 0.0 for way in one.ways)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["sparse"] * 2
-    assert [SparseSummary.from_json(line) for line in lines] == found
+    by_name = sorted((SparseSummary.from_json(line) for line in lines), key=lambda one: one.name)
+    assert by_name == sorted(found, key=lambda one: one.name)
 
 
 @pytest.mark.usefixtures("_several_ways_promise_something")
@@ -395,9 +395,9 @@ def test_where_nothing_is_tuned_rows_are_gathered_and_nothing_is_written(
 def test_parameters_that_change_are_learned_anew() -> None:
     def act(rank: Trains) -> None:
         rank.iterate()
-        before = rank.sparse.choices
+        before = rank.sparse.targets
         rank.sparse.watch({"a": rank.params["a"], "b": torch.zeros(TABLE_ROWS, TABLE_WIDTH + 1)})
-        after = rank.sparse.choices
+        after = rank.sparse.targets
         assert after["a"] is before["a"]
         assert after["b"] is not before["b"]
 
@@ -451,7 +451,6 @@ def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch
 
 # ── what earlier jobs have kept ──────────────────────────────────────────────────────────────────────────────────────
 
-FORM = RowFormat(TABLE_ROWS, TABLE_WIDTH, torch.float32)
 HOT = SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 1, 2), cold=SparsePath.OWNER)
 
 
@@ -474,76 +473,40 @@ def counts_by_turns(popular: int) -> TouchCounts:
     return found
 
 
-def kept(plan: SparsePlan, learned: TouchCounts) -> SparseChoice:
-    choice = SparseChoice(fixed=None, tries=True)
-    choice.learned, choice.plan, choice.measured_s = learned, plan, [0.1]
-    return choice
+def stored(plan: SparsePlan, learned: TouchCounts) -> RowsRecord:
+    return RowsRecord(
+        key=RowsKey(topology="", ranks=2, n_rows=TABLE_ROWS, row_bytes=12, dtype="float32"),
+        name="table",
+        skew=skew_of(learned),
+        path=plan.path,
+        cold=plan.cold,
+        block_rows=plan.block_rows,
+        n_hot=len(plan.hot_rows),
+        span_s=0.1,
+        created_s=time.time(),
+    )
 
 
-def recalled(
-    path: Path | str,
-    learned: TouchCounts,
-    *,
-    keeps: SparsePlan | None = None,
-    form: RowFormat = FORM,
-) -> list[dict[str, SparsePlan]]:
-    def run(control: ControlPlane) -> dict[str, SparsePlan]:
-        memory = SparseMemory(control, Settings(registry=str(path)))
-        found = memory.recall({"table": (form, learned)})
-        if keeps is not None:
-            memory.keep("table", form, kept(keeps, learned))
-        memory.close()
-        control.reclaim()
-        return found
-
-    return on_planes(2, run)
+def recalled(memory: SettingsMemory, learned: TouchCounts) -> SparsePlan | None:
+    key = stored(GATHER, learned).key
+    return memory.recall(RowsRecord, key, ("table", skew_of(learned)), lambda record: plan_of(record, learned))
 
 
-def test_what_was_kept_is_told_to_all_ranks_with_the_hot_rows_of_this_job(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    assert recalled(path, counts(), keeps=HOT) == [{}, {}]
-    here = counts(shift=5)
-    (first, second) = recalled(path, here)
-    assert first == second
-    assert (first["table"].path, first["table"].cold) == (SparsePath.HOT_COLD, SparsePath.OWNER)
-    assert set(first["table"].hot_rows) == set(here.ranked()[:3].tolist())
+def test_a_plan_is_recalled_with_the_hot_rows_of_this_job(tmp_path: Path) -> None:
+    memory, here = SettingsMemory(str(tmp_path / "registry.db")), counts(shift=5)
+    assert memory.keep(stored(HOT, counts()))
+    plan = recalled(memory, here)
+    assert plan is not None
+    assert (plan.path, plan.cold) == (SparsePath.HOT_COLD, SparsePath.OWNER)
+    assert set(plan.hot_rows) == set(here.ranked()[:3].tolist())
 
 
-def test_rows_of_another_shape_or_curve_start_anew(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
+def test_rows_with_another_curve_start_anew(tmp_path: Path) -> None:
+    memory = SettingsMemory(str(tmp_path / "registry.db"))
     even, popular = counts_by_turns(0), counts_by_turns(20)
     assert (even.touched, even.union) == (popular.touched, popular.union) == (40, 40)
-    recalled(path, even, keeps=GATHER)
-    assert recalled(path, popular, keeps=HOT) == [{}, {}]
-    assert recalled(path, even) == [{"table": GATHER}] * 2
-    assert recalled(path, even, form=RowFormat(TABLE_ROWS + 1, TABLE_WIDTH, torch.float32)) == [{}, {}]
-    assert recalled(path, popular)[0]["table"].path is SparsePath.HOT_COLD
-
-
-def test_where_the_registry_is_off_or_broken_nothing_is_recalled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for path in ("off", tmp_path):  # a folder is no registry
-        assert recalled(path, counts(), keeps=HOT) == [{}, {}]
-        assert recalled(path, counts()) == [{}, {}]
-    assert "training goes on without the registry" in caplog.text
-
-
-@pytest.mark.parametrize("path", ["by air", "hot_cold"])
-def test_a_way_that_is_none_here_is_not_taken(path: str) -> None:
-    key = RowsKey(topology="", ranks=2, n_rows=TABLE_ROWS, row_bytes=12, dtype="float32")
-    way = RowWay(
-        key=key,
-        name="t",
-        skew=skew_of(counts()),
-        path=path,
-        cold="gather",
-        block_rows=1,
-        n_hot=0,
-        span_s=0.0,
-        created_s=0.0,
-    )
-    assert plan_of(way, counts()) is None
+    assert memory.keep(stored(GATHER, even))
+    assert (recalled(memory, even), recalled(memory, popular)) == (GATHER, None)
 
 
 TOLD = re.compile(r"(even|popular): kept after (\d+), (probed|not probed), (\w+)")
@@ -565,13 +528,12 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
         assert told[first][2] == "probed"
         assert "are touched like those" not in logs[first]
         assert f"are touched like those of weight in an earlier job, which went by {told[first][3]}" in logs[second]
-        recalled = {0} if told[first][3] == "gather" else {2 * (UNCOUNTED + look) for look in LOOKS}
         if "is clearly faster than" in logs[second]:  # trials are short, and the machine may be busy
             assert told[second][2] == "probed"
         else:
             # In the first iteration gradients travel dense; it is found out then which are sparse.
             assert told[second][2] == "not probed"
             assert int(told[second][1]) - LEARNING_ITERATIONS in recalled
-    assert "are touched like those of weight" in logs[4]
-    ways = open_store(str(registry)).ways(RowWay)
+    assert "are accessed like those of weight" in logs[4]
+    ways = open_store(str(registry)).all(RowsRecord)
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}

@@ -15,7 +15,7 @@ from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.trial_log import StepTime, StepTimes, TrialLogWriter, read_log
 from sirtaki.errors import ConfigError

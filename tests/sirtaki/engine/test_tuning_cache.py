@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from sirtaki.engine.tuning.cache import (
     first_proposals,
 )
 from sirtaki.measures import Gain, LinkModel
-from sirtaki.registry.entry import Entry, Topology, make_key
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.cluster import Topology
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord, Provenance, make_key
 from sirtaki.registry.warm_start import WarmStart
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -85,9 +87,9 @@ def keep_winner(path: Path, *, complete: bool = True) -> tuple[TuningCache, Grad
     return memory, layout
 
 
-def only_entry(path: Path) -> Entry:
+def only_entry(path: Path) -> JobRecord:
     store = open_store(str(path))
-    (entry,) = store.entries()
+    (entry,) = store.all(JobRecord)
     return entry
 
 
@@ -106,7 +108,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
         assert memory.look_up([layout_of(model)], SPACE).exact is None
         assert memory.keep(WINNER, TRIALS, complete=True, links={})
     store = open_store(str(path))
-    assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
+    assert sorted(entry.provenance.host_kinds for entry in store.all(JobRecord)) == [("large",), ("small",)]
 
 
 def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
@@ -131,10 +133,10 @@ def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, 
     again.look_up([layout], SPACE)
     again.disprove()
     other = replace(
-        WINNER, knobs=replace(KNOBS, streams=8), best_span_s=0.4 * times, default_span_s=WINNER.default_span_s * times
+        WINNER, knobs=KNOBS.but(streams=8), best_span_s=0.4 * times, default_span_s=WINNER.default_span_s * times
     )
     assert again.keep(other, TRIALS, complete=True, links={})
-    found = {entry.key.condition: entry.knobs["streams"] for entry in open_store(str(path)).entries()}
+    found = {entry.key.condition: entry.knobs.streams for entry in open_store(str(path)).all(JobRecord)}
     assert found == {"": 8, **({condition: 4} if condition else {})}
 
 
@@ -155,7 +157,7 @@ def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path
     narrow = replace(SPACE, streams=(2,))
     assert again.look_up([layout], narrow).exact is None
     (proposal,) = again.first_proposals([layout], narrow, None)
-    assert proposal.knobs == replace(KNOBS, streams=2)
+    assert proposal.knobs == KNOBS.but(streams=2)
     assert "what an earlier job found" in proposal.message
     assert "streams 2 instead of 4" in proposal.message
 
@@ -179,7 +181,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     memory, layout = job(path)
     memory.look_up([layout], SPACE)
     cuts = tuple(Cut(stop=stop) for stop in (layout.numel // 2, layout.numel))
-    planned = replace(WINNER, knobs=replace(KNOBS, cuts=cuts), arm="libra")
+    planned = replace(WINNER, knobs=KNOBS.but(cuts=cuts), arm="libra")
     memory.keep(planned, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7)
     deeper.look_up([layout], SPACE)
@@ -189,7 +191,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     assert proposal.knobs.cuts[-1].stop == layout.numel
     assert deeper.keep(replace(WINNER, knobs=proposal.knobs, arm="registry"), TRIALS, complete=True, links={})
     store = open_store(str(path))
-    assert {entry.arm for entry in store.entries()} == {"libra"}
+    assert {entry.arm for entry in store.all(JobRecord)} == {"libra"}
 
 
 def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
@@ -200,7 +202,7 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
     deeper.look_up([layout], SPACE)
     monkeypatch.setattr("sirtaki.engine.tuning.cache.adapted_all", lambda *_: 1 / 0)
     assert deeper.first_proposals([layout], SPACE, None) == []
-    assert "is left alone" in caplog.text
+    assert "training goes on without the registry: ZeroDivisionError" in caplog.text
 
 
 def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
@@ -225,17 +227,17 @@ def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path:
 def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: Path) -> None:
     memory, layout = keep_winner(path)
     slower = LinkModel(alpha_s=1e-3, throughput=(1e8, 1.1e8))
-    other = replace(WINNER, knobs=replace(KNOBS, streams=1), default_span_s=4.0, best_span_s=3.9)
+    other = replace(WINNER, knobs=KNOBS.but(streams=1), default_span_s=4.0, best_span_s=3.9)
     assert memory.keep(other, TRIALS, complete=True, links={ROUTE: slower}, condition="4×")
     store = open_store(str(path))
-    assert sorted(entry.key.condition for entry in store.entries()) == ["", "4×"]
+    assert sorted(entry.key.condition for entry in store.all(JobRecord)) == ["", "4×"]
     assert sorted(summary.condition for summary in store.summaries()) == ["", "4×"]
     again, layout = job(path)
     hit = again.look_up([layout], SPACE)
     assert hit.exact is not None
     assert hit.exact.knobs == KNOBS
     proposals = again.first_proposals([layout], SPACE, planning_model(layout, slower))
-    assert replace(KNOBS, streams=1) in [proposal.knobs for proposal in proposals]
+    assert KNOBS.but(streams=1) in [proposal.knobs for proposal in proposals]
 
 
 @pytest.mark.parametrize(
@@ -264,22 +266,23 @@ POOR = Knobs(unit_bytes=64 * KIB, streams=1, transport=ROUTE[0])
 
 def start(knobs: Knobs, *, arm: str = "grid", lost_cuts: bool = False, name: str = "a job like this") -> WarmStart:
     graph, topology = chain_graph([10]), Topology.from_ranks(["host"] * 2)
-    entry = Entry(
+    entry = JobRecord(
         key=make_key(graph, topology, dtype="float32", device="cpu"),
         model=graph,
         topology=topology,
-        knobs=knobs.to_json(),
+        knobs=knobs,
         best_span_s=0.5,
         default_span_s=1.0,
         arm=arm,
+        provenance=Provenance(created_s=time.time()),
     )
     return WarmStart(
-        knobs=knobs.to_json(),
+        knobs=knobs,
         distance=0.1,
         source=f"starting from {name}",
         changes=("scaled",),
         lost_cuts=lost_cuts,
-        entry=entry,
+        record=entry,
     )
 
 
@@ -289,7 +292,7 @@ def best_plan() -> Knobs:
 
 
 def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() -> None:
-    other = replace(GOOD, streams=2)
+    other = GOOD.but(streams=2)
     found = first_proposals(
         [start(POOR), start(GOOD), start(POOR), start(other)], layouts=[LAYOUT], space=SPACE, model=None
     )
@@ -313,13 +316,13 @@ def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next()
 
 
 def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
-    unknown = replace(POOR, transport=TransportKind.MPI)
+    unknown = POOR.but(transport=TransportKind.MPI)
     assert [
         proposal.knobs for proposal in first_proposals([start(unknown)], layouts=[LAYOUT], space=SPACE, model=MODEL)
     ] == [unknown]
 
 
-def test_an_entry_with_knobs_that_are_none_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    broken = replace(start(GOOD), knobs={**GOOD.to_json(), "transport": "pigeon"})
+def test_an_entry_with_units_that_do_not_fit_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    broken = start(GOOD.but(cuts=(Cut(stop=7),)))
     assert first_proposals([broken], layouts=[LAYOUT], space=SPACE, model=None) == []
-    assert "is left alone" in caplog.text
+    assert "is ignored" in caplog.text

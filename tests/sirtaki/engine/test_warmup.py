@@ -10,8 +10,8 @@ import pytest
 from conftest import RunRanks
 
 from sirtaki.cli.__main__ import main
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import JobRecord
 
 
 def read_records(log: Path) -> list[dict[str, Any]]:
@@ -200,8 +200,8 @@ def run_jobs(run_ranks: RunRanks, registry: Path, ranks: int, *steps: str) -> st
     return job.stderr
 
 
-def entries_of(registry: Path) -> list[Entry]:
-    return list(open_store(str(registry)).entries())
+def entries_of(registry: Path) -> list[JobRecord]:
+    return list(open_store(str(registry)).all(JobRecord))
 
 
 @pytest.mark.timeout(360)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from msgspec import structs
 from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
 from torch.distributed.fsdp import FSDPModule
 
-from sirtaki.autotune.sharded import ShardKnobs, ShardSession, ShardSpace
+from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.shard_search import shard_session
+from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.cli.__main__ import main
+from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
 from sirtaki.errors import ConfigError
-from sirtaki.registry.entry import ShardWay
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.schema import ShardsRecord
 from sirtaki.torch import fsdp
-from sirtaki.torch.fsdp import target
 
 SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
 SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
@@ -78,36 +81,35 @@ def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str)
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
-def search(faster_times: float, steps: int | None = None) -> ShardSession:
-    """Of a job whose steps take 0.3 s, and with two streams so many times less; None = to its end."""
+def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
+    """Of a job whose steps take 0.3 s, and with two streams so many times less."""
     space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100), dropped=(0, 1))
-    session = ShardSession(space, ShardKnobs(streams=1), budget=100)
-    while not session.done and session.used != steps:
-        session.record(0.3 / faster_times if session.knobs.streams == 2 else 0.3)
+    session = shard_session(space, ShardKnobs(streams=1), budget=100)
+    while not session.done and session.result.iterations_used < steps:
+        now = session.assignment
+        session.record([0.3 / faster_times if now.knobs.streams == 2 else 0.3] * now.measured_iterations)
     return session
 
 
 def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_proved() -> None:
     untuned = "1 stream, gathers 1 ahead and 1 behind"
-    line = target.describe_progress(search(1.2, 0)).line()
-    assert line == f"tuning, step 0 of at most 119: now measuring the default: {untuned}"
-    line = target.describe_progress(search(1.2, 3)).line()
+    line = describe_progress(search(1.2, 0), WHOLE_STEPS).line()
+    assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
+    line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 119, at most 35 s more: nothing seen that beats the default (300 ms)"
+        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); now trying: "
     )
-    progress = target.describe_progress(search(1.2, 25))
+    progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
     seen = "fastest seen so far, not yet proved: 50 ms a step less"
-    assert f"{seen} (300 ms → 250 ms); now comparing in turns: " in progress.line()
-    assert progress.bar() == f"tuning [#....] 25/119; {seen}"
+    assert f"{seen} (300 ms → 250 ms); now " in progress.line()
+    assert progress.bar().endswith(f"/100; {seen}")
 
 
 def test_the_result_says_what_was_proved_with_its_interval() -> None:
-    said = target.describe_result(search(1.2), "sockets")
-    assert (
-        "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in paired turns)" in said
-    )
-    said = target.describe_result(search(1.0), "sockets")
-    assert "the default stays; sockets (nothing was proved to beat the default in paired turns)" in said
+    said = describe_steps(search(1.2).result, "sockets")
+    assert "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in 6 paired" in said
+    said = describe_steps(search(1.0).result, "sockets")
+    assert "the default stays; sockets (nothing " in said
 
 
 @pytest.mark.integration
@@ -225,27 +227,29 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
         return settings_run(run_ranks, *args, SIRTAKI_REGISTRY=path, **env)
 
     assert run("fast", "2 kept")[-1].endswith("gathers 2 ahead and 1 behind, 2 kept")
-    (first,) = open_store(path).ways(ShardWay)
-    assert (first.kept, first.memory_bytes, first.modules) == ((1, 2), 2**20, 3)
+    (first,) = open_store(path).all(ShardsRecord)
+    assert (first.setting.kept, first.memory_bytes, first.modules) == ((1, 2), 2**20, 3)
     assert first.gain > 0.0
-    unusual = structs.replace(first, ahead=1, created_s=first.created_s + 1)  # not the first that is tried else
-    open_store(path).save_way(unusual)
+    unusual = structs.replace(
+        first, setting=replace(first.setting, ahead=1), created_s=first.created_s + 1
+    )  # not the first that is tried else
+    open_store(path).put(unusual)
 
     again = run("fast", "2 kept")
     assert len(set(again)) == 2, "nothing else is tried where it wins"
     assert again[-1].endswith("gathers 1 ahead and 1 behind, 2 kept")
-    (second,) = open_store(path).ways(ShardWay)
+    (second,) = open_store(path).all(ShardsRecord)
     assert second == structs.replace(unusual, gain=second.gain, created_s=second.created_s)
     assert second.created_s > unusual.created_s
 
     little = run("fast", "2 kept", SIRTAKI_FSDP_MEMORY="1")
     assert not any("2 kept" in setting for setting in little), "it takes more memory than is allowed"
-    assert second in open_store(path).ways(ShardWay)
+    assert second in open_store(path).all(ShardsRecord)
 
     slower = run("slow", "2 kept")
     assert "2 kept" in slower[1], "it is tried first"
     assert "2 kept" not in slower[-1]
-    assert all(len(way.kept) != 2 for way in open_store(path).ways(ShardWay))
+    assert all(len(way.setting.kept) != 2 for way in open_store(path).all(ShardsRecord))
     assert len(set(run("slow", "2 kept"))) == 1, "nothing was faster than the default, so nothing is tried again"
 
 

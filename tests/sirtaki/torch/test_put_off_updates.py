@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.engine.reducing.reducer import Phase
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.torch import overlap as awaited
 from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
 
@@ -18,25 +18,25 @@ class Late:
         self._params = params
         self.hooked = [(str(number), param) for number, param in enumerate(params)]
         self.log: list[Any] = []
-        self.can_put_off, self.needed_elsewhere, self.phase = True, False, Phase.COMING
-        self.written = False
+        self.can_defer, self.needed_elsewhere, self.state = True, False, IterationState.COLLECTING
+        self.written, self.pipeline = False, self
 
-    def put_off(self) -> None:
+    def defer(self) -> None:
         self.log.append("step")
-        self.phase = Phase.STEPPED
+        self.state = IterationState.DEFERRED
 
     def wait_for(self, number: int) -> list[int]:
         self.log.append(number)
         first = number - number % 2
         if self.needed_elsewhere:
-            self.phase = Phase.COMING
+            self.state = IterationState.COLLECTING
         return [] if self.needed_elsewhere else [first, first + 1]
 
     def reduce(self) -> None:
-        self.phase = Phase.REDUCED
+        self.state = IterationState.REDUCED
         self.log.append("reduce")
 
-    def hand_out(self, numbers: list[int]) -> None:
+    def assign_gradients(self, numbers: list[int]) -> None:
         for number in numbers:
             param = self._params[number]
             param.grad = torch.zeros(1) if param.grad is None else 2 * param.grad
@@ -61,7 +61,7 @@ class Made:
 
     def _finish(self) -> None:
         self.finished += 1
-        self.late.phase = Phase.COMING
+        self.late.state = IterationState.COLLECTING
 
     def _see(self) -> None:
         self.seen += 1
@@ -72,7 +72,7 @@ class Made:
 
     def keep(self) -> bool:
         kept = self.updates.keep()
-        self.late.phase = Phase.GATED if kept else Phase.COMING
+        self.late.state = IterationState.LAUNCHED if kept else IterationState.COLLECTING
         return kept
 
     def backward_and_step(self) -> None:
@@ -95,7 +95,7 @@ def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made
     assert gradient.item() == 1.0
     assert made.late.log == [0]
     assert made.held == [False] * 4
-    assert made.updates.phase is Phase.COMING
+    assert made.updates.state is IterationState.COLLECTING
 
 
 def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None:

@@ -12,7 +12,7 @@ from elastic_jobs import ElasticJob
 from rank_jobs import OVER_MESH, UNTUNED, Job, Launcher, played_on_ranks
 from ranks.elastic_features import SIZES, WAITS
 
-from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.opening import open_store
 
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,9 +13,11 @@ from sirtaki.comm import recorder
 from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
-from sirtaki.comm.gradients.buffers import FLAG_COUNT, Pace, Reduction
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import FLAG_COUNT, Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.gradients.schedule import IterationPace
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, Work
 from sirtaki.errors import CommError, PlanError, TransportError
@@ -62,7 +64,7 @@ class Made:
         self.params = [parameters((size,), dtype=dtype)[0] for size, dtype in zip(sizes, each, strict=True)]
         self.router = LonelyRouter(device, ranks=RANKS)
         self.cuts, self.streams = cuts, streams
-        self.sync = Synchroniser(
+        self.sync = GradientPipeline(
             self.params,
             [f"p{index}" for index in range(len(sizes))],
             control=ControlPlane(alone()),
@@ -147,7 +149,7 @@ def test_units_leave_once_their_gradients_and_all_units_before_them_are_complete
     made = Made(2, 3, 1, cuts=(2, 5)).profiled()
     made.come(1)
     assert made.left == []  # complete, but not its turn
-    assert made.sync.missing_names() == ["p0", "p2"]
+    assert made.sync.missing == [0, 2]
     assert not made.sync.can_reduce
     made.come(0)
     assert made.left == [(0, 2), (2, 5)]
@@ -156,7 +158,7 @@ def test_units_leave_once_their_gradients_and_all_units_before_them_are_complete
     assert made.sync.can_reduce
     assert made.sync.reduce(None)
     assert made.grads == [[0, 3], [0, 3, 6], [0]]
-    assert made.sync.complete
+    assert made.sync.state is IterationState.REDUCED
     assert not made.sync.can_reduce
     assert len(made.left) == 3
     made.sync.finish()
@@ -168,9 +170,9 @@ def test_what_comes_in_order_is_told_where_a_unit_may_leave_and_is_not_forgotten
     for param in made.params:
         param.grad = torch.ones_like(param)
     assert made.sync.begin_pass() == {1, 2, 3}
-    assert made.sync.come(made.params[:1])
+    assert made.sync.ready_in_order(made.params[:1])
     assert made.left == [(0, 2)]
-    assert not made.sync.come(made.params[2:])
+    assert not made.sync.ready_in_order(made.params[2:])
     made.come(2, 1)
     assert made.left == [(0, 2), (2, 5), (5, 6 + FLAG_COUNT)]
 
@@ -205,11 +207,11 @@ def test_every_element_leaves_once_with_its_gradient_in_it_whatever_comes_when(s
         pace = IterationPace(
             needed=[rng.random() for _ in sizes], ready_s=[rng.random() for _ in sizes], backward_s=1.0, s_per_byte=0.1
         )
-        made.sync.overtake(pace)
+        made.sync.reorder_units(pace)
     for iteration in range(3):
         if seed % 4 == 3 and iteration:
             cuts = sorted(rng.sample(range(1, 40), rng.randrange(0, 5)))
-            made.sync.set_plans([plan_of(layout.numel, *cuts, streams=iteration) for layout in made.sync.layouts])
+            made.sync.use([plan_of(layout.numel, *cuts, streams=iteration) for layout in made.sync.layouts])
         for param in made.params:
             param.grad = None
         made.router.reduced.clear()
@@ -240,7 +242,9 @@ def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_while_unit
     made.come(0, 2)
     made.sync.finish()
     made.router.reduced.clear()
-    made.sync.overtake(IterationPace(needed=[0.0, 1.0, 2.0, 3.0], ready_s=[0.0] * 4, backward_s=0.0, s_per_byte=1e-9))
+    made.sync.reorder_units(
+        IterationPace(needed=[0.0, 1.0, 2.0, 3.0], ready_s=[0.0] * 4, backward_s=0.0, s_per_byte=1e-9)
+    )
     made.come(1)
     assert made.left == [(4, 8)]
     made.come(0, 2, 3)
@@ -252,7 +256,7 @@ def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_while_unit
 
 def test_gradients_are_waited_for_and_handed_out_one_by_one() -> None:
     made = Made(4, 4, 2, cuts=(6,)).profiled()
-    assert made.sync.can_put_off
+    assert made.sync.can_defer
     awaited, wait = list[int](), made.router.wait_for
 
     def wait_for(works: Sequence[Any], **how: Any) -> bool:
@@ -262,13 +266,13 @@ def test_gradients_are_waited_for_and_handed_out_one_by_one() -> None:
     made.router.wait_for = wait_for  # type: ignore[method-assign]
     made.come(0, 1, 2)
     made.sync.flush()
-    assert made.sync.wait_for(1, lambda: True) == []
-    assert made.sync.wait_for(0, None) == [0]
-    made.sync.hand_out_some([0])
+    assert made.sync.wait_for_one(1, lambda: True) == []
+    assert made.sync.wait_for_one(0, None) == [0]
+    made.sync.assign_gradients([0])
     grad = made.params[0].grad
     assert grad is not None
     grad.zero_()  # which holds
-    assert made.sync.wait_for(1, None) == [0, 1, 2]  # it lies in both units
+    assert made.sync.wait_for_one(1, None) == [0, 1, 2]  # it lies in both units
     assert awaited == [2, 1, 2]
     assert made.sync.reduce(None)
     assert made.grads[:2] == [[0] * 4, [0, 3, 6, 9]]
@@ -307,12 +311,12 @@ def test_what_did_not_come_counts_as_it_is_or_as_zeros_and_a_frozen_parameter_is
 
 def test_a_rank_that_has_joined_gives_zeros() -> None:
     made = Made(2, 2).profiled()
-    made.sync.say_pace(Pace.SLOWER)
+    made.sync.vote_drift(Drift.SLOWER)
     made.sync.contribute_zeros()
     assert made.left == [(0, 4 + FLAG_COUNT)]
     made.sync.finish(joined=True)
     assert made.grads == [[0, 0], [0, 0]]
-    assert made.sync.pace is Pace.USUAL
+    assert made.sync.drift is Drift.USUAL
 
 
 @pytest.mark.parametrize("came", [[0, 1], [0]])
@@ -361,7 +365,7 @@ def test_with_streams_a_report_is_of_the_iteration_before_for_which_alone_it_wai
     for _ in range(4):
         made.come(0)
         made.sync.reduce(None)
-        reduced.append(made.sync._now.reduced)
+        reduced.append(made.sync._reduced)
         reports.append(made.sync.finish())
     assert device.waited_for[:2] == reduced[:2], "while the order is profiled, the times are needed at once"
     assert set(reduced[2:3]) <= set(device.waited_for)
@@ -376,7 +380,7 @@ def test_where_somebody_records_it_hears_when_each_gradient_came_was_copied_and_
     recorder.start(SimpleNamespace(iteration=told.append))  # type: ignore[arg-type]
     try:
         made.sync._begin_iteration()
-        assert not made.sync.can_put_off
+        assert not made.sync.can_defer
         made.come(1, 0)
         made.sync.finish()
     finally:
@@ -463,12 +467,12 @@ def test_plans_that_are_refused_leave_the_old_ones(plans: list[CommPlan], what: 
 
     made.router.open_plan = fail  # type: ignore[method-assign]
     with pytest.raises((PlanError, TransportError), match=what):
-        made.sync.set_plans(plans)
+        made.sync.use(plans)
     made.router.open_plan = opened  # type: ignore[method-assign]
     assert made.sync.plans == before
     made.come(0)
     with pytest.raises(PlanError, match="between iterations"):
-        made.sync.set_plans([plan_of(6 + FLAG_COUNT)])
+        made.sync.use([plan_of(6 + FLAG_COUNT)])
     assert made.left == [(0, 3), (3, 6 + FLAG_COUNT)]
 
 
@@ -476,11 +480,11 @@ def test_the_end_of_a_unit_is_that_of_the_last_one_if_all_tell() -> None:
     made = Made(2).profiled()
     made.come(0)
     made.sync.flush()
-    made.sync.wait_for(0, None)
-    assert made.sync._now.works == [NOTHING_TO_DO]
-    made.sync._now.works = [SimpleNamespace(times=lambda: (None, 1e12), wait=lambda timeout_s: True)]  # type: ignore[list-item]
+    made.sync.wait_for_one(0, None)
+    assert made.sync._works == [NOTHING_TO_DO]
+    made.sync._works = [SimpleNamespace(times=lambda: (None, 1e12), wait=lambda timeout_s: True)]  # type: ignore[list-item]
     made.sync.reduce(None)
-    assert made.sync._now.reduced == 1e12
+    assert made.sync._reduced == 1e12
 
 
 def test_what_a_job_that_compressed_owes_is_paid_once_by_one_that_does_not() -> None:

@@ -14,8 +14,9 @@ from fakes.meshes import at_once
 from sirtaki.comm.control.communicator import Backend, Op
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import Device
-from sirtaki.comm.gradients import iteration
-from sirtaki.comm.gradients.iteration import InFlight, IterationEvents, IterationTrace, ReadinessNegotiation
+from sirtaki.comm.gradients import trace
+from sirtaki.comm.gradients.negotiation import ReadinessNegotiation
+from sirtaki.comm.gradients.trace import InFlight, IterationEvents, IterationTrace
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import CommError
 
@@ -168,7 +169,7 @@ class OtherClock(Device):
 def test_a_trace_tells_of_an_iteration_and_of_each_unit_in_turn_on_the_hosts_clock(
     monkeypatch: pytest.MonkeyPatch, device: Device, moment: Callable[[float], Any]
 ) -> None:
-    monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: 100.0))
 
     def unit(issued: float, begun: float | None, done: float | None, *, stream: int = 0, start: int = 0) -> Any:
         times = [at_s and moment(at_s) for at_s in (begun, done)]

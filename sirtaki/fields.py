@@ -1,6 +1,6 @@
-"""What comes out of databases and files is checked: printable, of limited size, no NaN, no bool as a number.
+"""Types of fields that are read from files and databases, and the functions that check them.
 
-msgspec does that by the types of fields; its `Struct`s are what is kept, as they are kept.
+msgspec checks a value by its type: text is printable, sizes are limited, NaN is refused, and a bool is not a number.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -12,8 +12,8 @@ from sirtaki.errors import RegistryError
 
 T = TypeVar("T")
 
-# Without controls, surrogates, formats such as those that turn the direction of writing, and all spaces but one: they
-# could play tricks on a terminal, and some databases refuse them.
+# Control characters, surrogates, format characters (which can reverse the direction of writing) and all spaces but one
+# are excluded because they can deceive on a terminal, and because some databases refuse them.
 _PRINTABLE = (
     r"^[^\x00-\x1f\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f"
     r"\u205f-\u206f\u3000\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
@@ -30,10 +30,10 @@ Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
 def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # Any: what json.loads gives
-    """A value of this type made of JSON's lists, dicts and numbers.
+    """Convert JSON's lists, dicts and numbers to this type.
 
     Raises:
-        RegistryError: something is missing, unknown or invalid; the message begins with its path below `at`.
+        RegistryError: a field is missing, unknown or invalid; the message begins with its path below `at`.
     """
     try:
         return msgspec.convert(data, kind)
@@ -42,10 +42,10 @@ def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # Any: what json.l
 
 
 def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
-    """The same of the text of a JSON value.
+    """Convert JSON text to this type.
 
     Raises:
-        RegistryError: as in `checked`, or it is no JSON.
+        RegistryError: a field is missing, unknown or invalid, or the text is not JSON.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -54,20 +54,20 @@ def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
 
 
 def plain(value: object) -> Any:  # Any: JSON's
-    """The dicts, lists, texts and numbers that a `Struct`, or what is in one, is in JSON."""
+    """Return the dicts, lists, texts and numbers that represent a value in JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_base))
 
 
 def _base(value: object) -> Any:
-    """A text or a number of a class derived from Python's own, such as torch's version or NumPy's floats."""
+    """Convert an instance of a subclass of str, int or float, such as torch's version or NumPy's floats."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} cannot be kept")
+    raise TypeError(f"{type(value).__name__} cannot be stored")
 
 
 def _told(err: Exception, at: str) -> str:
-    """`knobs.streams: expected int >= 1`, of msgspec's "Expected `int` >= 1 - at `$.knobs.streams`"."""
+    """Return `knobs.streams: expected int >= 1` for msgspec's "Expected `int` >= 1 - at `$.knobs.streams`"."""
     what, _, place = str(err).replace("`", "").partition(" - at ")
     if r"\x00" in what:
         what = "expected printable text"

@@ -1,0 +1,166 @@
+"""Negotiation of the gradients that are ready on all ranks, while their order is not known."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.errors import CommError
+from sirtaki.machine import free_in_forked_children
+
+from .. import timeline
+from ..control.communicator import Backend, Communicator, Op, Test
+from ..control.failure import FailureBoard, caused
+from ..control.waiting import wait_for, wait_for_work
+
+Bits = npt.NDArray[np.bool_]
+
+Interrupted = Callable[[], bool]
+"""Return whether to stop waiting. Called now and then while a thread waits."""
+
+_given_up: list[Test] = []
+"""Rounds that other ranks never joined. MPI still refers to their arrays, so they are kept."""
+
+
+def agree(
+    bits: Bits, *, comm: Communicator, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
+) -> Bits | None:
+    """Return the bits that are set on every rank, `(n,)`; None if `closing` ended the wait. Collective."""
+    packed = np.packbits(bits)
+    test = comm.all_reduce(packed, Op.AND)
+    wait_for(lambda: test() or closing(), failures=failures)
+    if not test():
+        if comm.backend is Backend.MPI:
+            _given_up.append(test)
+        return None
+    return np.unpackbits(packed, count=bits.size).view(np.bool_)
+
+
+class ReadinessNegotiation:
+    """A thread that finds out, during one backward pass, which gradients are ready on all ranks.
+
+    It runs while the order of the gradients is not known. A rank joins a round once `granularity_bytes` of gradients
+    have become ready since its last round, or its backward pass has ended, until every gradient is agreed. All ranks
+    get the same results, so they stop after the same round.
+    """
+
+    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
+        """Keep `comm` for the thread, which starts with the first backward pass."""
+        self._comm, self._failures = comm, failures
+        self._wake = free_in_forked_children(threading.Condition())
+        self._thread: threading.Thread | None = None
+        self._bits: Bits = np.zeros(0, dtype=np.bool_)
+        self._sizes_bytes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._granularity_bytes = 0
+        self._fresh_bytes = 0
+        self._ended = False
+        self._closing = self._left_open = False
+        self._on_agreed: Callable[[list[int]], None] | None = None
+        self._done = threading.Event()
+
+    def begin(
+        self, sizes_bytes: npt.NDArray[np.int64], *, granularity_bytes: int, on_agreed: Callable[[list[int]], None]
+    ) -> None:
+        """Start the negotiation of one backward pass.
+
+        Args:
+            sizes_bytes: size of each gradient, `(n_gradients,)`.
+            granularity_bytes: bytes of ready gradients after which this rank joins a round.
+            on_agreed: called in the thread with the indices of newly agreed gradients, ascending.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
+            self._thread.start()
+        self._done.clear()
+        with self._wake:
+            self._sizes_bytes, self._granularity_bytes = sizes_bytes, granularity_bytes
+            self._bits = np.zeros(sizes_bytes.size, dtype=np.bool_)
+            self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
+
+    def set_ready(self, index: int) -> None:
+        """Mark gradient `index` of this rank as ready, in its place in the flat buffer."""
+        with self._wake:
+            self._bits[index] = True
+            self._fresh_bytes += int(self._sizes_bytes[index])
+            # The pass ends with the last gradient: the training thread may wait for other gradients before `end`.
+            self._ended = bool(self._bits.all())
+            if self._worth_a_round():
+                self._wake.notify()
+
+    def end(self) -> None:
+        """End the backward pass: mark all gradients as ready."""
+        with self._wake:
+            self._bits[:] = True
+            self._ended = True
+            self._wake.notify()
+
+    def wait(self, interrupted: Callable[[], bool] | None = None) -> bool:
+        """Block until every gradient is agreed. Return False if `interrupted` ends the wait.
+
+        Raises:
+            CommError: the job failed meanwhile.
+        """
+        if not wait_for_work([self._done], failures=self._failures, interrupted=interrupted):
+            return False
+        self._failures.check()
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(
+                        lambda: self._closing or (self._on_agreed is not None and self._worth_a_round())
+                    )
+                if self._closing:
+                    return
+                self._negotiate()
+                self._done.set()
+        except CommError as err:
+            self._failures.report(err)
+        except Exception as err:  # whatever it is, the waiting threads must get it
+            self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
+        finally:
+            self._done.set()
+
+    def _worth_a_round(self) -> bool:
+        return self._ended or self._fresh_bytes >= self._granularity_bytes
+
+    def _negotiate(self) -> None:
+        """Run rounds until all gradients of this backward pass are agreed."""
+        on_agreed = self._on_agreed
+        assert on_agreed is not None
+        agreed = np.zeros(self._bits.size, dtype=np.bool_)
+        while not agreed.all():
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._worth_a_round())
+                if self._closing:
+                    return
+                bits = self._bits.copy()
+                self._fresh_bytes = 0
+            begin_s = time.perf_counter()
+            result = agree(bits, comm=self._comm, failures=self._failures, closing=lambda: self._closing)
+            if result is None:
+                self._left_open = True
+                return
+            if (trace := timeline.current) is not None:
+                brought = int((result & ~agreed).sum())
+                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
+            if fresh := np.flatnonzero(result & ~agreed).tolist():
+                on_agreed(fresh)
+            agreed |= result
+        self._on_agreed = None
+
+    def close(self) -> bool:
+        """End the thread. Return False if a round that other ranks never joined still uses the communicator."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout=2.0)
+        return not (self._thread.is_alive() or self._left_open)

@@ -1,0 +1,762 @@
+"""Reduce gradients over all ranks while the backward pass still computes others.
+
+One iteration calls `ready_in_order` for gradients that become ready in the expected order, `ready` for any other,
+`reduce` at the end of a backward pass if every gradient is ready, and `finish`, which reduces in any case:
+
+    ready_in_order, ready ─▶ _launch: the last gradient of a unit is ready, and all units before it are launched:
+                             gradients are copied into the flat buffers, and the unit is sent over its stream
+    flush ─▶ missing gradients are filled in, and the remaining units are launched
+    reduce ─▶ the training thread waits for all units, and every `.grad` becomes a view of the flat buffer
+    finish ─▶ the iteration is measured, the ranks' flags are read, and the next iteration begins
+
+`LaunchMode` tells when units are launched. If the order of the gradients is known, the flat buffers have that order,
+and units are launched in it, from the hooks, without a control message: `LaunchSchedule.course` holds the numbers of
+gradients after which units are launched. From the first gradient that does not come in this order, gradients are
+counted one by one. While the order is profiled, the ranks negotiate on the host which gradients are ready
+(`ReadinessNegotiation`), and neighbours in the flat buffer are launched together; on a GPU all units are launched at
+the end of the backward pass.
+
+A fixed order costs time if gradients begin to come in another one. Each rank watches that (`OrderProfiling`), and asks
+for a new profile with a control flag that travels along with the gradients (`FlagTraffic`). If any rank asks, all ranks
+profile the order in the next iterations, and rebuild their buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.router import Router
+from sirtaki.errors import CommError, PlanError
+from sirtaki.machine import free_in_forked_children
+
+from .. import recorder, timeline
+from ..compress import CompressedUnits
+from ..control.failure import caused
+from ..control.waiting import WAIT_SLICE_S
+from ..device import Event, copy_
+from ..plan import CommPlan, GradientLayout
+from ..transports.contract import Work, scale_
+from .buffers import FlatBuffers, Reduction
+from .edits import EditCheck
+from .flags import FLAG_COUNT, Drift, FlagTraffic, RankFlags
+from .negotiation import Interrupted, ReadinessNegotiation
+from .ready import LARGE_ELEMENTS, ReadyGradients
+from .schedule import (
+    IterationPace,
+    LaunchSchedule,
+    OrderProfiling,
+    ScheduledUnit,
+    agree_on_order,
+    complete_s,
+    reorder_units,
+    schedule,
+)
+from .state import IterationState, LaunchMode
+from .trace import InFlight, IterationEvents, IterationReport, IterationTrace
+
+logger = logging.getLogger(__name__)
+
+NO_FLAGS = RankFlags()
+
+NAMED_GRADIENTS = 6
+"""An error names all gradients of a unit up to this number, otherwise the first and the last."""
+
+EVERY = range(sys.maxsize)
+"""All numbers of ready gradients: every gradient must be reported at once."""
+
+
+def _is_reduced(work: Work) -> bool:
+    """Return whether a unit is reduced; False if that has failed. Non-blocking."""
+    try:
+        return work.is_done() and work.wait(WAIT_SLICE_S)
+    except CommError:
+        return False
+
+
+class GradientPipeline:
+    """Reduction of the gradients of one set of parameters, which become equal on all ranks.
+
+    The constructor, `finish` and `use` are collective. `ready` may be called in any order. A parameter for which it is
+    not called counts with its current `.grad`, or with zeros.
+
+    Attributes:
+        iteration: finished iterations.
+        state: state of the current iteration: COLLECTING, LAUNCHED or REDUCED.
+        mode: how the units of the current iteration are launched.
+        plans: current plans, one a layout.
+        names: of the parameters.
+        n_params: number of parameters.
+        device: device of the gradients.
+        profiling: True if the order of the gradients is profiled in this iteration; the same on all ranks.
+        problem: why the gradients of this iteration are undefined; empty until they are reduced, and if all is well.
+        in_flight: iterations that the device may still be working on.
+        compressed: carries units in fewer bytes; None = no unit is compressed.
+        drift: trend of the communication time that all ranks have reported with `vote_drift`, as of the last iteration;
+            with streams, as of the one before it.
+    """
+
+    plans: tuple[CommPlan, ...]
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        control: ControlPlane,
+        router: Router,
+        reduction: Reduction,
+        default_plan: Callable[[GradientLayout], CommPlan],
+        unused_as_none: bool = False,
+        lossy: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        """Open the flat buffers. Collective.
+
+        Args:
+            params: parameters whose gradients are reduced, in the same order on all ranks.
+            names: names of the parameters, for messages.
+            control: control plane of the participating ranks.
+            router: carries the units; closed by the caller.
+            reduction: what is done to every gradient.
+            default_plan: makes the plan of a new layout; the same on all ranks.
+            unused_as_none: gradients that no rank has computed are None afterwards, not zeros.
+            lossy: plans may compress units, if `reduction` does not.
+            rank: rank in messages; None = that of `control`.
+        """
+        self._rank = control.rank if rank is None else rank
+        self._params, self.names, self.n_params = list(params), list(names), len(params)
+        self._control, self._router, self._reduction = control, router, reduction
+        self._default_plan, self._unused_as_none = default_plan, unused_as_none
+        self.device = router.device
+        self.device.users += 1
+        self.compressed: CompressedUnits | None = None
+        if (lossy or reduction.compression is not None) and not router.device.streams:
+            self.compressed = CompressedUnits(
+                router, reduction.compression, reduction.feedback, rank=control.rank, size=control.size
+            )
+        self._negotiation = None if self.device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
+        self._one_at_a_time = free_in_forked_children(threading.Lock())
+        self.iteration = 0
+        self.problem = ""
+        self._all_used = False  # this rank has a gradient of every parameter in this iteration
+        self.drift = Drift.USUAL
+        self.in_flight = InFlight(self.device)
+        self._order, self._edits = OrderProfiling(), EditCheck()
+        self._buffers = self._make_buffers(range(self.n_params)[::-1])
+        self._begin_iteration()
+
+    # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_buffers(self, order: Sequence[int]) -> FlatBuffers:
+        """Make flat buffers for this order of the parameters, and install the default plans. Collective."""
+        self.device.synchronise()  # nothing may use the old buffers any more
+        buffers = FlatBuffers(
+            order,
+            self._params,
+            self.names,
+            reduction=self._reduction,
+            router=self._router,
+            n_flags=FLAG_COUNT + (self.n_params if self._unused_as_none else 0),
+        )
+        self._ready = ReadyGradients(buffers)
+        self._flags = FlagTraffic(self.device, buffers.flags[:FLAG_COUNT])
+        # Usage flags, one a parameter by position: above zero if any rank has its gradient.
+        self._usage = buffers.flags[FLAG_COUNT:]
+        self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
+        return buffers
+
+    def _install(self, plans: Sequence[CommPlan], buffers: FlatBuffers) -> None:
+        """Open the streams of the plans, and launch units by these plans from now on. Collective.
+
+        Raises:
+            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            TransportError: on all ranks, if streams could not be opened.
+        """
+        if len(plans) != len(buffers.groups):
+            raise PlanError(f"{len(plans)} plans for {len(buffers.groups)} layouts")
+        for group, plan in zip(buffers.groups, plans, strict=True):
+            if plan.numel != group.layout.numel:
+                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
+            self._router.open_plan(plan)
+        # Usage flags are known when the pass ends. The other flags are known with the last gradient, as is their unit.
+        self._schedule = LaunchSchedule(
+            schedule(buffers.groups, plans, buffers.position),
+            buffers.order,
+            held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
+        )
+        self.plans = tuple(plans)
+        if self.compressed is not None:
+            self.compressed.lay_out(buffers.groups, plans)
+
+    @property
+    def layouts(self) -> tuple[GradientLayout, ...]:
+        """The current layouts, one a dtype; the first has one more element, the control flags."""
+        return self._buffers.layouts
+
+    def use(self, plans: Sequence[CommPlan]) -> None:
+        """Launch units by these plans from the next iteration on, one a layout. Collective, between iterations.
+
+        Raises:
+            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            MismatchError: on all ranks, if the ranks' plans differ.
+        """
+        if self.pending:
+            raise PlanError("plans change between iterations only, and gradients of this one are in already")
+        self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
+        self._install(plans, self._buffers)
+        self._begin_iteration()
+
+    def reorder_units(self, pace: IterationPace) -> None:
+        """Launch first what the forward pass reads first, until plans change. Call between iterations on all ranks."""
+        units, _ = self.reordered_units(self.plans, pace)
+        # NCCL's communicators of one device share one order; the streams of other transports are independent.
+        order, one_order = self._buffers.order, self.device.streams
+        self._schedule = LaunchSchedule(units, order, held=self._has_flags, one_order=one_order)
+        self._begin_iteration()
+
+    def reordered_units(
+        self, plans: Sequence[CommPlan], pace: IterationPace
+    ) -> tuple[list[ScheduledUnit], list[float]]:
+        """Return the units of these plans in that order, and when each is complete, after the first gradient."""
+        usual = schedule(self._buffers.groups, plans, self._buffers.position)
+        units = reorder_units(usual, pace, held=self._has_flags)
+        return units, complete_s(units, pace, held=self._has_flags)
+
+    def _has_flags(self, unit: ScheduledUnit) -> bool:
+        return self._buffers.has_flags(unit.group, unit.stop)
+
+    def in_layout_order(self, values: Sequence[float]) -> list[float]:
+        """Sort values by parameter index, as in reports, into the order of the first layout, without its flags."""
+        return [values[index] for index in self._buffers.groups[0].indices]
+
+    # ── between iterations, and questions ────────────────────────────────────────────────────────────────────────
+
+    def profile_again(self) -> None:
+        """Ask all ranks to profile the order again in one of the next iterations."""
+        self._order.requested = True
+
+    def vote_drift(self, drift: Drift) -> None:
+        """Report the trend of the communication time with each iteration's flags. Call between iterations."""
+        if drift is not self._flags.drift:
+            self._flags.drift = drift
+            self._begin_iteration()
+
+    @property
+    def pending(self) -> bool:
+        """True if a gradient of this iteration is ready, and `finish` has not been called."""
+        return bool(self._ready.positions)
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the parameters whose gradients are not ready in this iteration."""
+        if len(self._ready.positions) == self.n_params:
+            return []
+        order, ready = self._buffers.order, set(self._ready.positions)
+        return sorted(order[position] for position in range(self.n_params) if position not in ready)
+
+    @property
+    def can_reduce(self) -> bool:
+        """True if every gradient of this iteration is ready: then what user code does next does not matter."""
+        if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:
+            return False
+        # All ranks launch the pipelines of one GPU in the order of their steps.
+        return not (self.mode is LaunchMode.AT_END and self.device.users > 1)
+
+    @property
+    def can_defer(self) -> bool:
+        """True if the units of this iteration may be waited for one by one, once they are launched."""
+        recorded = self._trace is not None and self._trace.recorded is not None
+        return not (self.profiling or self._unused_as_none or recorded or self._buffers.lent)
+
+    @property
+    def written(self) -> bool:
+        """True if this rank has written a ready gradient in place, so that the iteration ends with a problem."""
+        return bool(self._ready.written)
+
+    def detach(self) -> None:
+        """Move every `.grad` out of the flat buffers, so that it belongs to user code alone."""
+        self.run_copies()
+        self._buffers.detach()
+
+    def run_copies(self) -> None:
+        """Run the copies still queued for transport threads, so that user code may read `.grad` or write its source.
+
+        Call when a backward pass has ended or raised and the training thread does not wait for the reduction.
+        """
+        copies = self._ready.copies
+        if copies.copied < copies.count:
+            copies.copy(copies.count)
+
+    # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_iteration(self) -> None:
+        """Prepare the next iteration."""
+        device, self.profiling = self.device, self._order.active
+        if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
+            # An earlier job has compressed gradients, and its error-feedback residuals are still to be sent.
+            self.compressed = CompressedUnits(
+                self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
+            )
+            self.compressed.lay_out(self._buffers.groups, self.plans)
+        self._flags.write(RankFlags(reprofile=self._order.asks, complete=True))
+        self._trace: IterationTrace | None = None
+        if timeline.current is not None or recorder.current is not None:
+            self._trace = IterationTrace(device, self, self._buffers)
+        if self.profiling:
+            self.mode = LaunchMode.AT_END if device.streams else LaunchMode.NEGOTIATED
+        elif self._trace is None:
+            self.mode = LaunchMode.IN_ORDER
+        else:
+            self.mode, self._counts = LaunchMode.COUNTED, self._schedule.missing()
+        defers = self.mode is LaunchMode.IN_ORDER and self.compressed is None and not device.streams
+        self._ready.begin(defers=defers)
+        self.state = IterationState.COLLECTING
+        self._step = 0  # of `LaunchSchedule.course`, while the mode is IN_ORDER
+        self._launched = list[int]()  # numbers of the launched units, but for those that ranks have negotiated
+        self._works, self._units = list[Work](), list[ScheduledUnit]()
+        self._first_ready: Event = None
+        self._backward_ended: Event = None
+        self._reduced: Event = None
+        self._ready_events: list[Event | None] = [None] * self.n_params if self.profiling else []
+        self._heard = NO_FLAGS  # flags of all ranks, on the host
+        self._joined = self._one_by_one = False
+
+    def _begin_collecting(self) -> None:
+        """Fix the mode at the first gradient of an iteration."""
+        self._first_ready = self.device.record_event(timed=True)
+        if self.device.streams and self.device.users > 1:
+            self.mode = LaunchMode.AT_END  # all ranks launch the pipelines of one GPU in the order of their steps
+        elif self.mode is LaunchMode.NEGOTIATED:
+            self._begin_negotiation()
+
+    def begin_pass(self) -> Container[int]:
+        """Begin a backward pass, whose first gradient is ready.
+
+        Returns:
+            After which numbers of gradients of this pass `ready_in_order` must be called, because a unit may be
+            complete; `EVERY` = `ready` must be called for each gradient.
+        """
+        n_ready = len(self._ready.positions)
+        if self._first_ready is None:
+            self._begin_collecting()
+        if self.mode is not LaunchMode.IN_ORDER or n_ready == self.n_params:
+            return EVERY
+        return frozenset(stop - n_ready for stop in self._schedule.stops) if n_ready else self._schedule.stops
+
+    def ready_in_order(self, params: Sequence[torch.Tensor]) -> bool:
+        """Mark the gradients of these parameters as ready, and launch the units that they complete.
+
+        Returns:
+            False, and nothing is done, if other gradients were expected, or `ready` must be called for each gradient.
+        """
+        before = len(self._ready.positions)
+        if self.mode is not LaunchMode.IN_ORDER or not self._ready.add_in_order(params):
+            return False
+        n_ready, course, numbers = before + len(params), self._schedule.course, list[int]()
+        while self._step < len(course) and course[self._step][0] <= n_ready:
+            numbers += course[self._step][1]
+            self._step += 1
+        if numbers:
+            self._launch(numbers, since=before)
+        return True
+
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """Mark one gradient as ready. Call once for each parameter. Thread-safe.
+
+        Args:
+            index: index of the parameter.
+            gradient: its `.grad`.
+            version: version of `gradient` when it became ready.
+        """
+        with self._one_at_a_time:
+            ready, device = self._ready, self.device
+            device.notice_stream()
+            if self._first_ready is None:
+                self._begin_collecting()
+            if self.mode is LaunchMode.IN_ORDER:
+                self.mode = LaunchMode.COUNTED
+                self._counts = self._schedule.missing([self._buffers.order[place] for place in ready.positions])
+            if self._trace is not None and self._trace.recorded is not None:
+                self._trace.ready.append((index, device.record_event(timed=True)))
+            if self.profiling:
+                self._ready_events[index] = device.record_event(timed=True)
+            position = self._buffers.position[index]
+            ready.add(position, gradient, version)
+            if self.mode is LaunchMode.NEGOTIATED:
+                assert self._negotiation is not None
+                self._launch(())
+                # The bits are in layout order, so that agreed neighbours are neighbours in the flat buffer.
+                self._negotiation.set_ready(position)
+            elif self.mode is LaunchMode.COUNTED and (numbers := self._schedule.count(index, self._counts)):
+                self._launch(numbers)
+
+    def _launch(self, numbers: Sequence[int], *, since: int | None = None) -> None:
+        """Copy all ready gradients into the flat buffers, then launch the units with these numbers.
+
+        On a device with streams the copies run beside the backward pass. `since`: see `ReadyGradients.copy_in`.
+        """
+        with self.device.beside():
+            begin = None if self._trace is None else self.device.record_event(timed=True)
+            n_copied = self._ready.copy_in(since)
+            if self._trace is not None and n_copied:
+                self._trace.copies.append((begin, self.device.record_event(timed=True), n_copied))
+            self._launched += numbers
+            for number in numbers:
+                self._submit(self._schedule.units[number])
+
+    def _submit(self, unit: ScheduledUnit) -> None:
+        """Send one unit, behind the deferred copies of its gradients."""
+        reduction, copies = self._reduction, self._ready.copies
+        if copies.copied < copies.count:
+            needed, last, layout = copies.count, unit.due[0], unit.group.layout
+            if last in copies.cut:  # a large gradient, of which the unit needs some pieces only
+                start = layout.offsets[unit.group.indices.index(self._buffers.order[last])]
+                needed = min(needed, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
+            self._router.prepare(partial(self._copy_deferred, unit, needed), route=unit.route, stream=unit.stream)
+        elif reduction.prescale != 1.0:
+            self._prescale(unit)
+        issued = None if self._trace is None else self.device.record_event(timed=True)
+        carrier = self._router if self.compressed is None or self.profiling else self.compressed
+        try:
+            work = carrier.all_reduce(
+                unit.group.buffer,
+                unit.start,
+                unit.stop,
+                route=unit.route,
+                stream=unit.stream,
+                threads=unit.threads,
+                nccl=unit.nccl,
+                op=reduction.op,
+                scale=reduction.postscale,
+            )
+        except Exception as err:
+            error = self._with_place(err, unit)
+            raise error from error.__cause__
+        self._works.append(work)
+        self._units.append(unit)
+        if self._trace is not None:
+            self._trace.units.append((unit, work, issued))
+
+    def _copy_deferred(self, unit: ScheduledUnit, needed: int) -> None:
+        """Run the first `needed` copies and scale the unit. The transport thread calls it before it sends the unit."""
+        try:
+            self._ready.copies.copy(needed)
+            self._prescale(unit)
+        except Exception as err:  # whatever it is, the waiting threads must get it
+            self._control.failures.report(self._with_place(err, unit))
+
+    def _prescale(self, unit: ScheduledUnit) -> None:
+        if (factor := self._reduction.prescale) != 1.0:
+            self.device.launch(scale_, unit.group.buffer.tensor[unit.start : unit.stop], factor)
+
+    def contribute_zeros(self) -> None:
+        """Launch all units with zeros, on a rank that has joined. Non-blocking."""
+        if not self._ready.positions:
+            self._joined = True
+            self._flags.drift = Drift.USUAL  # without data this rank knows no trend
+            for param in self._params:
+                param.grad = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Fill in the missing gradients, and launch the remaining units. Non-blocking."""
+        if self.state is not IterationState.COLLECTING:
+            return
+        ready, self.problem = self._ready, ""
+        self._backward_ended = self.device.record_event(timed=True)
+        ready.own = len(ready.positions)
+        if self._unused_as_none:
+            self._write_usage()
+        if not self.can_reduce:  # the iteration ends in `finish`, so the unit of the flags is not launched yet
+            self._flags.write(
+                RankFlags(written=bool(ready.written), replaced=ready.replaced, reprofile=self._order.asks)
+            )
+        self.state = IterationState.LAUNCHED
+        if self._first_ready is None:
+            self._begin_collecting()
+        if ready.own < self.n_params:
+            own = set(ready.positions)
+            for position in range(self.n_params):
+                if position not in own:
+                    ready.fill_missing(position)
+        if self.mode is LaunchMode.NEGOTIATED:
+            assert self._negotiation is not None
+            self._launch(())
+            self._negotiation.end()
+        elif len(self._launched) < len(self._schedule.units) or ready.own < self.n_params:
+            launched = set(self._launched)
+            self._launch([number for number in range(len(self._schedule.units)) if number not in launched])
+
+    def reduce(self, interrupted: Interrupted | None) -> bool:
+        """Block until all gradients are reduced, at the end of a backward pass whose gradients are all ready.
+
+        Then what user code does to gradients before the update, it does to the reduced gradients, as with DDP.
+
+        Args:
+            interrupted: asked now and then whether this rank is needed elsewhere. Then this method or `finish` must be
+                called again, and waits on.
+
+        Returns:
+            True if every `.grad` holds the reduced gradient; False if interrupted.
+
+        Raises:
+            CommError: a reduction failed, or the job did; gradients are undefined then.
+        """
+        self.flush()
+        device = self.device
+        if self.mode is LaunchMode.NEGOTIATED:
+            assert self._negotiation is not None
+            try:
+                if not self._negotiation.wait(interrupted):
+                    return False
+            except CommError as err:
+                error = self._with_place(err)
+                raise error from error.__cause__
+        if not self._wait_for(self._works, self._units, interrupted):
+            self.run_copies()
+            return False
+        self.state = IterationState.REDUCED
+        if device.streams:
+            device.release()
+        self._reduced = self._last_done() if self._one_by_one else device.record_event(timed=True)
+        self._ready.assign_all(self._read_unused() if self._unused_as_none else ())
+        if not device.streams:
+            self._heard = self._flags.read()
+        self.problem = self._edits.look(self._ready, self._buffers.names, self._heard)
+        return True
+
+    def _write_usage(self) -> None:
+        """Set this rank's usage flags: 1 for each parameter with a gradient."""
+        ready = self._ready
+        present: Sequence[int] = ()
+        if not self._joined:
+            present = ready.positions if ready.own == self.n_params else ready.present
+        self._all_used = len(present) == self.n_params
+        if self._all_used:
+            self.device.launch(self._usage.fill_, 1)
+            return
+        usage = self.device.pinned(self.n_params, self._usage.dtype)
+        usage[list(present)] = 1
+        self.device.launch(copy_, self._usage, usage)
+
+    def _read_unused(self) -> Sequence[int]:
+        """Return the positions of parameters of which no rank has a gradient.
+
+        On a device with streams this blocks where this rank lacks gradients, as DDP does with unused parameters. It
+        does not block where this rank has all gradients, since none is unused then.
+        """
+        if self._all_used:
+            return ()
+        usage = self._usage
+        if self.device.streams:
+            usage = self.device.pinned(self.n_params, self._usage.dtype)
+            self.device.launch(copy_, usage, self._usage)
+            self.device.wait_for(self.device.record_event())
+        unused: list[int] = (usage <= 0).nonzero()[:, 0].tolist()
+        return unused
+
+    def _wait_for(self, works: Sequence[Work], units: Sequence[ScheduledUnit], interrupted: Interrupted | None) -> bool:
+        """Wait as `Router.wait_for`; an error names the unit and the iteration."""
+        try:
+            return self._router.wait_for(works, interrupted=interrupted)
+        except CommError as err:
+            unit = next((unit for unit, work in zip(units, works, strict=True) if not _is_reduced(work)), None)
+            error = self._with_place(err, unit)
+            raise error from error.__cause__
+
+    def check(self) -> None:
+        """Raise what a transport has found out by itself. Thread-safe."""
+        self._router.check()
+
+    def where(self) -> str:
+        """Describe the current iteration and its gradients, for messages about faults of no single unit."""
+        names = self.names
+        which = f"{names[0]} … {names[-1]} ({len(names)})" if len(names) > 1 else "".join(names)
+        return f"{self._place}, gradients of {which or 'nothing'}"
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self._rank}, iteration {self.iteration}"
+
+    def _with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
+        """Return the same error with the rank, the iteration and the unit in its message."""
+        place = self._place
+        if isinstance(error, CommError) and place in str(error):
+            return error
+        if unit is not None:
+            units, names = self._schedule.units, [self.names[index] for index in unit.members]
+            which = f"unit {units.index(unit) + 1} of {len(units)}" if unit in units else "a unit"
+            few = 0 < len(names) <= NAMED_GRADIENTS
+            what = ", ".join(names) if few else unit.group.layout.describe(unit.start, unit.stop)
+            place += f", {which} ({what}) on stream {unit.stream}"
+        if isinstance(error, CommError):
+            return caused(type(error)(f"{error} ({place})"), error.__cause__)
+        carrier = "communication" if unit is None else unit.route[0].value
+        return caused(CommError(f"{carrier} failed: {error!r} ({place})"), error)
+
+    def _last_done(self) -> Event:
+        """Return when the last unit was reduced, for which no thread may have waited then."""
+        moments = [self._backward_ended, *(work.times()[1] for work in self._works)]
+        known = [moment for moment in moments if moment is not None]
+        if self.device.streams or len(known) < len(moments):
+            return self.device.record_event(timed=True)
+        return max(known)
+
+    def wait_for_one(self, index: int, interrupted: Interrupted | None) -> list[int]:
+        """Block until the units of one gradient are reduced. All units must be launched.
+
+        Returns:
+            Indices of all parameters that have elements in these units only; none if interrupted.
+
+        Raises:
+            CommError: as `reduce`.
+        """
+        self._one_by_one = True
+        places = [self._launched.index(number) for number in self._schedule.units_of[index]]
+        works, units = [self._works[place] for place in places], [self._units[place] for place in places]
+        return self._schedule.together(index) if self._wait_for(works, units, interrupted) else []
+
+    def assign_gradients(self, indices: Sequence[int]) -> None:
+        """Assign the reduced gradients that `wait_for_one` has returned, before all are reduced."""
+        self._ready.assign([self._buffers.position[index] for index in indices])
+
+    # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, *, joined: bool = False) -> IterationReport:
+        """Block until every gradient is reduced, and end the iteration. Collective.
+
+        Args:
+            joined: this rank has no data any more, and takes part with zeros.
+
+        Raises:
+            CommError: a reduction failed, or the job did; gradients are undefined then.
+        """
+        self._control.failures.raise_if_failed()
+        if joined:
+            self.contribute_zeros()
+        if self.state is not IterationState.REDUCED:
+            self.reduce(None)
+        profiled = self.profiling and self._order.ends_with(self.iteration)
+        report = self._measure(profiled=profiled)
+        heard = self._heard
+        if self.device.streams:
+            heard = self._flags.read()
+            self.problem = self._edits.hear_late(self.problem, heard)
+        self.drift = Drift.USUAL
+        if profiled:
+            self._end_profiling()
+        elif not self.profiling:
+            self._order.watch(self.iteration, self._ready.positions[: self._ready.own], self._buffers)
+            self.drift = heard.drift
+            if heard.reprofile:
+                logger.info("gradients come in another order, or in another form, than they did: profiling them again")
+                self._order.begin(self.iteration + 1)
+                self._flags.forget()
+                self.drift = Drift.USUAL  # the trend was of the old order
+        self._begin_iteration()
+        self.iteration += 1
+        return report
+
+    def _measure(self, *, profiled: bool) -> IterationReport:
+        """Report the iteration. Waits for the device: for the iteration before, or for this one if it is traced."""
+        device, trace = self.device, self._trace
+        events = measured = IterationEvents(self.iteration, self._first_ready, self._backward_ended, self._reduced)
+        if device.streams:
+            self.in_flight.units = list(zip(self._schedule.units, self._works, strict=True))
+            before = self.in_flight.add(events)
+            measured = events if self.profiling else before
+            # The host is never more than one iteration ahead.
+            device.wait_for(measured.reduced if trace is None else events.reduced)
+        if trace is not None:
+            trace.write(events, profiling=self.profiling)
+
+        def after_first_s(event: Event | None) -> float:
+            return 0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
+
+        return IterationReport(
+            span_s=device.elapsed_s(measured.first_ready, measured.reduced),
+            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
+            ready_s=tuple(map(after_first_s, self._ready_events)),
+            profiled=profiled,
+        )
+
+    def _end_profiling(self) -> None:
+        """Agree on the order, and make new buffers if the order or a parameter has changed. Collective."""
+        before = self._buffers
+        arrived = [before.order[position] for position in self._ready.positions]
+        order = agree_on_order(arrived, self._control, counts=not self._joined)
+        outdated = bool(self._control.maximum(np.array([float(before.outdated)]))[0])
+        if order != before.order or outdated:
+            self._buffers = self._make_buffers(order)
+            self._buffers.take_over(before)
+
+    # ── while the order is profiled on the host ──────────────────────────────────────────────────────────────────
+
+    def _begin_negotiation(self) -> None:
+        """Begin to negotiate which gradients are ready. Neighbours are sent together, up to the size of a unit."""
+        buffers, negotiation = self._buffers, self._negotiation
+        assert negotiation is not None
+        groups = list(zip(buffers.groups, self.plans, strict=True))
+        unit_bytes = [unit.numel * group.layout.itemsize_bytes for group, plan in groups for unit in plan.units]
+        sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
+        if self._unused_as_none:  # the flags have a bit of their own, which is set with the others at the end
+            sizes_bytes.append(0)
+        # Only the streams that the units of a plan use are open. Units take them in turn.
+        lanes = [
+            sorted({unit.stream for unit in plan.units if unit.algorithm is plan.units[0].algorithm})
+            for plan in self.plans
+        ]
+        turn, to_agree = 0, len(sizes_bytes)
+        largest_bytes = max([1, *unit_bytes])
+
+        def issue_agreed(positions: list[int]) -> None:
+            """Send gradients that are ready on all ranks, the flags last. Called in the negotiation's thread."""
+            nonlocal turn, to_agree
+            agreed = {buffers.order[position] for position in positions if position < len(buffers.order)}
+            for (group, plan), streams in zip(groups, lanes, strict=True):
+                offsets, limit = group.layout.offsets, max(1, largest_bytes // group.layout.itemsize_bytes)
+                runs: list[tuple[int, int]] = []
+                for position, index in enumerate(group.indices):
+                    start, stop = offsets[position], offsets[position + 1]
+                    if index not in agreed:
+                        continue
+                    if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
+                        runs[-1] = (runs[-1][0], stop)
+                    else:
+                        runs.append((start, stop))
+                for start, stop in runs:
+                    for low in range(start, stop, limit):
+                        route, stream = (plan.transport, plan.units[0].algorithm), streams[turn % len(streams)]
+                        turn += 1
+                        self._submit(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
+            to_agree -= len(positions)
+            if not to_agree:
+                (first, plan), first_unit = groups[0], self.plans[0].units[0]
+                start, stop = first.layout.offsets[-2:]
+                route = (plan.transport, first_unit.algorithm)
+                self._submit(ScheduledUnit(first, start, stop, first_unit.stream, route))
+
+        negotiation.begin(
+            np.array(sizes_bytes, dtype=np.int64),
+            granularity_bytes=largest_bytes,
+            on_agreed=issue_agreed,
+        )
+
+    def close(self) -> bool:
+        """End the threads; gradients keep their values. Called once.
+
+        Returns:
+            False if a thread does not end, and still uses its communicator.
+        """
+        self.device.users -= 1
+        del self._default_plan  # it refers back to its owner
+        ended = self.compressed is None or self.compressed.close()
+        return (self._negotiation is None or self._negotiation.close()) and ended

@@ -1,0 +1,177 @@
+"""Measurements of one iteration: its report, the work in flight on the device, and events for timeline and recorder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .. import recorder, timeline
+from ..device import Device, Event
+from ..recorder import CopySpan, ReadyMoment, Recorder, TracedIteration, TracedUnit
+from ..timeline import Timeline
+from ..transports.contract import Work
+from .buffers import FlatBuffers
+from .schedule import ScheduledUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationReport:
+    """What one iteration measured on this rank.
+
+    Attributes:
+        span_s: from the first ready gradient to the last reduced one; on a device with streams, of the iteration
+            before, except in order-profiling iterations.
+        backward_s: from the first ready gradient to the end of the backward pass, of the same iteration.
+        ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
+            order-profiling iterations record it.
+        profiled: the order was profiled in this iteration: layouts may be new, and plans the default again.
+    """
+
+    span_s: float
+    backward_s: float
+    ready_s: tuple[float, ...] = ()
+    profiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IterationEvents:
+    """Device events at the ends of the parts of one iteration."""
+
+    iteration: int
+    first_ready: Event
+    backward_ended: Event
+    reduced: Event
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Iterations that the device may still be working on.
+
+    Attributes:
+        units: units of the last iteration, with their works.
+    """
+
+    device: Device
+    units: list[tuple[ScheduledUnit, Work]] = field(default_factory=list)
+    _iterations: list[IterationEvents] = field(default_factory=list)
+    _stalled: tuple[int, float] | None = None
+
+    def add(self, events: IterationEvents) -> IterationEvents:
+        """Add an iteration, and keep the last two. Return the one before it, or itself if it is the first."""
+        self._iterations = [*self._iterations[-1:], events]
+        return self._iterations[0]
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the device is still working on these iterations. Thread-safe."""
+        if not (iterations := self._iterations):  # as on the host
+            return False
+        self.device.enter_thread()
+        return not all(self.device.is_reached(it.reduced) for it in iterations)
+
+    def stalled(self) -> tuple[int, float] | None:
+        """Return the iteration whose backward pass has ended on the device, but not its reduction, and since when.
+
+        The time is `time.monotonic()` of the first call that found it so. Thread-safe.
+        """
+        self.device.enter_thread()
+        late = [events for events in self._iterations if not self.device.is_reached(events.reduced)]
+        if not late or not self.device.is_reached(late[0].backward_ended):
+            self._stalled = None
+        elif self._stalled is None or self._stalled[0] != late[0].iteration:
+            self._stalled = late[0].iteration, time.monotonic()
+        return self._stalled
+
+    def unreduced_unit(self) -> str:
+        """Describe the first unit of the last iteration that is not reduced; empty if there is none. Thread-safe."""
+        self.device.enter_thread()
+        for number, (unit, work) in enumerate(self.units):
+            if not work.is_done():
+                what = unit.group.layout.describe(unit.start, unit.stop)
+                return f"unit {number + 1} of {len(self.units)} ({what}) on stream {unit.stream}"
+        return ""
+
+
+@dataclass(slots=True)
+class IterationTrace:
+    """Events of one iteration for the timeline and a recorder, if there are any when the iteration begins.
+
+    Attributes:
+        source: the `GradientPipeline`.
+        shown, recorded: the timeline and the recorder; None = none.
+        buffers: flat buffers of the iteration.
+        copies: begin, end, and number of gradients of each copy into the flat buffers.
+        units: launched units, with their works, and when they were launched.
+        ready: index of each parameter whose gradient is ready, and when; only for a recorder.
+    """
+
+    device: Device
+    source: object
+    buffers: FlatBuffers
+    shown: Timeline | None = field(default_factory=lambda: timeline.current)
+    recorded: Recorder | None = field(default_factory=lambda: recorder.current)
+    copies: list[tuple[Event, Event, int]] = field(default_factory=list)
+    units: list[tuple[ScheduledUnit, Work, Event]] = field(default_factory=list)
+    ready: list[tuple[int, Event]] = field(default_factory=list)
+
+    def write(self, events: IterationEvents, *, profiling: bool) -> None:
+        """Write the iteration. All gradients must be reduced, also on the device."""
+        end_s = time.perf_counter()
+
+        def at(moment: Event) -> float:
+            # Transports of the host tell the time themselves.
+            return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
+
+        def traced_unit(unit: ScheduledUnit, work: Work, issued: Event) -> TracedUnit:
+            begun, done = work.times()
+            return TracedUnit(
+                layout_number=self.buffers.groups.index(unit.group),
+                layout=unit.group.layout,
+                start=unit.start,
+                stop=unit.stop,
+                stream=unit.stream,
+                route=unit.route,
+                issued_s=at(issued),
+                began_s=None if begun is None else at(begun),
+                done_s=end_s if done is None else at(done),
+            )
+
+        places = self.buffers.layout_places
+        traced = TracedIteration(
+            source=self.source,
+            number=events.iteration,
+            profiling=profiling,
+            first_ready_s=at(events.first_ready),
+            backward_ended_s=at(events.backward_ended),
+            end_s=end_s,
+            ready=tuple(ReadyMoment(*places[index], at(when)) for index, when in self.ready),
+            copies=tuple(CopySpan(at(begin), at(copied), count) for begin, copied, count in self.copies),
+            units=tuple(traced_unit(*issued) for issued in self.units),
+        )
+        if self.shown is not None:
+            show(traced, self.shown)
+        if self.recorded is not None and self.recorded is recorder.current:
+            self.recorded.iteration(traced)
+
+
+def show(traced: TracedIteration, timeline: Timeline) -> None:
+    """Write an iteration to the timeline."""
+    first_ready_s, ended_s, end_s = traced.first_ready_s, traced.backward_ended_s, traced.end_s
+    kind = "order profiling" if traced.profiling else "scheduled"
+    timeline.span("iterations", f"iteration {traced.number}", first_ready_s, end_s, kind=kind)
+    if ended_s > first_ready_s:
+        timeline.span("iterations", "backward", first_ready_s, ended_s)
+    timeline.span("iterations", "wait", max(first_ready_s, ended_s), end_s)
+    for copy in traced.copies:
+        timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
+    free_s: dict[int, float] = {}
+    for unit in traced.units:
+        # A transport that does not tell when it began takes a stream's units one after the other.
+        began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
+        free_s[unit.stream] = unit.done_s
+        name = unit.layout.describe(unit.start, unit.stop)
+        numbers = {"bytes": (unit.stop - unit.start) * unit.layout.itemsize_bytes}
+        track = f"{unit.route[0].value} stream {unit.stream}"
+        if began_s > unit.issued_s:
+            timeline.overlapping(f"{track} queue", unit.issued_s, began_s, unit=name, **numbers)
+        timeline.span(track, name, began_s, max(began_s, unit.done_s), **numbers)

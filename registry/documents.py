@@ -1,0 +1,94 @@
+"""Documents: what `sirtaki registry export` writes and `import` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import IO, Any
+
+from sirtaki.errors import RegistryError
+
+from .graph import fingerprint
+from .schema import RECORDS, JobRecord, StoredSetting
+
+FORMAT = "sirtaki-registry"
+VERSION = 4
+_SINCE = {"entries": 1, "row_ways": 2, "shard_ways": 4}
+"""Version that added each list of records. Version 3 differs from 2 in what a row record may hold."""
+
+MAX_FILE_CHARS = 1 << 29
+MAX_RECORDS = 100_000
+
+
+def write_document(records: Iterable[StoredSetting], file: IO[str]) -> int:
+    """Write a document with one record a line. Return the number of records."""
+    records = list(records)
+    file.write(f'{{"format": "{FORMAT}", "version": {VERSION}')
+    for kind in RECORDS:
+        lines = ",".join("\n" + json.dumps(one.to_json(), allow_nan=False) for one in records if isinstance(one, kind))
+        file.write(f', "{kind.table}": [{lines}\n]')
+    file.write("}\n")
+    return len(records)
+
+
+def read_document(file: IO[str]) -> list[StoredSetting]:
+    """Read all records of a document, which may be of any earlier version, and check each of them.
+
+    Raises:
+        RegistryError: this is not such a document, or a record has an invalid field; the message names both.
+    """
+    try:
+        text = file.read(MAX_FILE_CHARS + 1)
+    except UnicodeDecodeError as err:
+        raise RegistryError(f"this is no text: {err}") from err
+    if len(text) > MAX_FILE_CHARS:
+        raise RegistryError(f"the document has more than {MAX_FILE_CHARS} characters")
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as err:
+        raise RegistryError(f"this is not the JSON that `sirtaki registry export` writes: {err!s:.200}") from err
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise RegistryError("this is not what `sirtaki registry export` writes: its format is not " + FORMAT)
+    version = data.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise RegistryError(f"the document's version is not 1 to {VERSION}: it was written by a newer release")
+    kinds = [kind for kind in RECORDS if _SINCE[kind.table] <= version]
+    if set(data) != {"format", "version", *(kind.table for kind in kinds)}:
+        lists = " and ".join(kind.table for kind in kinds)
+        raise RegistryError(f"the document needs exactly the fields format, version and {lists}")
+    records: list[StoredSetting] = []
+    for kind in kinds:
+        items = data[kind.table]
+        if not isinstance(items, list) or len(items) > MAX_RECORDS:
+            raise RegistryError(f"{kind.table} must be a list of at most {MAX_RECORDS}")
+        for number, item in enumerate(items, start=1):
+            try:
+                record = kind.from_json(item)
+                if isinstance(record, JobRecord):
+                    _check_graphs(record)
+                records.append(record)
+            except RegistryError as err:
+                raise RegistryError(f"{kind.called} {number}: {err}") from err
+    return records
+
+
+def _check_graphs(record: JobRecord) -> None:
+    """Check that a record's key is that of its graphs."""
+    key, topology = record.key, record.topology
+    if fingerprint(record.model) != key.model:
+        raise RegistryError("key.model: is not the fingerprint of the model's graph")
+    if topology.fingerprint() != key.topology:
+        raise RegistryError("key.topology: is not the fingerprint of the topology")
+    if topology.world_size != key.world_size:
+        raise RegistryError(f"key.world_size: {key.world_size}, but the topology has {topology.world_size}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number here")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("a field is there twice")
+    return data

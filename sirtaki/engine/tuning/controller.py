@@ -1,0 +1,236 @@
+"""The loop of all tuning: measure, agree over the ranks, have rank 0 decide, and run its decision on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from sirtaki.autotune.meta.session import DEFAULT_ARM, Assignment, Purpose, TuningSession
+from sirtaki.autotune.trial import S
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.engine.console import log_progress, progress_every_s
+from sirtaki.errors import PlanError, TransportError, in_a_line
+
+from .target import TunableTarget
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class _Search(Generic[S]):
+    """A search for the fastest setting of one target.
+
+    Attributes:
+        target: the target.
+        session: the session that decides, on rank 0; None if it has failed.
+        assignment: what runs now; None before the first decision.
+        left: iterations until the next measurement ends.
+        spans_s: measurements of the assignment, the same on all ranks.
+    """
+
+    target: TunableTarget[S]
+    session: TuningSession[S] | None = None
+    assignment: Assignment[S] | None = None
+    left: int = 0
+    spans_s: list[float] = field(default_factory=list)
+
+    @property
+    def decided(self) -> Assignment[S]:
+        """Return what rank 0 wants to run."""
+        if self.session is not None:
+            return self.session.assignment
+        return Assignment(
+            knobs=self.target.default if self.target.stays is None else self.target.stays,
+            discarded_iterations=0,
+            measured_iterations=0,
+            arm=DEFAULT_ARM,
+            purpose=Purpose.KEPT,
+        )
+
+    def start(self, assignment: Assignment[S]) -> None:
+        self.assignment, self.spans_s = assignment, []
+        self.left = assignment.discarded_iterations + self.target.iterations
+
+    def mine(self) -> float:
+        """Return this rank's part of a minimum over the ranks; minus infinity voids the measurement."""
+        span_s = self.target.measured_s()
+        if math.isnan(span_s):
+            return -math.inf
+        return -span_s if self.target.slowest else span_s
+
+    def take(self, least: float) -> bool:
+        """Add the measurement on which the ranks have agreed; return whether it was the last of the assignment."""
+        assert self.assignment is not None
+        self.left = self.target.iterations
+        if math.isinf(least):
+            return False
+        self.spans_s.append(-least if self.target.slowest else least)
+        return len(self.spans_s) >= self.assignment.measured_iterations
+
+
+class TuningController:
+    """Runs the searches of some targets, on ranks that end their iterations together.
+
+    Attributes:
+        failed: tuning code has raised on rank 0; nothing is searched any more.
+    """
+
+    def __init__(self, control: ControlPlane, *, where: Callable[[], str] = str) -> None:
+        """Begin without a search.
+
+        Args:
+            control: the ranks.
+            where: describes where training is, for the log of a failure.
+        """
+        self._control, self._where = control, where
+        self._searches: list[_Search[Any]] = []  # Any: each target has its own kind of setting
+        self._told_s = -math.inf
+        self.failed = False
+
+    @property
+    def searching(self) -> bool:
+        """A search is under way."""
+        return bool(self._searches)
+
+    def tries(self, target: TunableTarget[S]) -> bool:
+        """Return whether a search for this target is under way."""
+        return any(search.target is target for search in self._searches)
+
+    @property
+    def agrees(self) -> bool:
+        """The end of this iteration needs the other ranks."""
+        return any(search.left <= 1 for search in self._searches)
+
+    def begin(self, *targets: TunableTarget[Any], recalls: bool = True) -> None:
+        """Begin a search for each target. Collective, between iterations.
+
+        Args:
+            targets: the targets.
+            recalls: what an earlier job has found may be checked instead.
+        """
+        searches = [_Search(target) for target in targets]
+        found = [False] * len(searches)
+        if recalls:
+            if self._control.rank == 0:
+                for search in searches:
+                    search.session = self._guarded(search, search.target.recall)
+                found = [search.session is not None or search.target.stays is not None for search in searches]
+            found = self._control.broadcast(found)
+        for search, known in zip(searches, found, strict=True):
+            if not known:
+                self._begin_search(search)
+        self._searches += searches
+        self._decide(searches)
+
+    def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
+        """Take the session from a search, which then ends after its current assignment. On rank 0."""
+        session = None
+        for search in self._searches:
+            if search.target is target:
+                session, search.session = search.session, None
+        return session
+
+    def abandon(self, target: TunableTarget[S]) -> None:
+        """End a search without a result. Call on all ranks."""
+        self._searches = [search for search in self._searches if search.target is not target]
+
+    def iteration_ended(self) -> None:
+        """Count an iteration in which nothing but its setting was unusual. Collective if `agrees`."""
+        due = []
+        for search in self._searches:
+            search.left -= 1
+            if search.left <= 0:
+                due.append(search)
+        if not due:
+            return
+        least = self._control.minimum(np.array([search.mine() for search in due])).tolist()
+        ended = [search for search, value in zip(due, least, strict=True) if search.take(value)]
+        for search in ended:
+            self._record(search, search.spans_s)
+        self._decide(ended)
+
+    def attempt(self, action: Callable[[], _T]) -> _T | None:
+        """Run tuning code of rank 0; what it raises ends tuning instead of training."""
+        return self._guarded(None, action)
+
+    def _decide(self, searches: Sequence[_Search[Any]]) -> None:
+        """Run what rank 0 decides. Collective.
+
+        Raises:
+            PlanError: not even the default can be run.
+            TransportError: as above.
+        """
+        while searches:
+            decided: list[Assignment[Any]] = self._control.broadcast(
+                [search.decided for search in searches] if self._control.rank == 0 else None
+            )
+            again = []
+            for search, now in zip(searches, decided, strict=True):
+                if now.purpose is Purpose.SEARCH:
+                    self._begin_search(search)
+                elif self._applies(search, now):
+                    continue
+                again.append(search)
+            searches = again
+
+    def _begin_search(self, search: _Search[Any]) -> None:
+        search.target.prepare()
+        if self._control.rank == 0:
+            search.session = self._guarded(search, partial(search.target.search, search.session))
+
+    def _applies(self, search: _Search[Any], now: Assignment[Any]) -> bool:
+        target = search.target
+        try:
+            target.apply(now.knobs)
+        except (PlanError, TransportError) as err:  # on all ranks alike
+            if now.knobs == target.default and now.purpose is Purpose.KEPT:
+                raise  # nothing is left
+            logger.info("%s cannot be run: %s", now.knobs.describe(), err)
+            self._record(search, [math.inf])
+            return False
+        search.start(now)
+        if now.purpose is Purpose.KEPT:
+            self._searches.remove(search)
+            target.keep()
+            if search.session is not None:
+                self._guarded(search, partial(target.report, search.session))
+        return True
+
+    def _record(self, search: _Search[Any], spans_s: Sequence[float]) -> None:
+        session, target = search.session, search.target
+        if self._control.rank != 0:
+            return
+        if session is None or session.done:
+            if math.inf in spans_s:  # the kept setting cannot be run any more
+                search.session = target.stays = None
+            return
+        self._guarded(search, partial(target.record, session, spans_s))
+        if search.session is None or session.done or time.monotonic() - self._told_s <= progress_every_s():
+            return
+        progress = self._guarded(search, partial(target.progress, session))
+        if progress is not None:
+            self._told_s = time.monotonic()
+            log_progress(logger, progress)
+
+    def _guarded(self, search: _Search[Any] | None, action: Callable[[], _T]) -> _T | None:
+        """Run tuning code of rank 0; what it raises ends tuning instead of training."""
+        try:
+            return action()
+        except Exception as err:
+            stays = "what ran before" if search is not None and search.target.stays is not None else "the default"
+            words = "tuning has failed and ends here; %s runs from now on: %s"
+            logger.warning(words, stays, in_a_line(err, self._where()))
+            logger.debug("where it failed", exc_info=True)
+            self.failed = True
+            if search is not None:
+                search.session = None
+            return None

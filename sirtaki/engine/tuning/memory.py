@@ -1,0 +1,132 @@
+"""The registry as a job uses it: it can fail in many ways, and none of them may end training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from sirtaki.engine.settings import REGISTRY_OFF
+from sirtaki.errors import CorruptStoreError, RegistryError, in_a_line
+from sirtaki.registry.opening import default_path, is_yet_to_be_made, open_store
+from sirtaki.registry.schema import Key, StoredSetting
+from sirtaki.registry.warm_start import JobDescription, Neighbour, neighbours
+
+if TYPE_CHECKING:
+    from sirtaki.registry.store import Store  # imports SQLAlchemy, which takes a quarter of a second
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_R = TypeVar("_R", bound=StoredSetting)
+
+
+class SettingsMemory:
+    """Settings that earlier jobs found. Rank 0 reads and writes them; the other ranks have no instance.
+
+    No method raises. Whatever goes wrong is logged as one warning, and the registry then looks empty. A damaged file is
+    renamed (`registry.db.broken-1`) and replaced. If a shared registry cannot be reached, the local one is used.
+
+    Every action opens the registry and closes it again, because a job runs much longer than its search.
+
+    Attributes:
+        warned: a warning was logged; further problems are logged at level DEBUG.
+    """
+
+    def __init__(self, url_or_path: str | None = None) -> None:
+        """Args: url_or_path: as `Settings.registry`; None = the user's registry, `REGISTRY_OFF` = none."""
+        self._url_or_path = url_or_path
+        self._off = url_or_path == REGISTRY_OFF
+        self.warned = False
+
+    def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
+        """Return what `accept` makes of the nearest stored setting that it does not refuse; None if there is none.
+
+        Args:
+            kind: type of the record.
+            key: only records with this key are considered.
+            wanted: what `kind.distance` compares a record with.
+            accept: returns None to refuse a record.
+        """
+
+        def first(store: Store) -> _T | None:
+            accepted = map(accept, store.nearest(kind, key, wanted))
+            return next((found for found in accepted if found is not None), None)
+
+        return self.read(first, None)
+
+    def similar(self, job: JobDescription) -> list[Neighbour]:
+        """Return the records of the most similar other jobs, nearest first."""
+        nothing: list[Neighbour] = []
+        return self.read(lambda store: neighbours(store, job), nothing)
+
+    def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
+        """Store a record, as `Store.put`. Return False if it was not stored, also because the stored one is better."""
+        return self.attempt(lambda store: store.put(record, disproved=disproved), False)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a registry that can be read."""
+        return not (self._off or is_yet_to_be_made(self._url_or_path))
+
+    def read(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
+        """Return what `action` reads, or `otherwise` if there is no registry yet, or if the action fails."""
+        return self.attempt(action, otherwise) if self.exists else otherwise
+
+    def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
+        """Return the result of `action`, or `otherwise` if it fails. Creates the registry if there is none."""
+        return otherwise if self._off else self.guard(lambda: self._run(action), otherwise)
+
+    def guard(self, action: Callable[[], _T], otherwise: _T) -> _T:
+        """Return the result of `action`, which prepares or uses what is read; `otherwise` if it fails."""
+        try:
+            return action()
+        except Exception as err:
+            self._warn("training goes on without the registry: %s", err)
+            return otherwise
+
+    def _run(self, action: Callable[[Store], _T]) -> _T:
+        try:
+            store = self._open()
+        except Exception:
+            self._off = True  # do not wait for a server or a lock once more
+            raise
+        try:
+            return action(store)
+        except CorruptStoreError as err:
+            store.close()
+            store = self._replace(err)
+            return action(store)
+        finally:
+            store.close()
+
+    def _warn(self, message: str, err: Exception, *values: object) -> None:
+        told = str(err) if isinstance(err, RegistryError) else in_a_line(err)
+        logger.log(logging.DEBUG if self.warned else logging.WARNING, message, told, *values)
+        logger.debug("caused by", exc_info=err)
+        self.warned = True
+
+    def _replace(self, err: CorruptStoreError) -> Store:
+        from sirtaki.registry.store import set_aside
+
+        assert err.path is not None
+        logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
+        self.warned = True
+        return open_store(str(err.path))
+
+    def _open(self) -> Store:
+        try:
+            return open_store(self._url_or_path)
+        except CorruptStoreError as err:
+            return self._replace(err)
+        except RegistryError as err:
+            if self._url_or_path is None or "://" not in self._url_or_path:
+                raise
+            self._warn(
+                "%s; the local registry %s is used for this job (`sirtaki registry export` and `import` copy entries "
+                "from one registry to another)",
+                err,
+                default_path(),
+            )
+            self._url_or_path = None
+            return open_store(None)

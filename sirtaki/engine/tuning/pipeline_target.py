@@ -1,0 +1,552 @@
+"""The gradient pipeline as a target of tuning: what it runs, measures and prepares on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.drift import DriftWatch
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.trial import Arm
+from sirtaki.comm.compress import Cost, PowerSgd
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.flags import Drift
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
+from sirtaki.comm.plan import (
+    CommPlan,
+    GradientLayout,
+    Route,
+    TransportKind,
+    UnitClass,
+    goes_through_sockets,
+)
+from sirtaki.comm.router import Router
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.engine.console import NO_LOG, TuningProgress, tuning_ahead, tuning_off
+from sirtaki.engine.settings import Settings
+from sirtaki.errors import ConfigError, PlanError, TransportError
+from sirtaki.measures import LinkModel
+from sirtaki.watch import watchers
+from sirtaki.watch.watchers import IterationEnded
+
+from .cache import Hardware, TuningCache, hosts_by_rank
+from .controller import TuningController
+from .knob_search import KnobSearch
+from .overlap import ForwardOverlap
+from .plans import (
+    Carried,
+    CarriedTuning,
+    Measured,
+    default_knobs,
+    given_to_all,
+    key_of,
+    knob_space,
+    measure,
+    open_default,
+    plans_for,
+    still_possible,
+    without_planners,
+)
+from .report import describe_lossy, describe_progress
+from .target import TunableTarget
+
+logger = logging.getLogger(__name__)
+
+MEASURED_LOSS = 20
+"""Iterations after the search in which the precision lost by compression is measured."""
+
+
+def allowed_compressors(
+    control: ControlPlane, settings: Settings, reduction: Reduction, space: KnobSpace, params: Sequence[torch.Tensor]
+) -> tuple[str, ...]:
+    """Return the compressors that the tuner may use for these gradients, as rank 0 allows. Collective."""
+    allowed: tuple[str, ...] = control.broadcast(settings.lossy)
+    why = ""
+    if not allowed:
+        return ()
+    if reduction.compression is not None or reduction.wire_dtype:
+        why = "compression= of the optimizer says how these gradients travel"
+    elif not settings.tunes:
+        why = "nothing is tuned"
+    elif reduction.op is not ReduceOp.SUM:
+        why = "gradients are neither summed nor averaged"
+    elif not any(param.is_floating_point() for param in params):
+        dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
+        why = f"gradients of {dtypes} cannot be compressed"
+    elif not any(goes_through_sockets(route) for route in space.routes):
+        why = "gradients travel through sockets on no route here"
+    if why and control.rank == 0:
+        logger.warning("SIRTAKI_LOSSY=%s has no effect: %s", ",".join(allowed), why)
+    return () if why else allowed
+
+
+EMPTY_ROWS = 0.5
+"""Share of zero rows in a gradient above which its parameter counts as an embedding."""
+
+
+def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
+    """Return the names of the matrices whose averaged gradient consists mostly of zero rows."""
+
+    def empty_rows(gradient: torch.Tensor) -> float:
+        return 1.0 - float(gradient.any(dim=1).float().mean())
+
+    gradients = ((name, param.grad) for name, param in named)
+    return tuple(
+        name
+        for name, gradient in gradients
+        if gradient is not None and gradient.dim() == 2 and gradient.numel() and EMPTY_ROWS < empty_rows(gradient) < 1.0
+    )
+
+
+def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
+    """Open the router for the gradients of `params`. Collective.
+
+    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+
+    Raises:
+        ConfigError: the parameters are on several devices, or on one that is neither the CPU nor a CUDA GPU.
+    """
+    places = sorted({str(param.device) for param in params})
+    if len(places) > 1 or {param.device.type for param in params} - {"cpu", "cuda"}:
+        raise ConfigError(
+            f"the parameters are on {' and '.join(places)}; they must all be on the CPU or all on one CUDA GPU: move "
+            "the model to one device, and start one process for each GPU"
+        )
+    if not params or params[0].device.type == "cpu":
+        return Router(control, timeout_s=settings.transport_timeout_s)
+    from sirtaki.comm.device import cuda_device
+    from sirtaki.comm.nccl_streams.transport import find_nccl
+
+    index = params[0].device.index
+    device = cuda_device(torch.cuda.current_device() if index is None else index)
+    wanted = settings.transport
+    if wanted is TransportKind.STAGED:
+        return Router(control, timeout_s=settings.transport_timeout_s, device=device)
+    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=settings.transport_timeout_s)
+    return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)
+
+
+def without_others(settings: Settings) -> str:
+    """What happens on one rank, in one line."""
+    return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
+
+
+class PipelineTarget(TunableTarget[Knobs]):
+    """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs`.
+
+    Attributes:
+        synchroniser: the pipeline. Its iterations must be ended by `finish`.
+        controller: runs the search for the fastest knobs.
+        knobs: the running setting.
+        space: settings that may be chosen.
+        router: carries units.
+        tuning: the search has not ended yet.
+        overlap: deferral of the end of iterations into the next forward pass; None = not wanted.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        settings: Settings,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        reduction: Reduction,
+        arms: Sequence[Arm] | None = None,
+        carried: CarriedTuning | None = None,
+        overlaps: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        """Open the router and the pipeline. Collective.
+
+        Args:
+            control: the ranks.
+            settings: settings of the job.
+            params: parameters whose gradients are reduced, the same on all ranks.
+            names: names of the parameters.
+            reduction: operation, scaling and compression of every gradient.
+            arms: search techniques, None = the usual ones.
+            carried: results of the earlier generations of an elastic job; None if the job is not elastic.
+            overlaps: updates are to be deferred into the next forward pass. The value of rank 0 holds.
+            rank: rank of this process in messages; None = its rank in `control`.
+
+        Raises:
+            ConfigError: the user's plan cannot be read, and the job is not elastic. Raised on all ranks.
+        """
+        self._control = control = control.scope()
+        self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
+        self._carried = carried  # None where ranks stay, and nothing is brought nor left
+        self._key = "" if carried is None else key_of(names, params)
+        self._kept: Knobs | None = None  # by the last warm-up or re-tune of this generation
+        self.router = open_router(control, settings, params)
+        self.router.between_nodes = reduction.compression is not None
+        total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
+        self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
+        space = knob_space(self.router, settings, total_bytes)
+        if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
+            # Whole matrices compress more, and a unit takes two rounds however little is left of it.
+            low, high = space.unit_bytes
+            space = replace(space, unit_bytes=(max(low, high // 4), high))
+        self._allowed = allowed_compressors(control, settings, reduction, space, params)
+        self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
+        self._to_measure = 0  # iterations until it is told what compression costs
+        space = replace(space, lossy=self._allowed)
+        self.space, self.default = open_default(space, control, self.router, self._choose)
+        self.synchroniser = self._sync = GradientPipeline(
+            params,
+            names,
+            control=control,
+            router=self.router,
+            reduction=reduction,
+            default_plan=self._default_plan,
+            unused_as_none=settings.unused_as_none,
+            lossy=bool(self._allowed),
+            rank=rank,
+        )
+        self.knobs = self.default
+        self._total_bytes, self._told_s = total_bytes, math.nan
+        self._arms = arms
+        self.tuning = settings.tunes
+        wanted, tries = control.broadcast((overlaps, self.tuning))
+        self.controller = TuningController(control, where=self._sync.where)
+        self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
+        self._profiled: IterationReport | None = None
+        self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
+        self._backward_s: list[float] = []  # of the measurements of one assignment
+        self._promising: Sequence[Route] = ()  # by the probes of the first search
+        self._changed: Sequence[Route] = ()  # routes to be probed again after a change of communication time
+        self._measured: Measured | None = None
+        self._search: KnobSearch | None = None  # on rank 0
+        self._drift: DriftWatch | None = None
+        if self.tuning:
+            if control.size > 1 and self.space.has_choices:
+                self._drift = DriftWatch()
+            kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
+            if control.rank == 0:
+                self._search = KnobSearch(
+                    settings,
+                    TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
+                    default=self.default,
+                    arms=arms,
+                    # On a device with streams the first report after a change is of the iteration before it.
+                    discarded_iterations=2 if self.on_streams else 1,
+                    # The ranks of one host communicate on the processors that compute, which no probe has shown.
+                    presumed=self.on_streams or not control.one_node,
+                    where=self._sync.where,
+                )
+        if control.rank == 0 and not (carried is not None and carried.of(self._key)):
+            count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
+            logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
+
+    def _intention(self, settings: Settings) -> str:
+        """Describe what will happen, and how to switch it off, in one line."""
+        if not self.tuning:
+            no_log = NO_LOG if settings.trial_log else ""
+            return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
+        if not self.space.has_choices:
+            return f"{self.default.describe()}, which is all that there is to choose from"
+        return f"{self.default.describe()}; {tuning_ahead(settings)}"
+
+    def _default_plan(self, layout: GradientLayout) -> CommPlan:
+        """Return the untuned plan of a new layout, for which shared memory may be exhausted. Collective."""
+        if self.default.route not in self.router.routes:
+            space = still_possible(self.space, self.router)
+            self.space, self.default = open_default(space, self._control, self.router, self._choose)
+        return self.default.but(cuts=None).to_plan(layout)
+
+    @property
+    def model(self) -> PlanningModel | None:
+        """Return the model for planners, on rank 0; None on other ranks, and if nothing was probed."""
+        return None if self._search is None else self._search.model
+
+    @property
+    def on_streams(self) -> bool:
+        """Return whether gradients are on a device with streams."""
+        return self.router.device.streams
+
+    @property
+    def can_put_off(self) -> bool:
+        """Return whether the end of this iteration may be deferred: once all units are launched, it sends nothing."""
+        ready = self.overlap is not None and self.overlap.ready
+        return ready and not self.tuning and not self._to_measure and self._sync.can_defer
+
+    def finish(self, *, joined: bool = False) -> None:
+        """Wait until all gradients are reduced, and choose the setting of the next iteration. Collective.
+
+        Args:
+            joined: this rank has no data any more and takes part with zeros.
+        """
+        report = self._sync.finish(joined=joined)
+        if watchers.watching:
+            self._tell(report)
+        if self.tuning and self._search is not None:
+            self._search.times.note(report)
+        if report.profiled:
+            self._after_profiling(report)
+        elif not report.ready_s:
+            self._report = replace(report, span_s=math.nan) if joined else report
+            if self.controller.searching:
+                if self.overlap is not None:
+                    self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
+                self.controller.iteration_ended()
+            else:
+                self._after_tuning(report, joined=joined)
+
+    def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
+        """Handle the end of an iteration in which no search was under way. Collective at some of them."""
+        if self._drift is not None:
+            self._watch(self._drift, self._report.span_s, self._sync.drift)
+        if self._to_measure and not self.tuning:
+            self._measure_loss()
+        elif self.overlap is not None and not self.tuning:
+            self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
+
+    def _tell(self, report: IterationReport) -> None:
+        """Report an iteration to watchers. Its step time is the time since the report before."""
+        before_s, self._told_s = self._told_s, time.perf_counter()
+        event = IterationEnded(
+            number=self._sync.iteration,
+            step_s=self._told_s - before_s,
+            communication_s=report.span_s,
+            exposed_s=max(0.0, report.span_s - report.backward_s),
+            n_bytes=self._total_bytes,
+            tuning=self.tuning,
+        )
+        watchers.tell_all(lambda watcher: watcher.iteration(event), iteration=event.number)
+
+    # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _after_profiling(self, report: IterationReport) -> None:
+        """Begin the search when the order of gradients is known for the first time, later go on. Collective."""
+        if self.overlap is not None:
+            if self.overlap.trying:
+                self.knobs = self.overlap.default.knobs
+            self.overlap.begin()
+        if self._allowed:
+            self._learn_classes(first=self._profiled is None)
+        self._profiled = report
+        if self._drift is not None:
+            self._drift.reordered()
+            self._sync.vote_drift(Drift.USUAL)
+        self._take_given()
+        if self.tuning and not self.controller.tries(self):
+            if self._search is not None:
+                self._search.default = self.default
+            self.controller.begin(self)
+        elif self.knobs != self.default:
+            try:
+                self.apply(self.knobs)
+            except (PlanError, TransportError) as err:
+                logger.info("%s cannot be run any more: %s", self.knobs.describe(), err)
+                self.knobs = self.default
+
+    def _learn_classes(self, *, first: bool) -> None:
+        """Find the classes of units that there are; embeddings show in the first profile. Collective."""
+        if first:
+            self._embeddings = self._control.broadcast(embeddings_among(self._named))
+        sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
+        there = {
+            layout.class_of(unit.start, unit.stop)
+            for layout in self._layouts
+            for size in sizes
+            for unit in self.default.but(unit_bytes=size).to_plan(layout).units
+        }
+        self.space = replace(self.space, classes=tuple(kind for kind in UnitClass if kind in there))
+
+    @property
+    def _layouts(self) -> tuple[GradientLayout, ...]:
+        layouts = self._sync.layouts
+        if not self._embeddings:
+            return layouts
+        return tuple(replace(layout, embeddings=self._embeddings) for layout in layouts)
+
+    def _take_given(self) -> None:
+        """Try the user's plan first, or run it if nothing is tuned. Has an effect once."""
+        given, self._given = self._given, None
+        if given is not None:
+            must_run = not self.tuning and self._carried is None
+            knobs = given.accepted(self._layouts, self._control, self.space, must_run=must_run)
+            if self._search is not None:
+                self._search.given = knobs
+            elif not self.tuning:
+                self.knobs = knobs or self.knobs
+
+    # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def stays(self) -> Knobs | None:
+        """Setting that runs without a session, on rank 0; None = the default."""
+        return None if self._search is None else self._search.stays
+
+    @stays.setter
+    def stays(self, knobs: Knobs | None) -> None:
+        if self._search is not None:
+            self._search.stays = knobs
+
+    def recall(self) -> TuningSession | None:
+        """Return a session that checks what an earlier job has found. On rank 0."""
+        assert self._search is not None
+        before = [] if self._carried is None else self._carried.of(self._key)
+        return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
+
+    def prepare(self) -> None:
+        """Measure links and compute for a search. Collective."""
+        assert self._profiled is not None
+        # Planners plan one flat buffer; of several, each would have to know what the others do.
+        if self._arms is None and len(self._layouts) == 1:
+            probed = replace(self.space, routes=tuple(self._changed) or self.space.routes)
+            now_s = self._report.span_s if self._changed and self._report.span_s > 0.0 else self._profiled.span_s
+            found = measure(self._control, self.router, probed, default=self.default, span_s=now_s)
+            if self._changed:
+                found = found.with_routes(self.space.routes, promising=[*self._changed, *self._promising])
+            else:
+                self._promising = found.promising.routes
+        else:
+            found = without_planners(self.space)
+        self.space, self._measured = found.space, found
+
+    def search(self, session: TuningSession | None) -> TuningSession:
+        """Begin a search with what `prepare` has measured. On rank 0."""
+        search, found, report, layouts = self._search, self._measured, self._profiled, self._layouts
+        assert search is not None
+        assert found is not None
+        assert report is not None
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
+
+        def make_model() -> PlanningModel | None:
+            return found.model(layouts[0], ready_s, report.backward_s, search.times.cold_between_s)
+
+        return search.search(session, found.space, found.promising, make_model)
+
+    def apply(self, knobs: Knobs) -> None:
+        """Run these knobs from the next iteration on. Collective."""
+        self._sync.use(plans_for(knobs, self._layouts))
+        self.knobs = knobs
+
+    def measured_s(self) -> float:
+        """Return the communication time of this iteration; NaN on a rank that has joined."""
+        self._backward_s.append(self._report.backward_s)
+        return self._report.span_s
+
+    def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
+        """Hand measurements to the session and the log. On rank 0."""
+        assert self._search is not None
+        ran = math.inf not in spans_s
+        backward_s = self._backward_s[-len(spans_s) :] if ran else []
+        self._search.record(session, spans_s, iteration=self._sync.iteration, backward_s=backward_s)
+        self._backward_s.clear()
+
+    def progress(self, session: TuningSession) -> TuningProgress | None:
+        """Describe how far the search is; None after a change of communication time."""
+        if self._search is None or self._search.retuning:
+            return None
+        return describe_progress(session, self._search.times.usual)
+
+    def keep(self) -> None:
+        """Close what the kept setting does not need. Collective."""
+        self.tuning, self._kept = False, self.knobs
+        self.router.keep_only(plans_for(self.knobs, self._layouts))
+        self._to_measure = MEASURED_LOSS if self.knobs.lossy else 0
+        if self._sync.compressed is not None:
+            self._sync.compressed.cost()
+            self._sync.compressed.measures = bool(self.knobs.lossy)
+
+    def report(self, session: TuningSession) -> None:
+        """Store and log the result. On rank 0."""
+        if self._search is not None:
+            self._search.report(session, iteration=self._sync.iteration)
+
+    # ── after the search ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _measure_loss(self) -> None:
+        """Count an iteration with compression; after the last one, log on rank 0 what was lost. Collective."""
+        self._to_measure -= 1
+        compressed = self._sync.compressed
+        if self._to_measure or compressed is None:
+            return
+        compressed.measures = False
+        cost = Cost(*self._control.total(np.array(compressed.cost())).tolist())
+        if self._control.rank == 0:
+            logger.info("%s", describe_lossy(self.knobs, cost, MEASURED_LOSS, "all ranks"))
+
+    def keep_overlap(self) -> None:
+        """Take note that the search of the overlap has ended. Collective."""
+        self.router.keep_only(self._sync.plans)
+        if self._drift is not None:
+            self._drift.reordered()
+
+    @property
+    def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
+        """The link of the running route, and the time between communications; None = not known. On rank 0."""
+        usual = None if self._search is None else self._search.times.usual
+        if usual is None or self.model is None:
+            return None, 0.0
+        return self.model.link_between_hosts(self.knobs.route), usual.between_s
+
+    def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
+        """Watch communication time. Collective if all ranks have agreed that it has changed, else sends nothing."""
+        if agreed is not Drift.USUAL and drift.due:
+            if self.overlap is not None and self.overlap.ready:
+                self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
+            else:
+                self._retune(drift)
+            return
+        drift.note(span_s)
+        if not self.controller.failed:
+            self._sync.vote_drift(drift.pace)
+
+    def _retune(self, drift: DriftWatch) -> None:
+        """Begin a short search that compares settings with the running one. Collective."""
+        if (search := self._search) is not None:
+            iteration = self._sync.iteration
+            self.controller.attempt(
+                lambda: search.retune(self.knobs, self._layouts, ratio=drift.ratio, iteration=iteration)
+            )
+        drift.retuned()
+        if self.overlap is not None:
+            self.overlap.forget()
+        self._sync.vote_drift(Drift.USUAL)
+        self.tuning = True
+        self._changed = [route for route in self.space.routes if route == self.knobs.route]
+        self.controller.begin(self, recalls=False)
+
+    def remember(self) -> None:
+        """Store what an unfinished search has found, so that the next job continues from it. Idempotent."""
+        if (search := self._search) is not None:
+            session = self.controller.release(self)
+            self.controller.attempt(lambda: search.remember(session))
+
+    def close(self) -> None:
+        """End all threads, and store what an unfinished search has found. Called once.
+
+        The control plane's `reclaim` closes what only all ranks together can close.
+        """
+        if self._carried is not None and self._carried.going_on and (self._kept or self.controller.tries(self)):
+            self._carried.leave(self._key, self._left_behind())
+        compressed, iterations = self._sync.compressed, MEASURED_LOSS - self._to_measure
+        if self._to_measure and iterations and compressed is not None and self._search is not None:
+            logger.info("%s", describe_lossy(self.knobs, compressed.cost(), iterations, "rank 0"))
+        self.remember()
+        if (search := self._search) is not None:
+            self.controller.attempt(search.close)
+        if all([self._sync.close(), self.router.release()]):
+            self._control.release(self.router.close)
+
+    def _left_behind(self) -> Carried:
+        """Return the kept setting, or the trials of an unfinished search, for the next generation."""
+        session = self.controller.release(self) if self._kept is None else None
+        place = tuple(self._control.hosts)
+        if session is not None and session.trials:
+            return Carried(knobs=session.result.knobs, settled=False, place=place, trials=session.trials)
+        return Carried(knobs=self._kept or self.knobs, settled=self._kept is not None, place=place)

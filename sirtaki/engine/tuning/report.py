@@ -1,0 +1,164 @@
+"""TuningProgress, results and losses of tuning in words. All log lines of tuning are made here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from sirtaki.autotune.knobs import Knobs, format_bytes
+from sirtaki.autotune.meta.session import SessionResult, TuningSession
+from sirtaki.comm.compress import Cost
+from sirtaki.engine.console import TuningProgress, at_most
+from sirtaki.measures import faster, in_ms
+
+from .trial_log import StepTime
+
+WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
+"""For sessions that measure whole steps instead of communication."""
+
+
+def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> TuningProgress:
+    """Describe how long the search may still take, its best result so far, and what runs now.
+
+    Args:
+        session: the session.
+        usual: the rest of a step, None = not known.
+    """
+    result, now = session.result, session.assignment
+    default_s, best_s = result.default_span_s, result.best_span_s
+    known = math.isfinite(default_s) and math.isfinite(best_s)
+    left = seen = aside = ""
+    if known and usual is not None:
+        left = at_most((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
+    if known and not result.tuned:
+        seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
+    elif known:
+        seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
+        aside = _a_step(usual, default_s, best_s)
+    return TuningProgress(
+        used=result.iterations_used,
+        at_most=session.iterations_at_most,
+        left=left,
+        seen=seen,
+        aside=aside,
+        now=f"{now.purpose.description}: {now.knobs.describe()}",
+    )
+
+
+def _a_step(usual: StepTime | None, *spans_s: float) -> str:
+    """Return the step times with the default and with the best setting, in brackets; empty if not known."""
+    if usual is None:
+        return ""
+    return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
+
+
+def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
+    """Describe the result of a search in communication times, in one line.
+
+    Args:
+        result: result of the session.
+        usual: the rest of a step, None = not known.
+        who: name of the arm that has proposed the kept setting.
+    """
+    found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
+    gain = ""
+    if result.gain is not None:
+        before_s, after_s = result.default_span_s, result.best_span_s
+        gain = f"communication is {result.gain.describe()}; "
+        if usual is not None:
+            before, after = usual.step_s(before_s), usual.step_s(after_s)
+            gain += (
+                f"steps take {in_ms(after)} instead of {in_ms(before)} ({faster(before, after)}), and communication "
+                f"that the backward pass does not hide {in_ms(usual.exposed_s(after_s))} "
+                f"instead of {in_ms(usual.exposed_s(before_s))}; "
+            )
+    elif result.tuned:
+        gain = "the fastest seen, not yet proved: "
+    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
+    return f"tuned in {result.iterations_used} steps with {trials}: {gain}{found} ({result.reason})"
+
+
+def describe_change(ratio: float, iterations: int) -> str:
+    """Describe why a search begins after a change of communication time, in one line.
+
+    Args:
+        ratio: communication time now over the time before; NaN = not known.
+        iterations: iterations that the search may take.
+    """
+    takes = "communication no longer takes as long as when"
+    if math.isfinite(ratio) and ratio >= 1.0:
+        takes = f"communication takes {ratio:.2g} times as long as when"
+    elif math.isfinite(ratio):
+        takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
+    return f"{takes} this setting was chosen: trying others for at most {iterations} steps"
+
+
+def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
+    """Describe the result of a search after a change of communication time, in one line.
+
+    Args:
+        result: result of the session.
+        default: setting without tuning.
+        earlier: settings that this job has kept before.
+        proposer: name of the arm that has proposed the kept setting.
+    """
+    if not result.tuned:
+        return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
+    whence = f"proposed by {proposer}"
+    if result.knobs == default:
+        whence = "the untuned default"
+    elif result.knobs in earlier:
+        whence = "as earlier in this job"
+    gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
+    found = f"{gain}{result.knobs.describe()}, {whence}"
+    return f"tuned again in {result.iterations_used} steps: {found} ({result.reason})"
+
+
+def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
+    """Describe what the kept compressors save, and what precision they cost, in one line.
+
+    Args:
+        knobs: the kept setting.
+        cost: measured bytes and losses.
+        iterations: number of iterations measured.
+        whose: ranks whose gradients were measured.
+    """
+    left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
+    share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
+    return (
+        f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "
+        f"next step has {100.0 * left:.3g} % of the gradients' norm ({whose}, {iterations} iterations)"
+    )
+
+
+def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
+    """Describe whether updates are deferred from now on.
+
+    Args:
+        session: session in iteration times, which has ended.
+        tuned: knobs that run without deferred updates.
+    """
+    result, knobs = session.result, session.result.knobs.knobs
+    without = in_ms(result.default_span_s)
+    if result.gain is None:
+        best_s = min((trial.span_s for trial in session.trials if trial.knobs.puts_off), default=math.inf)
+        times = f"{without} an iteration without it" + (
+            f", {in_ms(best_s)} with it at best" if best_s < math.inf else ""
+        )
+        return f"overlap_forward: not used, because {result.reason} ({times})"
+    planned = knobs == tuned and knobs.cuts is not None
+    cuts = "planned units" if planned else f"{format_bytes(knobs.unit_bytes)} units"
+    streams = f"{knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
+    times = f"{in_ms(result.best_span_s)} instead of {without}"
+    return f"overlap_forward: iterations are {result.gain.describe()}: {times}; {cuts} on {streams}"
+
+
+def describe_steps(result: SessionResult[Any], setting: str) -> str:
+    """Describe the result of a search in step times, in one line; `setting` describes the kept setting."""
+    found = "the default stays"
+    if result.gain is not None:
+        before, after = in_ms(result.default_span_s), in_ms(result.best_span_s)
+        found = f"steps are {result.gain.describe()}: {after} instead of {before}"
+    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
+    return f"tuned in {result.iterations_used} steps with {trials}: {found}; {setting} ({result.reason})"

@@ -1,0 +1,119 @@
+"""Targets of tuning without a pipeline: time passes as a test says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.meta.session import Assignment, TuningSession
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.engine.tuning.controller import TuningController
+from sirtaki.engine.tuning.knob_search import KnobSearch
+from sirtaki.engine.tuning.plans import Carried
+from sirtaki.engine.tuning.target import TunableTarget
+from sirtaki.errors import PlanError
+
+
+class OneRank:
+    """The control plane of a rank that is alone."""
+
+    rank, size = 0, 1
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def minimum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return values.copy()
+
+    def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return values.copy()
+
+
+class KnobJob(TunableTarget[Knobs]):
+    """A job on one rank whose knobs are tuned, on a clock of its own.
+
+    Attributes:
+        search: the part under test.
+        assignments: what has run, with the measurements of each.
+        running: knobs of the current iteration.
+        iterations_run: number of iterations until now.
+        broken: knobs that cannot be run.
+    """
+
+    def __init__(
+        self,
+        search: KnobSearch,
+        layouts: Sequence[GradientLayout],
+        space: KnobSpace,
+        *,
+        make_model: Callable[[], PlanningModel | None] = lambda: None,
+        before: Sequence[Carried] = (),
+        place: Sequence[int] = (),
+        where: Callable[[], str] = str,
+    ) -> None:
+        self.search_of_knobs, self._layouts, self._space, self._make_model = search, layouts, space, make_model
+        self._before, self._place = before, place
+        self.controller = TuningController(OneRank(), where=where)  # type: ignore[arg-type]
+        self.default, self.running = search.default, search.default
+        self.assignments: list[tuple[Assignment, Sequence[float]]] = []
+        self.broken: set[Knobs] = set()
+        self.iterations_run, self.searched, self.kept = 0, False, False
+        self._times: Callable[[Knobs], tuple[float, float]] = lambda knobs: (1.0, math.nan)
+        self._backward_s: list[float] = []
+
+    @property
+    def stays(self) -> Knobs | None:
+        return self.search_of_knobs.stays
+
+    @stays.setter
+    def stays(self, knobs: Knobs | None) -> None:
+        self.search_of_knobs.stays = knobs
+
+    def begin(self, *, recalls: bool = True) -> None:
+        """Begins a search."""
+        self.kept = False
+        self.controller.begin(self, recalls=recalls)
+
+    def run(self, times: Callable[[Knobs], tuple[float, float]], *, at_most: int = 10_000) -> int:
+        """Iterations until something is kept; `times`: communication and backward pass with some knobs, in seconds."""
+        self._times, begun = times, self.iterations_run
+        while self.controller.tries(self) and self.iterations_run - begun < at_most:
+            self.iterations_run += 1
+            self.controller.iteration_ended()
+        return self.iterations_run - begun
+
+    def recall(self) -> TuningSession | None:
+        return self.search_of_knobs.recall(self._layouts, self._space, self._before, place=self._place)
+
+    def prepare(self) -> None:
+        self.searched = True
+
+    def search(self, session: TuningSession | None) -> TuningSession:
+        return self.search_of_knobs.search(session, self._space, self._space, self._make_model)
+
+    def apply(self, knobs: Knobs) -> None:
+        if knobs in self.broken:
+            raise PlanError("it is broken")
+        self.running = knobs
+
+    def measured_s(self) -> float:
+        span_s, backward_s = self._times(self.running)
+        self._backward_s.append(backward_s)
+        return span_s
+
+    def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
+        self.assignments.append((session.assignment, spans_s))
+        backward_s, self._backward_s = self._backward_s, []
+        self.search_of_knobs.record(session, spans_s, iteration=self.iterations_run, backward_s=backward_s)
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def report(self, session: TuningSession) -> None:
+        self.search_of_knobs.report(session, iteration=self.iterations_run)

@@ -1,0 +1,67 @@
+"""All targets of tuning do what the controller expects of them, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance.tunable import TUNABLE_CHECKS, MakeTarget
+
+from sirtaki.autotune.arms.techniques import GridArm
+from sirtaki.autotune.knobs import KIB, KnobSpace
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, Pace, Seen, VolumeModel
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.trace import IterationReport
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.sparse.worker import RowFormat
+from sirtaki.engine.rows_target import RowsTarget
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
+from sirtaki.engine.tuning.overlap import PREPARING, ForwardOverlap
+from sirtaki.engine.tuning.pipeline_target import PipelineTarget
+
+REPORT = IterationReport(span_s=1.0, backward_s=1.0)
+SPACE = KnobSpace(
+    routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),), unit_bytes=(64 * KIB, 1024 * KIB), streams=(1, 2)
+)
+
+
+def rows(control: ControlPlane) -> RowsTarget:
+    form = RowFormat(1000, 16, torch.float32)
+    target = RowsTarget("table", form, control, fixed=None, tries=True)
+    for _ in range(LEARNING_ITERATIONS):
+        target.note_accesses(Seen(120, 0, 40, [np.arange(30)] * 4))
+    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
+    assert target.choose(VolumeModel(form, 4, target.learned, pace))
+    return target
+
+
+def pipeline(control: ControlPlane) -> PipelineTarget:
+    """A pipeline whose gradients have been ordered; grid search proposes settings."""
+    settings = Settings(registry=REGISTRY_OFF, transport=TransportKind.SHARED_MEMORY, warmup_iterations=60)
+    params = [torch.nn.Parameter(torch.zeros(64 * KIB)) for _ in range(4)]
+    names = [f"p{number}" for number in range(len(params))]
+    target = PipelineTarget(control, settings, params, names, reduction=Reduction(), arms=[GridArm(SPACE)])
+    target._profiled = IterationReport(span_s=1.0, backward_s=1.0, ready_s=(0.0,) * len(params), profiled=True)
+    return target
+
+
+def overlap(control: ControlPlane) -> ForwardOverlap:
+    """Deferred updates that have been prepared for."""
+    of = pipeline(control)
+    target = ForwardOverlap(control, of, tries=False)
+    for _ in range(PREPARING):
+        target.iteration_ended(
+            IterationReport(span_s=1.0, backward_s=1.0), of.synchroniser, profiled=None, joined=False
+        )
+    target.controller = of.controller  # type: ignore[attr-defined]
+    return target
+
+
+@pytest.mark.parametrize("make", [pipeline, overlap, rows])
+@pytest.mark.parametrize("check", TUNABLE_CHECKS)
+def test_a_target_does_what_the_controller_expects(check: Callable[[MakeTarget], None], make: Any) -> None:
+    check(make)
