@@ -119,7 +119,10 @@ class AgentClient:
                 listener.close()
             raise
         return Generation(
-            membership=answer.membership, rank=answer.rank, listeners=listeners, why_in_vain=lambda: self._agent_news.lost
+            membership=answer.membership,
+            rank=answer.rank,
+            listeners=listeners,
+            why_in_vain=lambda: self._agent_news.lost,
         )
 
     def change(self) -> Change:
@@ -261,10 +264,10 @@ class SurvivingMembership:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
 
 
-def rank_order(told: Sequence[Member]) -> tuple[Member, ...]:
-    """Sort members: holders of the job's state first, as far as a host's ranks are neighbours; else the order stays."""
-    hosts = dict.fromkeys(each.host for each in told)
-    there = {host: [each for each in told if each.host == host] for host in hosts}
+def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
+    """Sort by rank. Ranks of a host are adjacent; under this constraint, those that hold the state come first."""
+    hosts = dict.fromkeys(each.host for each in survivors)
+    there = {host: [each for each in survivors if each.host == host] for host in hosts}
     with_state_first = sorted(there.values(), key=lambda members: not any(each.has_state for each in members))
     return tuple(each for members in with_state_first for each in sorted(members, key=lambda each: not each.has_state))
 
@@ -296,7 +299,7 @@ class Generations:
     """
 
     def __init__(self, membership: MembershipSource, leave: Callable[[int], object] = os._exit) -> None:
-        """Keeps the membership, which is asked by the main thread only."""
+        """Keep the membership, which only the main thread may call."""
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
@@ -306,12 +309,12 @@ class Generations:
 
     @property
     def number(self) -> int:
-        """Of the current generation; 0 = none."""
+        """Number of the current generation; 0 before the first."""
         return 0 if self.current is None else self.current.membership.generation
 
     @property
     def in_step(self) -> bool:
-        """All members of the current generation are at one place of the script: all at its start, or none of them."""
+        """Whether all members are at the same point of the script: all are new, or none is."""
         return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:
@@ -368,7 +371,9 @@ _opener: Callable[[], MembershipSource | None] | None = None
 
 
 def register(opener: Callable[[], MembershipSource | None] | None) -> None:
-    """Before `init()`: who is asked there for the membership of this process, and answers None where ranks stay."""
+    """Set the function that `init()` calls for the membership of this process. It returns None for jobs that are not
+    elastic.
+    """
     global _opener
     _opener = opener
 

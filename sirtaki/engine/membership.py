@@ -21,17 +21,17 @@ class Dismissed(CommError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The ranks of one generation, as this process connects to them. A generation ends when its members change.
+    """One membership of an elastic job, as this process connects to it. It ends when its members change.
 
-    Members that hold the job's state keep their order and come first, as far as ranks of a host are neighbours. Rank 0
-    is one of them, unless all are new. If any member is new all must synchronise, whatever was known of changes when
-    they left the generation before, because a rank may come in between.
+    Ranks of one host are adjacent. Under this constraint, members that hold the job's state come first, in their
+    previous order; so rank 0 holds the state unless all members are new. If any member is new, all members must
+    synchronise, even if the previous generation reported no added rank.
 
     Attributes:
-        membership: the ranks.
+        membership: its ranks, and the generation's number, which ascends from 1.
         rank: rank of this process.
-        listeners: sockets at which this process waits for other ranks.
-        why_in_vain: returns why a member will not come; "" = all may. Non-blocking.
+        listeners: sockets at which this process accepts connections of other ranks.
+        why_in_vain: returns why a member will not connect, "" if all may. Non-blocking.
     """
 
     membership: Membership
@@ -40,7 +40,7 @@ class Generation:
     why_in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
 
     def connect(self, *, timeout_s: float, heartbeat_s: float | None) -> MeshCommunicator:
-        """Collective. Connect all members, each with each; see `connect_members`."""
+        """Connect each member with each other one, see `connect_members`. Collective."""
         return connect_members(
             self.membership,
             self.listeners,
@@ -59,7 +59,7 @@ class Change(Flag):
 
 
 class MembershipSource(Protocol):
-    """Source of the generations of a rank: the agent of its host, or MPI. One thread at a time."""
+    """Source of the generations of a rank: the agent of its host, or MPI. Call from one thread at a time."""
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """Join the next generation. Blocks until all its members have called `join`.

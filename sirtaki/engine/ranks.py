@@ -78,11 +78,11 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     """Open a mesh of the ranks of a process group that is being created. Collective over these ranks.
 
     Args:
-        settings: of this process.
-        store: store that only these ranks use.
-        rank: of this process among them.
-        size: how many there are.
-        timeout_s: how long to wait for the others.
+        settings: settings of this process.
+        store: store used by these ranks only.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout_s: maximum wait for the other ranks, in seconds.
 
     Raises:
         CommError: a rank cannot be reached.

@@ -200,7 +200,7 @@ class AgentRules:
                 for rank, worker in enumerate(message.workers):
                     if (there := self.ranks.get(worker)) is not None:
                         there.phase, there.generation, there.rank = ProcessPhase.MEMBER, message.number, rank
-                        act.tell_rank(worker, Formed(rank=rank, membership=membership))
+                        act.send_to_rank(worker, Formed(rank=rank, membership=membership))
                 if message.older is not None:
                     act.send_to_driver(GenerationAck(message.number))
             case KeepGenerations(number=number, older=older) if number == self._generation.number:
@@ -219,7 +219,7 @@ class AgentRules:
         match message:
             case Join(member=member):
                 there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
-                if self.ends:  # there will be nobody to train with
+                if self.ends:  # because there will be no rank to train with
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)

@@ -36,14 +36,14 @@ class RankRecord:
     """A running process of the job.
 
     Attributes:
-        number: names it in this job.
-        rank: in the generation that it is or was in last; None = in none.
-        generation: that one's number, 0 = none.
-        has_state: it holds the job's state.
-        is_leaving: it is not wanted any more.
-        since_s: when its phase began.
-        verdict: why it was killed, as part of a sentence; "" = it was not.
-        member: as it described itself when it asked for a generation.
+        number: id of the process in this job.
+        rank: rank in its current or last generation. None before its first.
+        generation: number of this generation; 0 before the first.
+        has_state: the process holds the job's state.
+        is_leaving: the job does not need the process any more.
+        since_s: time at which its phase began, in seconds.
+        verdict: why it was killed, as a clause. "" if it was not killed.
+        member: its own description, with the addresses at which it listens while it waits for a generation.
     """
 
     number: int
@@ -549,8 +549,8 @@ def shortened(text: str, limit: int = 2000) -> str:
 
 
 def announcement(form: FormGeneration) -> str:
-    """A generation, with its members by host."""
-    hosts = Counter(member.node for member in form.members)  # in the order of ranks
+    """Describe a generation, with its members by host."""
+    hosts = Counter(member.node for member in form.members)  # in rank order
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(not member.has_state for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
@@ -842,7 +842,7 @@ class JobMembers:
                     worker.has_state = worker.has_state or member.has_state
                     listed.has_state = listed.has_state or member.has_state
                     worker.enter(ProcessPhase.WAITING, now_s)
-            case Relayed(message=Patience(seconds)):  # others, too, may take so long
+            case Relayed(message=Patience(seconds)):  # other ranks may take as long
                 self._longest_s = max(self._longest_s, seconds)
             case Relayed(message=Finished()):  # the process may live for a while
                 if worker.phase is ProcessPhase.MEMBER:
@@ -1117,7 +1117,7 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # To all agents where another driver may be needed, else to those of members.
+        # If another driver may take over, all agents need the generation, otherwise only those of members.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))
