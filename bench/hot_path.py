@@ -125,8 +125,8 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
 
 
 def mesh_beside(comm: Any) -> Communicator:
-    """Connect the ranks of an MPI communicator as a mesh. Collective."""
-    from sirtaki.comm.control.mesh_rendezvous import Meeting, meet
+    """Collective: the ranks of an MPI communicator as a mesh."""
+    from sirtaki.comm.control.members import Meeting, meet
 
     with ReservedPorts() as port:
         meeting = Meeting(rank=comm.rank, size=comm.size, host="127.0.0.1", port=comm.bcast(port.first))

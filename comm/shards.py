@@ -591,15 +591,12 @@ class _Wholes:
         place, least = self.number % WHOLES, self.number - WHOLES + 1
         if place in self._held or size_bytes > len(self._memory[place]):
             return None
-        try:
-            released = wait_for(
-                lambda: min(int(each[place]) for each in self._released) >= least,
-                Deadline.after(RELEASE_S),
-                failures=self._failures,
-            )
-        except CommError:
-            return None
-        if not released:
+
+        def is_held() -> bool:
+            return min(int(each[place]) for each in self._released) < least
+
+        wait_for(lambda: not is_held() or self._failures.error is not None, Deadline.after(RELEASE_S))
+        if is_held():
             return None
         taken = self._memory[place][:size_bytes]  # an array of its own, which the tensor's memory keeps alive
         self._held[place] = self.number

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.mesh_rendezvous import meet
 from sirtaki.comm.control.waiting import wait_for
 from sirtaki.engine.generations import AgentClient, open_agent
 from sirtaki.engine.membership import Dismissed, Generation
@@ -53,10 +52,10 @@ class Counter:
         """Until the generation has changed; whether the job is over."""
         (self.steps,) = largest(ranks, self.steps if self.has_state else 0)
         self.has_state = True
-        members = [[member.host, member.slot, member.is_new] for member in generation.members]
+        members = [[each.node, each.slot, not each.has_state] for each in generation.membership.members]
         note(
             is_="generation",
-            number=generation.number,
+            number=generation.membership.generation,
             rank=ranks.rank,
             size=ranks.size,
             steps=self.steps,
@@ -87,10 +86,10 @@ def main() -> None:
         except Dismissed:
             note(is_="dismissed")
             return
-        number = generation.number
+        number = generation.membership.generation
         ranks = None
         try:
-            ranks = meet(generation.meeting, interface=None, secret=None, timeout_s=30.0, heartbeat_s=HEARTBEAT_S)
+            ranks = generation.connect(timeout_s=30.0, heartbeat_s=HEARTBEAT_S)
             board = ranks.failures
             client.on_loss(lambda lost, board=board: board.report(PeerLostError(lost)))
             if counter.train(ranks, client, generation):

@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -96,6 +98,8 @@ def wait_for(
         CommError: the job has failed.
     """
     if poll is Poll.SPIN:
+        if condition():
+            return True
         begun = time.perf_counter()
         while not (failures and failures.crowded) and time.perf_counter() < begun + ALONE_S:
             if condition():
@@ -131,17 +135,16 @@ def retry(
         Exception: the last error of `action`, once the time is up.
     """
     results: list[T] = []
-    errors: list[Exception] = []
 
     def succeeds() -> bool:
         try:
             results.append(action())
-        except error as err:
-            errors[:] = [err]
+        except error:
+            if deadline.passed:
+                raise
         return bool(results)
 
-    if not wait_for(succeeds, deadline, poll, failures=failures):
-        raise errors[0]
+    wait_for(succeeds, poll=poll, failures=failures)
     return results[0]
 
 
@@ -223,31 +226,22 @@ def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callabl
         CommError: the job has failed.
         BaseException: raised by `act`.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    lock, done = threading.Lock(), threading.Event()
-    left = False
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             result = act()
         except BaseException as err:
-            errors.append(err)
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(err)
         else:
-            with lock:
-                results.append(result)
-                alone = left
-            if alone:
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_result(result)
+            else:
                 undo(result)
-        done.set()
 
     threading.Thread(target=run, name="sirtaki-opening", daemon=True).start()
-    while not done.wait(WAIT_SLICE_S):
-        if failures.error is not None:
-            with lock:
-                left = not results
-            if left:
-                failures.raise_if_failed()
-    if errors:
-        raise errors[0]
-    return results[0]
+    while not futures.wait([outcome], WAIT_SLICE_S).done:
+        if failures.error is not None and outcome.cancel():
+            failures.raise_if_failed()
+    return outcome.result()

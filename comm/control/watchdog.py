@@ -210,7 +210,8 @@ class Watchdog:
         self._look_for_stalls()
         self.failures.attend()  # whoever waits may be where nothing of this is done
 
-    def _read_messages(self) -> None:
+    def _read_messages(self) -> bool:
+        """Read messages, answer questions, and return whether all ranks have answered this rank's last question."""
         courier = self._courier
         for rank, _ in courier.receive(Tag.WHERE):
             courier.send(rank, Tag.HERE, self.describe() or "runs no line of its script")
@@ -219,6 +220,7 @@ class Watchdog:
             self._left.setdefault(rank, time.monotonic())
         for _, (kind, message) in courier.receive(Tag.LOST):
             self.failures.report(kind(message))
+        return len(self._answers) == self._courier.size - 1
 
     def _look_for_stalls(self) -> None:
         if self.failures.error is not None:
@@ -252,12 +254,7 @@ class Watchdog:
         """
         self._answers = {}
         self._courier.send_all(Tag.WHERE)
-
-        def all_have_answered() -> bool:
-            self._read_messages()
-            return len(self._answers) == self._courier.size - 1
-
-        wait_for(all_have_answered, Deadline.after(ANSWER_S), Poll.SLICES)
+        wait_for(self._read_messages, Deadline.after(ANSWER_S), Poll.SLICES)
         missing, waiting = [], [self._courier.rank]
         for rank in range(self._courier.size):
             answer = self._answers.get(rank, "does not answer: it is gone or stopped")
@@ -289,12 +286,8 @@ class Watchdog:
         if not self._leaving.is_set():
             self._leaving.set()
             self._courier.send_all(Tag.LEAVING)
-        others = self._courier.size - 1
-        wait_for(
-            lambda: len(self._left) == others or self.failures.error is not None,
-            Deadline.after(timeout_s),
-            Poll.SLICES,
-        )
+        others, deadline = self._courier.size - 1, Deadline.after(timeout_s)
+        wait_for(lambda: len(self._left) == others or self.failures.error is not None, deadline, Poll.SLICES)
         return len(self._left) == others
 
     def close(self) -> None:

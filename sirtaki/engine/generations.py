@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import select
@@ -11,21 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import replace
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh_rendezvous import (
-    Appointment,
-    Attendee,
-    Introduction,
-    Meeting,
-    arrange,
-    attendee,
-    meet,
-    open_places,
-)
+from sirtaki.comm.control.members import Member, introduce, listening, open_listeners
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.json_channel import JsonChannel
@@ -43,10 +31,8 @@ from .membership import (
     Formed,
     Generation,
     Join,
-    Member,
-    Membership,
+    MembershipSource,
     Patience,
-    Proof,
     ToRank,
 )
 
@@ -60,27 +46,6 @@ def load_what_training_needs() -> None:
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
-
-
-def name_of(formed: Formed) -> str:
-    """Return the rendezvous name of a generation. It depends on the addresses of all members.
-
-    So ranks that were sent different generations with the same number cannot connect to each other.
-    """
-    places = msgspec.json.encode([each.places for each in formed.attendees])
-    return f"{formed.proof.job}/{formed.number}/{hashlib.sha256(places).hexdigest()[:16]}"
-
-
-def generation_of(formed: Formed, listeners: tuple[socket.socket, ...], in_vain: Callable[[], str]) -> Generation:
-    """Return the generation described by `formed`, of which this process is a member. See `Appointment` for
-    `in_vain`.
-    """
-    appointment = Appointment(
-        attendees=formed.attendees, secret=formed.proof.secret, listeners=listeners, in_vain=in_vain
-    )
-    size, name = len(formed.members), name_of(formed)
-    meeting = Meeting(rank=formed.rank, size=size, name=name, appointment=appointment)
-    return Generation(number=formed.number, members=formed.members, meeting=meeting)
 
 
 # ── the membership that an agent keeps ───────────────────────────────────────────────────────────────────────────────
@@ -143,9 +108,9 @@ class AgentClient:
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
-        listeners = open_places(self._interface, loopback_only=self._one_host)
+        listeners = open_listeners(self._interface, loopback_only=self._one_host)
         try:
-            self._channel.send(Join(has_state=has_state, attendee=attendee(listeners)))
+            self._channel.send(Join(member=listening(Member(has_state=has_state), listeners)))
             answer = self._wait_for_answer(deadline_s)
             if isinstance(answer, Dismissal):
                 raise Dismissed("the job does not need this rank any more")
@@ -153,7 +118,12 @@ class AgentClient:
             for listener in listeners:
                 listener.close()
             raise
-        return generation_of(answer, listeners, lambda: self._agent_news.lost)
+        return Generation(
+            membership=answer.membership,
+            rank=answer.rank,
+            listeners=listeners,
+            why_in_vain=lambda: self._agent_news.lost,
+        )
 
     def change(self) -> Change:
         """Return the changes that the agent has reported since the current generation began."""
@@ -247,18 +217,6 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
 # ── the membership of ranks that MPI has started to survive ───────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Survivor:
-    origin: int
-    after: int
-    has_state: bool
-    introduction: Introduction
-
-    @property
-    def attendee(self) -> Attendee:
-        return self.introduction.attendee
-
-
 class SurvivingMembership:
     """Membership of a rank that MPI started with fault tolerance: all ranks that MPI has not lost are members."""
 
@@ -273,33 +231,24 @@ class SurvivingMembership:
         if after == 0:
             load_what_training_needs()
         lost, own = after > 0, self._survivors.origin
-        survivors: list[_Survivor] = []
-
-        def exchange(mine: Introduction) -> list[Introduction]:
-            survivor = _Survivor(origin=own, after=after, has_state=has_state, introduction=mine)
-            survivors[:] = self._survivors.exchange(survivor)
-            return [each.introduction for each in survivors]
-
+        me = Member(slot=own, number=own, has_state=has_state)
         while True:
             if lost:
                 self._survivors.shrink(max(0.0, deadline_s - time.monotonic()))
             try:
-                name, appointment = arrange(exchange, interface=self._interface, secret=None)
+                membership, listeners = introduce(
+                    self._survivors.exchange, me, generation=after, interface=self._interface, secret=None
+                )
             except PeerLostError:
                 lost = True
                 continue
-            members = rank_order(survivors)
-            formed = Formed(
-                number=1 + max(each.after for each in survivors),
-                rank=[each.origin for each in members].index(own),
-                members=tuple(
-                    Member(host="/".join(each.attendee.host), slot=each.origin, is_new=not each.has_state)
-                    for each in members
-                ),
-                attendees=tuple(each.attendee for each in members),
-                proof=Proof(job=name, secret=appointment.secret),
+            members = rank_order(membership.members)
+            return Generation(
+                membership=replace(membership, generation=1 + membership.generation, members=members),
+                rank=[each.number for each in members].index(own),
+                listeners=listeners,
+                why_in_vain=self._why_in_vain,
             )
-            return generation_of(formed, appointment.listeners, self._in_vain)
 
     def change(self) -> Change:
         """Return REMOVED if MPI has lost a rank. Ranks are never added."""
@@ -311,16 +260,16 @@ class SurvivingMembership:
     def finished(self) -> None:
         """Do nothing, because this job is never restarted."""
 
-    def _in_vain(self) -> str:
+    def _why_in_vain(self) -> str:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
 
 
-def rank_order(survivors: list[_Survivor]) -> list[_Survivor]:
+def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
     """Sort by rank. Ranks of a host are adjacent; under this constraint, those that hold the state come first."""
-    hosts = dict.fromkeys(each.attendee.host for each in survivors)
-    there = {host: [each for each in survivors if each.attendee.host == host] for host in hosts}
+    hosts = dict.fromkeys(each.host for each in survivors)
+    there = {host: [each for each in survivors if each.host == host] for host in hosts}
     with_state_first = sorted(there.values(), key=lambda members: not any(each.has_state for each in members))
-    return [each for members in with_state_first for each in sorted(members, key=lambda each: not each.has_state)]
+    return tuple(each for members in with_state_first for each in sorted(members, key=lambda each: not each.has_state))
 
 
 def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) -> SurvivingMembership | None:
@@ -349,7 +298,7 @@ class Generations:
         leave: ends this process with an exit code, if other ranks outlive it or it fails.
     """
 
-    def __init__(self, membership: Membership, leave: Callable[[int], object] = os._exit) -> None:
+    def __init__(self, membership: MembershipSource, leave: Callable[[int], object] = os._exit) -> None:
         """Keep the membership, which only the main thread may call."""
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
@@ -361,12 +310,12 @@ class Generations:
     @property
     def number(self) -> int:
         """Number of the current generation; 0 before the first."""
-        return 0 if self.current is None else self.current.number
+        return 0 if self.current is None else self.current.membership.generation
 
     @property
     def in_step(self) -> bool:
         """Whether all members are at the same point of the script: all are new, or none is."""
-        return self.current is not None and len({member.is_new for member in self.current.members}) == 1
+        return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:
         """Return the changes since the current generation began. Non-blocking."""
@@ -399,13 +348,7 @@ class Generations:
                 raise LaunchError(f"no generation after {self.number} for this rank: {err}") from err
             joined_s = time.monotonic()
             try:
-                ranks = meet(
-                    self.current.meeting,
-                    interface=settings.gloo_interface,
-                    secret=settings.secret,
-                    timeout_s=settings.start_timeout_s,
-                    heartbeat_s=settings.heartbeat_s,
-                )
+                ranks = self.current.connect(timeout_s=settings.start_timeout_s, heartbeat_s=settings.heartbeat_s)
             except CommError as err:
                 logger.info("generation %d ended before all ranks had connected: %s", self.number, err)
                 continue
@@ -424,10 +367,10 @@ def _failing(ranks: Communicator) -> Callable[[str], None]:
     return lambda lost: ranks.failures.report(PeerLostError(lost))
 
 
-_opener: Callable[[], Membership | None] | None = None
+_opener: Callable[[], MembershipSource | None] | None = None
 
 
-def register(opener: Callable[[], Membership | None] | None) -> None:
+def register(opener: Callable[[], MembershipSource | None] | None) -> None:
     """Set the function that `init()` calls for the membership of this process. It returns None for jobs that are not
     elastic.
     """

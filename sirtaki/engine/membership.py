@@ -9,7 +9,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from sirtaki.comm.control.mesh_rendezvous import Attendee, Meeting
+from sirtaki.comm.control.members import Listeners, Member, Membership, connect_members
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.waiting import Deadline
 from sirtaki.errors import CommError
 
 
@@ -18,38 +20,35 @@ class Dismissed(CommError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A rank of a generation.
-
-    Attributes:
-        host: host name as used by the launcher.
-        slot: index of the rank on its host, constant while the process lives. Slots are unique per host and may
-            have gaps where ranks have exited.
-        is_new: the rank does not hold the job's state: it has not synchronised in any generation.
-    """
-
-    host: str
-    slot: int
-    is_new: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One membership of an elastic job. It ends when a member is lost or when ranks are added.
+    """One membership of an elastic job, as this process connects to it. It ends when its members change.
 
     Ranks of one host are adjacent. Under this constraint, members that hold the job's state come first, in their
     previous order; so rank 0 holds the state unless all members are new. If any member is new, all members must
     synchronise, even if the previous generation reported no added rank.
 
     Attributes:
-        number: id of the generation, ascending from 1.
-        members: members in rank order.
-        meeting: rendezvous of the members, with this process's rank.
+        membership: its ranks, and the generation's number, which ascends from 1.
+        rank: rank of this process.
+        listeners: sockets at which this process accepts connections of other ranks.
+        why_in_vain: returns why a member will not connect, "" if all may. Non-blocking.
     """
 
-    number: int
-    members: tuple[Member, ...]
-    meeting: Meeting
+    membership: Membership
+    rank: int
+    listeners: Listeners = field(default=(), repr=False)
+    why_in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
+
+    def connect(self, *, timeout_s: float, heartbeat_s: float | None) -> MeshCommunicator:
+        """Connect each member with each other one, see `connect_members`. Collective."""
+        return connect_members(
+            self.membership,
+            self.listeners,
+            rank=self.rank,
+            deadline=Deadline.after(timeout_s),
+            heartbeat_s=heartbeat_s,
+            why_in_vain=self.why_in_vain,
+        )
 
 
 class Change(Flag):
@@ -59,8 +58,8 @@ class Change(Flag):
     REMOVED = 2
 
 
-class Membership(Protocol):
-    """Membership service of a rank, provided by the agent that is the rank's parent. Call from one thread at a time."""
+class MembershipSource(Protocol):
+    """Source of the generations of a rank: the agent of its host, or MPI. Call from one thread at a time."""
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """Join the next generation. Blocks until all its members have called `join`.
@@ -110,10 +109,9 @@ class Proof:
 
 
 class Join(Struct, tag=True, frozen=True, kw_only=True):
-    """Request of a rank for the next generation. The rank listens at the addresses in `attendee`."""
+    """The rank asks for the next generation. Its slot and number are not set."""
 
-    has_state: bool
-    attendee: Attendee
+    member: Member
 
 
 class Patience(Struct, tag=True, frozen=True):
@@ -127,13 +125,10 @@ class Finished(Struct, tag=True, frozen=True):
 
 
 class Formed(Struct, tag=True, frozen=True, kw_only=True):
-    """The next generation, sent to its member `rank`. `members` and `attendees` are in rank order."""
+    """The next generation, in which the receiver has rank `rank`."""
 
-    number: int
     rank: int
-    members: tuple[Member, ...]
-    attendees: tuple[Attendee, ...]
-    proof: Proof
+    membership: Membership
 
 
 class Dismissal(Struct, tag=True, frozen=True):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh_rendezvous import Introduction, Meeting, alone, arrange, meet
-from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
+from sirtaki.comm.control.members import Meeting, Membership, StoreExchange, alone, meet, rendezvous
+from sirtaki.comm.control.waiting import Deadline
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import CommError, ConfigError
+from sirtaki.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,13 +50,22 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
     import torch.distributed as dist
 
     size = dist.get_world_size(group)
+    if size == 1:
+        return alone()
 
-    def exchange(mine: Introduction) -> list[Introduction]:
-        received = [mine] * size
-        dist.all_gather_object(received, mine, group=group)
-        return received
+    def exchange(mine: Membership) -> list[Membership]:
+        told = [mine] * size
+        dist.all_gather_object(told, mine, group=group)
+        return told
 
-    return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
+    return rendezvous(
+        exchange,
+        rank=dist.get_rank(group),
+        interface=settings.gloo_interface,
+        secret=settings.secret,
+        deadline=Deadline.after(settings.start_timeout_s),
+        heartbeat_s=settings.heartbeat_s,
+    )
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
@@ -73,8 +79,7 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
 
     Args:
         settings: settings of this process.
-        store: store used by these ranks only. This function polls it, because a blocking `get` would block other
-            clients of the store.
+        store: store used by these ranks only.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout_s: maximum wait for the other ranks, in seconds.
@@ -82,39 +87,15 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     Raises:
         CommError: a rank cannot be reached.
     """
-    deadline = Deadline.after(timeout_s)
-
-    def exchange(mine: Introduction) -> list[Introduction]:
-        what = "places" if mine.attendee.places else "host"
-        keys = [f"{what}/{other}" for other in range(size)]
-        store.set(keys[rank], msgspec.json.encode(mine).decode())
-        for other, key in enumerate(keys):
-            if not wait_for(partial(store.check, [key]), deadline, Poll.SLICES):
-                raise CommError(
-                    f"rank {rank} waited {timeout_s:g} s for rank {other} of {size}, which has not connected"
-                )
-        return [msgspec.json.decode(store.get(key), type=Introduction) for key in keys]
-
-    return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
-
-
-def _introduced(
-    settings: Settings,
-    exchange: Callable[[Introduction], list[Introduction]],
-    *,
-    rank: int,
-    size: int,
-    timeout_s: float,
-) -> Communicator:
-    """Open a mesh of ranks that can exchange their addresses with `exchange`. Collective."""
     if size == 1:
         return alone()
-    name, appointment = arrange(exchange, interface=settings.gloo_interface, secret=settings.secret)
-    return meet(
-        Meeting(rank=rank, size=size, name=name, appointment=appointment),
+    deadline = Deadline.after(timeout_s)
+    return rendezvous(
+        StoreExchange(store, range(size), own=rank, size=size, place=f"rank {rank}", deadline=deadline),
+        rank=rank,
         interface=settings.gloo_interface,
         secret=settings.secret,
-        timeout_s=timeout_s,
+        deadline=deadline,
         heartbeat_s=settings.heartbeat_s,
     )
 

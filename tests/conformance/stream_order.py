@@ -7,7 +7,7 @@ import torch
 from fakes.cuda import FakeCuda, Stream
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.control.mesh_rendezvous import alone
+from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.buffers import Reduction

@@ -23,7 +23,7 @@ PIPELINE, NEGOTIATION = "comm/gradients/pipeline.py", "comm/gradients/negotiatio
 READY, TRACE = "comm/gradients/ready.py", "comm/gradients/trace.py"
 HOOKS, CHECKS = "engine/reducing/gradient_hooks.py", "engine/reducing/checks.py"
 OVERLAP, CHECKPOINTS, STATE = "torch/overlap.py", "torch/elastic/checkpoints.py", "torch/elastic/state.py"
-MESH, RENDEZVOUS = "comm/control/mesh.py", "comm/control/mesh_rendezvous.py"
+MESH, HANDSHAKE = "comm/control/mesh.py", "comm/control/handshake.py"
 
 OF_BUFFERS, OF_SCHEDULE = "comm/gradients/test_buffers.py", "comm/gradients/test_schedule.py"
 OF_PIPELINE, OF_NEGOTIATION = "comm/gradients/test_pipeline.py", "comm/gradients/test_negotiation_and_trace.py"
@@ -460,7 +460,7 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} a_replay",
         {
             "a proof that holds for every connection": (
@@ -470,14 +470,14 @@ MUTANTS = (
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} another_generation",
         {
             "a rank of another generation that is let in": ('f"sirtaki mesh {job}".encode()', 'b"sirtaki mesh"'),
         },
     ),
     *wrong_in(
-        RENDEZVOUS,
+        HANDSHAKE,
         f"{MEETING} the_slow_and_the_many",
         {
             "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),

@@ -11,9 +11,9 @@ from conformance.training import main
 from rank_jobs import cases
 
 import sirtaki.torch as hvd
-from sirtaki.comm.control.mesh_rendezvous import Meeting
+from sirtaki.comm.control.members import Member, Membership
 from sirtaki.engine import generations, job
-from sirtaki.engine.membership import Change, Dismissed, Generation, Member
+from sirtaki.engine.membership import Change, Dismissed, Generation
 from sirtaki.errors import NotInitializedError
 from sirtaki.torch.exceptions import HostsUpdatedInterrupt
 
@@ -33,8 +33,8 @@ class Lone:
         if self.dismissed:
             raise Dismissed("its host is drained")
         self.changes = Change(0)
-        member = Member(host="here", slot=0, is_new=not has_state)
-        return Generation(number=after + 1, members=(member,), meeting=Meeting(rank=0, size=1))
+        members = (Member(node="here", has_state=has_state),)
+        return Generation(rank=0, membership=Membership(generation=after + 1, members=members, name="job", secret=""))
 
     def change(self) -> Change:
         return self.changes

@@ -214,7 +214,7 @@ def watch(there: Membership, faults: Faults) -> None:
     def join(**how: Any) -> Any:
         faults.log("left")
         generation = answered(**how)
-        faults.log("joined", generation=generation.number)
+        faults.log("joined", generation=generation.membership.generation)
         faults.strike("joined")
         return generation
 

@@ -105,7 +105,7 @@ class DriverProcess(Process):
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
         if isinstance(message, FormGeneration):
-            places = [(member.host, member.is_new) for member in message.members]
+            places = [(member.node, not member.has_state) for member in message.members]
             limits = self.world.policy.min_ranks, self.world.policy.max_ranks
             self.world.history.note("formed", "driver", workers=message.workers, places=places, limits=limits)
         self.agent_list.send_to(hosts, message)

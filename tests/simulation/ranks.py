@@ -10,9 +10,9 @@ from simulation.network import Address, End, Message, Process
 
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
+from sirtaki.comm.control.members import Member
 from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
-from sirtaki.comm.control.mesh_rendezvous import Attendee
-from sirtaki.engine.generations import LONG_S, AgentNews, name_of
+from sirtaki.engine.generations import LONG_S, AgentNews
 from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
 from sirtaki.torch.elastic.state import Commits, HeldCommits, RankStatus, plan_recovery
 
@@ -209,8 +209,8 @@ class Rank(Process):
             if isinstance(answer, Dismissal):
                 self.exit(0)
                 return
-            number = answer.number
-            members = tuple(self.world.owners[each.places[0]] for each in answer.attendees)
+            number = answer.membership.generation
+            members = tuple(self.world.owners[each.addresses[0]] for each in answer.membership.members)
             try:
                 yield from self._meet(answer, members)
                 mesh = self.mesh
@@ -247,8 +247,8 @@ class Rank(Process):
     def _join(self) -> Iterator[None]:
         self._address = self.network.port(self.host)
         self.world.owners[self._address] = self.worker
-        attendee = Attendee(host=(self.host,), places=(self._address,))
-        self.agent.send(Join(has_state=self.has_state, attendee=attendee))
+        member = Member(host=(self.host,), addresses=(self._address,), has_state=self.has_state)
+        self.agent.send(Join(member=member))
         until_s = self.sim.now_s + self.world.policy.timeout_s + 30.0
         self.later(self.world.policy.timeout_s + 30.0, self._go_on)
         while True:
@@ -260,15 +260,15 @@ class Rank(Process):
             yield
 
     def _meet(self, answer: Formed, members: Sequence[int]) -> Steps:
-        """See `appointment.keep`: connects to those before it, and is connected to by those after it."""
-        number, own = answer.number, answer.rank
+        """See `connect_members`: connects to those before it, and is connected to by those after it."""
+        number, own = answer.membership.generation, answer.rank
         mesh = self.mesh = Mesh(self, number, own, len(members))
-        meeting = Meeting(self, mesh, name_of(answer))
+        meeting = Meeting(self, mesh, answer.membership.mesh_name)
         self.network.listeners[self._address] = meeting
         until_s = self.sim.now_s + MEET_S
         self.later(MEET_S, self._go_on)
         for other in range(own):
-            place: Address = answer.attendees[other].places[0]
+            place: Address = answer.membership.members[other].addresses[0]
             while other not in mesh.ends:
                 yield from self._look_out(mesh, until_s)
                 tried = meeting.try_to_reach(place, other)

@@ -22,7 +22,8 @@ from typing import IO, Protocol
 
 import msgspec
 
-from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
+from sirtaki.comm.control.handshake import connect, job_key, listen
+from sirtaki.comm.control.members import Membership
 from sirtaki.comm.control.waiting import Deadline, retry
 from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.launchers import AGENT
@@ -189,18 +190,17 @@ class AgentRules:
             case KnownAgents(agents):
                 self.agents = agents
             case FormGeneration():
-                self._generation = msgspec.structs.replace(message, members=(), attendees=(), older=message.older or ())
+                self._generation = msgspec.structs.replace(message, members=(), older=message.older or ())
+                membership = Membership(
+                    generation=message.number,
+                    members=message.members,
+                    name=self._proof.job,
+                    secret=self._proof.secret,
+                )
                 for rank, worker in enumerate(message.workers):
                     if (there := self.ranks.get(worker)) is not None:
                         there.phase, there.generation, there.rank = ProcessPhase.MEMBER, message.number, rank
-                        formed = Formed(
-                            number=message.number,
-                            rank=rank,
-                            members=message.members,
-                            attendees=message.attendees,
-                            proof=self._proof,
-                        )
-                        act.send_to_rank(worker, formed)
+                        act.send_to_rank(worker, Formed(rank=rank, membership=membership))
                 if message.older is not None:
                     act.send_to_driver(GenerationAck(message.number))
             case KeepGenerations(number=number, older=older) if number == self._generation.number:
@@ -217,8 +217,8 @@ class AgentRules:
         """Process a message of a rank, and forward it to the driver."""
         there = self.ranks[worker]
         match message:
-            case Join(has_state=has_state, attendee=attendee):
-                there.phase, there.has_state, there.attendee = ProcessPhase.WAITING, has_state, attendee
+            case Join(member=member):
+                there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
                 if self.ends:  # because there will be no rank to train with
                     self._actions.kill(worker)
             case Patience(seconds):

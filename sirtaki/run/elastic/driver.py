@@ -29,7 +29,7 @@ from typing import IO, Generic, Protocol, TypeVar
 
 import msgspec
 
-from sirtaki.comm.control.mesh_rendezvous import Door, listen
+from sirtaki.comm.control.handshake import HandshakeListener, listen
 from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.engine.json_channel import JsonChannel, encoded
 from sirtaki.engine.launchers import node_names
@@ -311,7 +311,7 @@ class Switchboard(Generic[Speaker]):
         self.events = selectors.DefaultSelector()
         listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
         key = agents_key(endpoint.proof)
-        self._door = Door(listeners, key=key, own=DRIVER, events=self.events, is_wanted=is_wanted)
+        self._door = HandshakeListener(listeners, key=key, own=DRIVER, events=self.events, is_wanted=is_wanted)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)

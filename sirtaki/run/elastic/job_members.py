@@ -16,8 +16,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from sirtaki.comm.control.mesh_rendezvous import Attendee
-from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, FromRank, Join, Member, Patience
+from sirtaki.comm.control.members import Member
+from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, FromRank, Join, Patience
 from sirtaki.machine import signal_name
 
 
@@ -29,9 +29,6 @@ class ProcessPhase(Enum):
     MEMBER = "member"  # is a member of a generation
     FINISHED = "finished"  # has completed its work
     DISMISSED = "dismissed"  # was asked or forced to end
-
-
-NOWHERE = Attendee(host=(), places=())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class RankRecord:
         is_leaving: the job does not need the process any more.
         since_s: time at which its phase began, in seconds.
         verdict: why it was killed, as a clause. "" if it was not killed.
-        attendee: addresses at which it listens while it waits for a generation.
+        member: its own description, with the addresses at which it listens while it waits for a generation.
     """
 
     number: int
@@ -59,7 +56,7 @@ class RankRecord:
     is_leaving: bool = False
     since_s: float = 0.0
     verdict: str = ""
-    attendee: Attendee = NOWHERE
+    member: Member = Member()  # noqa: RUF009 - it is frozen
 
     @property
     def label(self) -> str:
@@ -404,7 +401,6 @@ class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
     number: int
     workers: tuple[int, ...]
     members: tuple[Member, ...] = ()
-    attendees: tuple[Attendee, ...] = ()
     older: tuple[tuple[int, ...], ...] | None = None
     has_state: bool = False
     left_out: LeftOut = {}
@@ -554,9 +550,9 @@ def shortened(text: str, limit: int = 2000) -> str:
 
 def announcement(form: FormGeneration) -> str:
     """Describe a generation, with its members by host."""
-    hosts = Counter(member.host for member in form.members)  # in rank order
+    hosts = Counter(member.node for member in form.members)  # in rank order
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
-    new = sum(member.is_new for member in form.members)
+    new = sum(not member.has_state for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
     return f"generation {form.number}: {count(len(form.members), 'rank')} ({placed}){fresh}"
 
@@ -838,13 +834,13 @@ class JobMembers:
         if worker is None or worker.host != host:
             return  # its process was given up
         match message:
-            case Relayed(message=Join(has_state=has_state, attendee=attendee)):
+            case Relayed(message=Join(member=member)):
                 if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
                     self._dismiss(worker)
                 else:
-                    worker.attendee = attendee
-                    worker.has_state = worker.has_state or has_state
-                    listed.has_state = listed.has_state or has_state
+                    worker.member = member
+                    worker.has_state = worker.has_state or member.has_state
+                    listed.has_state = listed.has_state or member.has_state
                     worker.enter(ProcessPhase.WAITING, now_s)
             case Relayed(message=Patience(seconds)):  # other ranks may take as long
                 self._longest_s = max(self._longest_s, seconds)
@@ -1113,14 +1109,16 @@ class JobMembers:
         form = FormGeneration(
             number=member_list.generation,
             workers=member_list.members,
-            members=tuple(Member(host=each.host, slot=each.slot, is_new=not each.has_state) for each in members),
-            attendees=tuple(each.attendee for each in members),
+            members=tuple(
+                replace(each.member, node=each.host, slot=each.slot, number=each.number, has_state=each.has_state)
+                for each in members
+            ),
             older=self._quorum.older if self.policy.has_successors else None,
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
         # If another driver may take over, all agents need the generation, otherwise only those of members.
-        hosts = self._crew.hosts if self.policy.has_successors else [member.host for member in form.members]
+        hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))
         self._notified, self._lost, self._notified_lost = Change(0), "", ""

@@ -18,23 +18,20 @@ from unittest import mock
 import pytest
 from fakes.meshes import at_once, close, until
 
-from sirtaki.comm.control import mesh_rendezvous
-from sirtaki.comm.control.mesh import MeshCommunicator
-from sirtaki.comm.control.mesh_rendezvous import (
-    Acceptor,
-    Appointment,
-    Attendee,
+from sirtaki.comm.control import handshake, members
+from sirtaki.comm.control.handshake import Acceptor, NoProof, connect, job_key, listen
+from sirtaki.comm.control.members import (
+    Listeners,
     Meeting,
-    NoProof,
-    attendee,
-    connect,
-    job_key,
-    keep,
-    listen,
+    Member,
+    Membership,
+    connect_members,
+    listening,
     meet,
-    open_places,
+    open_listeners,
 )
-from sirtaki.comm.control.waiting import wait_for
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.waiting import Deadline, wait_for
 from sirtaki.errors import CommError, ConfigError, PeerLostError
 from sirtaki.machine import ReservedPorts
 
@@ -132,7 +129,7 @@ def test_two_processes_of_one_rank_are_told_so() -> None:
         def __setitem__(self, key: object, value: int) -> None:
             pass
 
-    with mock.patch.object(mesh_rendezvous, "_met", Uncounted()):
+    with mock.patch.object(members, "_met", Uncounted()):
         results = together([places[0], places[1], places[1]], timeout_s=5.0)
     errors = [result for result in results if isinstance(result, Exception)]
     assert any("two processes say that they are rank 1" in str(error) for error in errors), results
@@ -153,7 +150,7 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
 def test_ranks_with_different_secrets_are_told_so(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
 ) -> None:
-    monkeypatch.setattr(mesh_rendezvous, "WRONG_SECRET_S", 0.2)
+    monkeypatch.setattr(members, "WRONG_SECRET_S", 0.2)
     expect(together(meetings(2), secrets=secrets), ConfigError, *words)
 
 
@@ -164,8 +161,8 @@ def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pyte
         offered.append(interface)
         return ["127.0.0.3", "127.0.0.2"]
 
-    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
-    monkeypatch.setattr(mesh_rendezvous, "own_addresses", addresses)
+    monkeypatch.setattr(members, "host_identity", lambda: (str(threading.get_ident()),))
+    monkeypatch.setattr(members, "own_addresses", addresses)
     comms = together(meetings(2))
     peer = next(iter(comms[1]._links._connections.values()))._socket.getpeername()[0]
     assert peer == "127.0.0.3"
@@ -181,78 +178,75 @@ def test_nothing_stays_open_after_a_failure() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-# ── appointment ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks that are known ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def appointments(size: int, in_vain: Callable[[], str] = lambda: "") -> list[Appointment]:
-    listeners = [open_places(None, loopback_only=True) for _ in range(size)]
-    attendees = tuple(attendee(own) for own in listeners)
-    return [Appointment(attendees=attendees, secret="secret", listeners=own, in_vain=in_vain) for own in listeners]
+def known(size: int) -> tuple[Membership, list[Listeners]]:
+    """A membership of ranks that listen, and their listeners."""
+    listeners = [open_listeners(None, loopback_only=True) for _ in range(size)]
+    ranks = tuple(listening(Member(number=rank), own) for rank, own in enumerate(listeners))
+    return Membership(generation=1, members=ranks, name="job", secret="secret"), listeners
 
 
-def keep_all(several: Sequence[Appointment | None], *, name: str = "job/1", timeout_s: float = 20.0) -> list[Any]:
-    """What each rank gets, in a thread each; one that has no appointment does not come, and gets None."""
-    meetings = [Meeting(rank=n, size=len(several), name=name, appointment=each) for n, each in enumerate(several)]
-    found = iter(together([each for each in meetings if each.appointment is not None], timeout_s=timeout_s))
-    return [None if each is None else next(found) for each in several]
+def connect_one(membership: Membership, listeners: Listeners, rank: int, timeout_s: float = 20.0, **how: Any) -> Any:
+    try:
+        return connect_members(
+            membership, listeners, rank=rank, deadline=Deadline.after(timeout_s), heartbeat_s=None, **how
+        )
+    except (CommError, ConfigError) as err:
+        return err
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_ranks_meet_and_their_ports_are_closed(size: int) -> None:
-    everybody = appointments(size)
-    ranks = keep_all(everybody)
+    membership, listeners = known(size)
+    ranks = at_once(lambda rank: connect_one(membership, listeners[rank], rank), range(size))
     assert [rank.size for rank in ranks] == [size] * size
     barriers = [rank.barrier() for rank in ranks]
     until(lambda: all([test() for test in barriers]))  # noqa: C419  # each moves on while it is tested
-    assert all(listener.fileno() < 0 for appointment in everybody for listener in appointment.listeners)
+    assert all(listener.fileno() < 0 for own in listeners for listener in own)
     close([rank._links for rank in ranks])
-
-
-def stay_away(everybody: list[Appointment | None], rank: int) -> None:
-    for listener in everybody[rank].listeners:
-        listener.close()
-    everybody[rank] = None
 
 
 def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
     gone = threading.Event()
-    everybody: list[Appointment | None] = [*appointments(3, lambda: "rank 1 was killed" if gone.is_set() else "")]
-    stay_away(everybody, 1)
+    membership, listeners = known(3)
+    for listener in listeners[1]:
+        listener.close()
     threading.Timer(0.2, gone.set).start()
     begin_s = time.monotonic()
-    results = keep_all(everybody, timeout_s=60.0)
-    assert time.monotonic() - begin_s < mesh_rendezvous.HANDSHAKE_S + 5.0
-    for rank in (0, 2):
-        assert isinstance(results[rank], PeerLostError)
-        assert "rank 1 was killed" in str(results[rank])
+
+    def why_in_vain() -> str:
+        return "rank 1 was killed" if gone.is_set() else ""
+
+    results = at_once(
+        lambda rank: connect_one(membership, listeners[rank], rank, 60.0, why_in_vain=why_in_vain), [0, 2]
+    )
+    assert time.monotonic() - begin_s < handshake.HANDSHAKE_S + 5.0
+    for result in results:
+        assert isinstance(result, PeerLostError)
+        assert "rank 1 was killed" in str(result)
 
 
 @pytest.mark.lengthy
 def test_who_comes_from_another_generation_is_refused() -> None:
-    first, second = appointments(2)
-    outcome: list[Any] = []
-
-    def late() -> None:
-        try:
-            outcome.append(keep(second, rank=1, name="job/1", timeout_s=1.0))
-        except CommError as err:
-            outcome.append(err)
-
-    thread = threading.Thread(target=late)
-    thread.start()
-    with pytest.raises(CommError, match="did not connect"):
-        keep(first, rank=0, name="job/2", timeout_s=1.0)
-    thread.join()
-    assert isinstance(outcome[0], CommError)
+    membership, listeners = known(2)
+    other = replace(membership, generation=2)
+    first, second = at_once(
+        lambda rank, told: connect_one(told, listeners[rank], rank, 1.0), [0, 1], [other, membership]
+    )
+    assert isinstance(first, CommError)
+    assert "did not connect" in str(first)
+    assert isinstance(second, (CommError, ConfigError))
 
 
 def test_another_host_is_reached_at_other_addresses_than_loopback() -> None:
     """Its own loopback is not ours."""
-    own, other = appointments(2)
-    elsewhere = Attendee(host=("elsewhere",), places=(("127.0.0.1", 1), ("127.0.0.2", 2)))
-    with pytest.raises(CommError, match=r"rank 0 cannot be reached at 127\.0\.0\.2:2 \("):
-        keep(replace(other, attendees=(elsewhere, other.attendees[1])), rank=1, name="job/1", timeout_s=0.2)
-    for listener in own.listeners:
+    membership, (own, other) = known(2)
+    elsewhere = Member(host=("elsewhere",), addresses=(("127.0.0.1", 1), ("127.0.0.2", 2)))
+    told = replace(membership, members=(elsewhere, membership.members[1]))
+    assert "rank 0 cannot be reached at 127.0.0.2:2 (" in str(connect_one(told, other, 1, 0.2))
+    for listener in own:
         listener.close()
 
 
@@ -303,7 +297,7 @@ def test_a_wrong_secret_is_noticed_by_the_connector(acceptor: Acceptor, key: byt
 
 def test_who_cannot_answer_the_challenge_is_refused(acceptor: Acceptor) -> None:
     with socket.create_connection(acceptor.door.places[0]) as sock:
-        sock.sendall(mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 0, bytes(32)))
+        sock.sendall(handshake._HELLO.pack(handshake.MAGIC, 1, 0, bytes(32)))
         assert len(sock.recv(64)) == 64
         sock.sendall(bytes(32))
         assert hang_up(sock)
@@ -351,7 +345,7 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
     [
         b"GET / HTTP/1.1\r\nHost: sirtaki\r\nConnection: keep-alive\r\n\r\n",
         pickle.dumps({"a": list(range(50))}),
-        mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 5, bytes(32)),  # to another rank
+        handshake._HELLO.pack(handshake.MAGIC, 1, 5, bytes(32)),  # to another rank
         b"\0" * 100_000,
     ],
 )
@@ -364,11 +358,11 @@ def test_garbage_is_hung_up_on(acceptor: Acceptor, said: bytes) -> None:
 
 
 def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_rendezvous, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(mesh_rendezvous, "MAX_UNPROVED", 8)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(handshake, "MAX_UNPROVED", 8)
     with contextlib.ExitStack() as strangers:
         crowd = [strangers.enter_context(socket.create_connection(acceptor.door.places[0])) for _ in range(30)]
-        crowd[-1].sendall(mesh_rendezvous.MAGIC)
+        crowd[-1].sendall(handshake.MAGIC)
         connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
         until(lambda: acceptor.door.refused == 30)  # 22 for lack of room, the others when their time was up
         assert hang_up(crowd[-1])
@@ -382,9 +376,9 @@ def test_hostile_connections_leave_nothing_behind(acceptor: Acceptor, count: int
     rng = random.Random(count)
     said: list[Callable[[], bytes]] = [
         lambda: rng.randbytes(rng.randrange(1, 2000)),
-        lambda: mesh_rendezvous.MAGIC + b"\xff" * rng.randrange(200),  # huge numbers where ranks are expected
+        lambda: handshake.MAGIC + b"\xff" * rng.randrange(200),  # huge numbers where ranks are expected
         lambda: pickle.dumps({"run": [b"x" * 50] * 20}),
-        lambda: mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 0, rng.randbytes(32)) + rng.randbytes(32),
+        lambda: handshake._HELLO.pack(handshake.MAGIC, 1, 0, rng.randbytes(32)) + rng.randbytes(32),
         lambda: b"",  # half-open
     ]
     open_ones: deque[socket.socket] = deque()

@@ -10,7 +10,7 @@ import torch
 from fakes.gradients import LonelyRouter, parameters, plan_of
 
 from sirtaki.comm import recorder
-from sirtaki.comm.control.mesh_rendezvous import alone
+from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
 from sirtaki.comm.gradients.buffers import Reduction

@@ -13,7 +13,7 @@ from conformance.stream_order import ITERATIONS, WARM_UP, Training
 from fakes.cuda import RELEASES, FakeCuda, Stream
 
 from sirtaki.comm import device as product
-from sirtaki.comm.control.mesh_rendezvous import alone
+from sirtaki.comm.control.members import alone
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.pipeline import EVERY

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from fakes.meshes import at_once, until
 
-from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control import members as members_of_mesh
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.comm.control.mesh_rendezvous import Attendee, Meeting, meet
+from sirtaki.comm.control.members import Member, Membership
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine import generations
 from sirtaki.engine.generations import (
     AgentClient,
     Generations,
     SurvivingMembership,
-    name_of,
     open_agent,
     open_survivors,
     rank_order,
@@ -37,9 +36,7 @@ from sirtaki.engine.membership import (
     FromRank,
     Generation,
     Join,
-    Member,
     Patience,
-    Proof,
 )
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
@@ -47,7 +44,7 @@ from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Membership:
+class Source:
     """Answers `join` with what it is given: generations of one, or errors."""
 
     def __init__(self, *answers: bool | CommError) -> None:
@@ -59,8 +56,8 @@ class Membership:
         answer = self.answers.pop(0)
         if isinstance(answer, CommError):
             raise answer
-        member = Member(host="here", slot=0, is_new=answer)
-        return Generation(number=after + 1, members=(member,), meeting=Meeting(rank=0, size=1))
+        members = (Member(node="here", has_state=not answer),)
+        return Generation(rank=0, membership=Membership(generation=after + 1, members=members, name="job", secret=""))
 
     def change(self) -> Change:
         return Change.ADDED
@@ -73,7 +70,7 @@ class Membership:
 
 
 def test_a_rank_says_where_it_comes_from() -> None:
-    membership = Membership(True, False)
+    membership = Source(True, False)
     elastic = Generations(membership)
     assert not elastic.in_step
     elastic.join_next(Settings()).free()
@@ -90,27 +87,27 @@ def test_a_rank_says_where_it_comes_from() -> None:
 def test_a_generation_that_loses_a_member_before_all_have_met_is_left_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    met, really = list[int](), generations.meet
+    met, really = list[int](), Generation.connect
 
-    def meet(meeting: Meeting, **how: object) -> object:
+    def connect(generation: Generation, **how: Any) -> object:
         met.append(1)
         if len(met) < 3:
             raise PeerLostError("a member has ended")
-        return really(meeting, **how)  # type: ignore[arg-type]
+        return really(generation, **how)
 
-    monkeypatch.setattr(generations, "meet", meet)
-    elastic = Generations(Membership(True, True, True))
+    monkeypatch.setattr(Generation, "connect", connect)
+    elastic = Generations(Source(True, True, True))
     elastic.join_next(Settings()).free()
     assert elastic.number == 3
 
 
 def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -> None:
     with pytest.raises(LaunchError, match=r"no generation after 0.*too few hosts"):
-        Generations(Membership(CommError("too few hosts"))).join_next(Settings())
+        Generations(Source(CommError("too few hosts"))).join_next(Settings())
 
 
 def test_who_is_dismissed_has_not_finished_the_job() -> None:
-    membership = Membership(Dismissed("its host is drained"))
+    membership = Source(Dismissed("its host is drained"))
     elastic = Generations(membership)
     with pytest.raises(Dismissed):
         elastic.join_next(Settings())
@@ -123,7 +120,7 @@ def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         register(lambda: None)
         assert generations.of_this_process(Settings()) is None
-        register(lambda: Membership(True))
+        register(lambda: Source(True))
         assert generations.of_this_process(Settings()) is generations.of_this_process(Settings()) is not None
     finally:
         register(None)
@@ -147,10 +144,9 @@ class Agent:
             time.sleep(0.001)
         pytest.fail("nothing comes")
 
-    def begin(self, asked: Join, **changes: Any) -> None:
-        values = {"number": 1, "rank": 0, "proof": Proof(job="job", secret="secret"), "attendees": (asked.attendee,)}
-        members = {"members": (Member(host="a", slot=0, is_new=True),)}
-        self.channel.send(Formed(**{**values, **members, **changes}))
+    def begin(self, asked: Join, *, number: int = 1, rank: int = 0, members: tuple[Member, ...] = ()) -> None:
+        membership = Membership(generation=number, members=members or (asked.member,), name="job", secret="secret")
+        self.channel.send(Formed(rank=rank, membership=membership))
 
 
 @pytest.fixture
@@ -179,8 +175,7 @@ def joined(client: AgentClient, agent: Agent, **changes: Any) -> Generation:
     thread, found = join(client)
     agent.begin(agent.hear(), **changes)
     thread.join()
-    for listener in found[0].meeting.appointment.listeners:
-        listener.close()
+    close_places(found[0])
     return found[0]
 
 
@@ -188,21 +183,20 @@ def test_a_rank_says_what_it_has_and_hears_who_the_members_are(ends: tuple[Agent
     client, agent = ends
     thread, found = join(client, after=3, has_state=True)
     asked = agent.hear()
-    assert asked.has_state
-    (place,) = asked.attendee.places
+    assert asked.member.has_state
+    (place,) = asked.member.addresses
     assert place[0] == "127.0.0.1"
-    members = Member(host="b", slot=2, is_new=False), Member(host="a", slot=0, is_new=True)
-    other = Attendee(host=("elsewhere",), places=(("10.0.0.1", 5),))
-    agent.begin(asked, number=4, rank=1, members=members, attendees=(other, asked.attendee))
+    other = Member(host=("elsewhere",), node="b", slot=2, has_state=True, addresses=(("10.0.0.1", 5),))
+    members = other, replace(asked.member, node="a", has_state=False)
+    agent.begin(asked, number=4, rank=1, members=members)
     thread.join()
     (generation,) = found
-    assert (generation.number, generation.members) == (4, members)
-    meeting = generation.meeting
-    assert (meeting.rank, meeting.size) == (1, 2)
-    assert meeting.name.startswith("job/4/")
-    assert meeting.appointment.attendees[0] == other
+    membership = generation.membership
+    assert (generation.rank, membership.generation, membership.members) == (1, 4, members)
+    assert membership.mesh_name.startswith("job/4/")
+    assert membership.secret == "secret"
     assert "secret" not in repr(generation)
-    (listener,) = meeting.appointment.listeners
+    (listener,) = generation.listeners
     assert listener.getsockname() == place
     listener.close()
 
@@ -224,7 +218,7 @@ def test_a_rank_hears_of_a_member_that_has_died_and_fails_what_waits_for_it(
 ) -> None:
     client, agent = ends
     generation = joined(client, agent)
-    in_vain, told = generation.meeting.appointment.in_vain, list[str]()
+    in_vain, told = generation.why_in_vain, list[str]()
     assert in_vain() == ""
     if when == "while it trains":
         client.on_loss(told.append)
@@ -294,9 +288,8 @@ def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
 
 def test_ranks_meet_under_one_name_only_if_they_were_told_the_same() -> None:
     def name(*ports: int) -> str:
-        attendees = tuple(Attendee(host=("h",), places=(("127.0.0.1", port),)) for port in ports)
-        proof = Proof(job="job", secret="")
-        return name_of(Formed(number=4, rank=0, members=(), attendees=attendees, proof=proof))
+        members = tuple(Member(host=("h",), addresses=(("127.0.0.1", port),)) for port in ports)
+        return Membership(generation=4, members=members, name="job", secret="").mesh_name
 
     assert name(1, 2) == name(1, 2)
     assert len({name(1, 2), name(2, 1), name(1, 3), name(1)}) == 4
@@ -349,8 +342,7 @@ def join_left(rank: Rank, *, after: int, has_state: bool = True) -> Generation:
 
 
 def close_places(generation: Generation) -> None:
-    assert generation.meeting.appointment is not None
-    for listener in generation.meeting.appointment.listeners:
+    for listener in generation.listeners:
         listener.close()
 
 
@@ -359,11 +351,11 @@ def test_survivors_of_one_host_meet_at_loopback_alone() -> None:
         generation = SurvivingMembership(rank, interface=None).join(  # type: ignore[arg-type]
             after=0, has_state=False, timeout_s=10.0
         )
-        assert generation.meeting.appointment is not None
-        assert {host for each in generation.meeting.appointment.attendees for host, _ in each.places} == {"127.0.0.1"}
-        assert all(member.is_new for member in generation.members)
-        ranks = meet(generation.meeting, interface="lo", secret=None, timeout_s=10.0, heartbeat_s=None)
-        place = ranks.rank, ranks.size, generation.number
+        members = generation.membership.members
+        assert {host for each in members for host, _ in each.addresses} == {"127.0.0.1"}
+        assert not any(member.has_state for member in members)
+        ranks = generation.connect(timeout_s=10.0, heartbeat_s=None)
+        place = ranks.rank, ranks.size, generation.membership.generation
         ranks.free()
         return place
 
@@ -377,53 +369,49 @@ def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys(
     told = at_once(
         lambda rank: join_left(rank, after=4 if rank.origin == 1 else 3, has_state=rank.origin > 0), world.ranks
     )
-    assert {generation.number for generation in told} == {5}
-    assert [generation.meeting.rank for generation in told] == [2, 0, 1]
-    assert [(member.slot, member.is_new) for member in told[0].members] == [(1, False), (2, False), (0, True)]
-    assert len({generation.meeting.name for generation in told}) == 1
+    assert {generation.membership.generation for generation in told} == {5}
+    assert [generation.rank for generation in told] == [2, 0, 1]
+    members = told[0].membership.members
+    assert [(member.slot, member.has_state) for member in members] == [(1, True), (2, True), (0, False)]
+    assert len({generation.membership.mesh_name for generation in told}) == 1
     assert [rank.n_shrunk for rank in world.ranks] == [1, 1, 1]
     for generation in told:
         close_places(generation)
 
 
 def test_survivors_of_several_hosts_listen_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
+    monkeypatch.setattr(members_of_mesh, "host_identity", lambda: (str(threading.get_ident()),))
     for generation in at_once(lambda rank: join_left(rank, after=0), World(2).ranks):
-        assert [len(each.places) for each in generation.meeting.appointment.attendees] == [2, 2]  # interface="lo", too
+        assert [len(each.addresses) for each in generation.membership.members] == [2, 2]  # interface="lo", too
         close_places(generation)
 
 
 def test_ranks_of_a_host_stay_neighbours() -> None:
-    world = World(4)
-    at_once(lambda rank: close_places(join_left(rank, after=1)), world.ranks)
-    hosts = [("a",), ("b",), ("a",), ("b",)]
-    told = [
-        replace(each, introduction=replace(each.introduction, attendee=replace(each.attendee, host=host)))
-        for each, host in zip((world.told[origin] for origin in range(4)), hosts, strict=True)
-    ]
-    assert [each.origin for each in rank_order(told)] == [0, 2, 1, 3]
-    told = [replace(each, has_state=each.origin in (2, 3)) for each in told]
-    assert [each.origin for each in rank_order(told)] == [2, 0, 3, 1]
-    told = [replace(each, has_state=each.origin == 3) for each in told]
-    assert [each.origin for each in rank_order(told)] == [3, 1, 0, 2]
+    def order(*with_state: int) -> list[int]:
+        hosts = ("a",), ("b",), ("a",), ("b",)
+        told = [Member(host=host, number=n, has_state=n in with_state) for n, host in enumerate(hosts)]
+        return [each.number for each in rank_order(told)]
+
+    assert order(0, 1, 2, 3) == [0, 2, 1, 3]
+    assert order(2, 3) == [2, 0, 3, 1]
+    assert order(3) == [3, 1, 0, 2]
 
 
 def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = list[socket.socket]()
-    really = mesh_rendezvous.open_places
+    really = members_of_mesh.open_listeners
 
-    def open_places(interface: str | None, *, loopback_only: bool) -> tuple[socket.socket, ...]:
+    def open_listeners(interface: str | None, *, loopback_only: bool) -> tuple[socket.socket, ...]:
         opened.extend(places := really(interface, loopback_only=loopback_only))
         return places
 
-    monkeypatch.setattr(mesh_rendezvous, "open_places", open_places)
+    monkeypatch.setattr(members_of_mesh, "open_listeners", open_listeners)
     (rank,) = World(1).ranks
     lost = PeerLostError("a rank was lost while survivors met")
     rank.errors = [lost, None, lost]  # before it listens, and when it does
     generation = join_left(rank, after=0)
-    assert (generation.number, rank.n_shrunk, len(opened)) == (1, 2, 2)
-    assert generation.meeting.appointment is not None
-    kept = generation.meeting.appointment.listeners
+    assert (generation.membership.generation, rank.n_shrunk, len(opened)) == (1, 2, 2)
+    kept = generation.listeners
     assert [sock for sock in opened if sock.fileno() >= 0] == list(kept)
     close_places(generation)
 
@@ -433,11 +421,10 @@ def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
     membership = SurvivingMembership(rank, interface="lo")  # type: ignore[arg-type]
     assert membership.change() == Change(0)
     generation = membership.join(after=0, has_state=False, timeout_s=10.0)
-    assert generation.meeting.appointment is not None
-    assert generation.meeting.appointment.in_vain() == ""
+    assert generation.why_in_vain() == ""
     rank.is_lost = True
     assert membership.change() is Change.REMOVED
-    assert "is lost" in generation.meeting.appointment.in_vain()
+    assert "is lost" in generation.why_in_vain()
     close_places(generation)
 
 

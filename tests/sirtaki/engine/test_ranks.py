@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fakes.meshes import close
 from torch.distributed import HashStore
 
-from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control import members
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.comm.control.mesh_rendezvous import Introduction
+from sirtaki.comm.control.members import Membership
 from sirtaki.engine.ranks import choose_backend, open_at_store, open_ranks, settings_beside
 from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import ConfigError
@@ -95,15 +95,15 @@ def test_ranks_that_meet_in_a_store_listen_beyond_loopback_only_if_they_have_sev
     monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
     if hosts == 2:
-        monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
-        monkeypatch.setattr(mesh_rendezvous, "own_addresses", lambda interface: ["127.0.0.2"])
+        monkeypatch.setattr(members, "host_identity", lambda: (str(threading.get_ident()),))
+        monkeypatch.setattr(members, "own_addresses", lambda interface: ["127.0.0.2"])
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
         meshes = list(
             threads.map(lambda rank: open_at_store(Settings(), store, rank=rank, size=2, timeout_s=20.0), [0, 1])
         )
-    told = [msgspec.json.decode(store.get(f"places/{rank}"), type=Introduction) for rank in range(2)]
-    listened = {host for each in told for host, _ in each.attendee.places}
+    told = [msgspec.json.decode(store.get(f"addresses/{rank}"), type=tuple[int, Membership]) for rank in range(2)]
+    listened = {host for _, each in told for host, _ in each.members[0].addresses}
     assert listened == ({"127.0.0.1"} if hosts == 1 else {"127.0.0.1", "127.0.0.2"})
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
 
@@ -122,6 +122,6 @@ def test_a_secret_of_the_users_is_told_to_nobody_and_all_or_none_must_have_one()
     store = HashStore()
     meshes = meet(store, ["of the user", "of the user"])
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
-    assert all(b"of the user" not in store.get(f"{what}/{rank}") for what in ("host", "places") for rank in range(2))
+    assert all(b"of the user" not in store.get(f"{what}/{rank}") for what in ("host", "addresses") for rank in range(2))
     told = meet(HashStore(), ["of the user", None])
     assert told == ["SIRTAKI_SECRET is set on one of the ranks 0 and 1 only; all need the same"] * 2

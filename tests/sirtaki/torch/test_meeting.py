@@ -34,5 +34,5 @@ def test_join_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "current", lambda: current)
     assert join() == join(device=0) == 2
     current.settled = False  # in a job under way, whose other ranks are in elastic.run
-    with pytest.raises(NotInitializedError, match=r"inside of it"):
+    with pytest.raises(NotInitializedError, match=r"only inside hvd.elastic.run"):
         join()

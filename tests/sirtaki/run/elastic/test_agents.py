@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from sirtaki.comm.control.mesh_rendezvous import listen
+from sirtaki.comm.control.handshake import listen
 from sirtaki.engine.membership import Finished, Proof
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.run.elastic import agent, driver

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from sirtaki.comm.control.members import Member
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, Join, Patience
 from sirtaki.run.elastic.job_members import (
-    NOWHERE,
     AgentMessage,
     End,
     FormGeneration,
@@ -104,7 +104,7 @@ class Story:
         return self.does(self.members.answer, [AgentMessage(self.host_of(worker), message) for message in messages])
 
     def join(self, *workers: int, has_state: bool = False) -> list[Any]:
-        said = Join(has_state=has_state, attendee=NOWHERE)
+        said = Join(member=Member(has_state=has_state))
         return [each for worker in workers for each in self.hear(worker, Relayed(worker, said))]
 
     def end(self, worker: int, how: RankEnd) -> list[Any]:
@@ -138,7 +138,7 @@ def dismissed(actions: list[Any]) -> list[int]:
 
 
 def new_in(form: FormGeneration) -> set[int]:
-    return {worker for worker, member in zip(form.workers, form.members, strict=True) if member.is_new}
+    return {worker for worker, member in zip(form.workers, form.members, strict=True) if not member.has_state}
 
 
 def running(hosts: dict[str, int], **policy: Any) -> Story:
@@ -504,7 +504,7 @@ def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_t
 
 def test_what_comes_at_once_is_decided_once() -> None:
     story = running({"a": 2})
-    both = [AgentMessage("a", Relayed(worker, Join(has_state=True, attendee=NOWHERE))) for worker in (1, 2)]
+    both = [AgentMessage("a", Relayed(worker, Join(member=Member(has_state=True)))) for worker in (1, 2)]
     assert len(of(FormGeneration, story.does(story.members.answer, both))) == 1
     assert changes(story.all) == []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.comm.control.mesh_rendezvous import MAGIC
+from sirtaki.comm.control.handshake import MAGIC
 
 HELD = 300
 
