@@ -34,7 +34,7 @@ STANDARD = Path(contextlib.__file__).parent
 INLINED = {"call": OURS / "uncompiled.py"}
 """What is made to be inlined: hooks on modules, which do nothing then."""
 
-INLINED_IN_BACKWARD = INLINED | {"hook": OURS / "engine" / "reducing" / "reducer.py"}
+INLINED_IN_BACKWARD = INLINED | {"hook": OURS / "engine" / "reducing" / "gradient_hooks.py"}
 
 Train = Callable[[torch.Tensor], object]
 Ways = dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]

@@ -274,7 +274,7 @@ def what_cannot_be_compressed_is_told() -> None:
     raises(ConfigError, "an object with the methods pack", lambda: hvd.DistributedOptimizer(sgd, compression=object()))
     raises(
         ConfigError,
-        "goes with DistributedOptimizer",
+        "it requires DistributedOptimizer",
         lambda: hvd.allreduce(torch.ones(2), compression=hvd.Compression.int8),
     )
     raises(ConfigError, "above 0 and at most 1", lambda: hvd.Compression.topk(0.0))

@@ -71,7 +71,7 @@ def trained(steps: int, width: int = 300) -> list[torch.Tensor]:
 def optimized(folder: Path) -> dict[str, Any]:
     """Collective: records a job, has a plan made, and gives its knobs."""
     with (
-        settings(tune=False, unit_bytes=64 * 1024, streams=1, transport=TransportKind.SHARED_MEMORY),
+        settings(tune=False, unit_bytes=4 * 1024, streams=1, transport=TransportKind.SHARED_MEMORY),
         profile(folder, iterations=2),
     ):
         trained(6)
