@@ -311,7 +311,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def from_json(cls, data: object) -> Self:  # noqa: D102
         data = checked(dict[str, Any], data)
-        if "model" in data:
+        if isinstance(data.get("model", ""), dict | list | str | int | float | None) and "model" in data:  # not a graph
             data["model"] = checked(GraphJson, data["model"], at="model").graph()
         if isinstance(link := data.get("link"), dict) and "latency_s" in link:
             data["link"] = checked(_OldLink, link, at="link").model()
