@@ -98,7 +98,6 @@ class _TensorSlot:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
-@outside_modes  # otherwise the state that other ranks load would consist of inference tensors
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -122,6 +121,11 @@ def broadcast_optimizer_state(
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)
+    _fill_missing_gradients(optimizer)
+
+
+@outside_modes  # because a backward pass cannot add to a gradient that was made in inference mode
+def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and param.grad is None:
@@ -129,6 +133,7 @@ def broadcast_optimizer_state(
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
+@outside_modes  # because an update outside of inference mode cannot write tensors that were made in it
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a `state_dict()` into an optimizer without changing the dtype of any state entry.
 
@@ -138,15 +143,18 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
     Args:
         optimizer: an optimizer with the same parameter groups.
-        state: from `state_dict()`. The optimizer takes over its tensors.
+        state: from `state_dict()`. The optimizer takes over its tensors; those made in inference mode are copied.
     """
-    optimizer.load_state_dict(dict(state))
-    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    own: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda each: each.clone() if each.is_inference() else each, dict(state)
+    )
+    optimizer.load_state_dict(own)
+    for group, saved_group in zip(optimizer.param_groups, own["param_groups"], strict=True):
         # PyTorch keeps scalars on the host, unless the optimizer is capturable or fused; load_state_dict moves them.
         scalars_on_host = group.get("capturable") is False and not group.get("fused")
         for index, param in zip(saved_group["params"], group["params"], strict=True):
-            if index in state["state"] and param in optimizer.state:
-                restored = _without_cast(optimizer.state[param], state["state"][index], scalars_on_host)
+            if index in own["state"] and param in optimizer.state:
+                restored = _without_cast(optimizer.state[param], own["state"][index], scalars_on_host)
                 optimizer.state[param] = restored
 
 
