@@ -17,16 +17,16 @@ REFERENCE = 24
 ALLOWANCE = math.log(1.25)
 LIMIT = 0.3
 ENOUGH = 1.8
-"""Of the logarithm of a span: what does not count, what one iteration may add, and what the sum must reach."""
+"""Thresholds for the logarithm of a span: ignored deviation, largest share of an iteration, sum for drift."""
 
 USUAL_NOISE = 0.12
-"""Where logarithms of spans scatter more than this (standard deviation), the three above grow alike."""
+"""Standard deviation of the logarithms of spans above which the three thresholds grow in proportion."""
 
 COOL_DOWN = 50
 """Iterations after a first re-tune in which there is no second one; doubled by each that follows soon."""
 
 LONG = 10
-"""What comes later than so many cool-downs is like the first again."""
+"""Number of cool-downs after which the next re-tune counts as the first one again."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
 
@@ -68,11 +68,11 @@ class DriftWatch:
 
     @property
     def ratio(self) -> float:
-        """How many times as long communication takes now; not a number where this rank does not know."""
+        """Ratio of the present communication time to that of the search; NaN if this rank does not know it."""
         return math.exp(median(self._recent) - self._usual) if self._recent else math.nan
 
     def note(self, span_s: float) -> None:
-        """An iteration has ended; its span is not a number on a rank that has joined."""
+        """Count an ended iteration. Its span is NaN on a rank in `join()`."""
         self._iterations += 1
         if self._iterations <= SKIPPED or not span_s > 0.0:
             return

@@ -268,7 +268,7 @@ STEP_OCTAVES = 0.5
 """Step between the unit sizes of neighbours."""
 
 NEAR_OCTAVES = 0.3
-"""Settings whose unit sizes differ by less are close to each other."""
+"""Ratio of two unit sizes below which their settings are close."""
 
 MOST_POINTS = 100
 """Settings of a space that is searched completely."""

@@ -18,7 +18,7 @@ from .knobs import Knobs
 
 
 class Describable(Protocol):
-    """What a setting must be: hashable, and able to describe itself."""
+    """A setting: hashable, and able to describe itself."""
 
     def __hash__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""How long torch.compile takes for a training step over DDP, with and without Sirtaki attached.
+"""Time of torch.compile for a training step over DDP, with and without Sirtaki attached.
 
     python -m bench.compile_time [--quick] [--check] [--save] [--ranks 2] [--rounds 8]
 

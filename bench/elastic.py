@@ -210,7 +210,7 @@ def running_job(folder: Path, ranks: int) -> Iterator[None]:
 
 
 def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
-    """Whether all ranks are present, and have been for a while."""
+    """Return whether all ranks are present, and have been for a while."""
     if len(alive) != ranks or any(own[-1].size != ranks or own[-1].kind == "end" for own in alive.values()):
         return False
     began_s = [next((e.at_s for e in reversed(own) if e.size != ranks), own[0].at_s) for own in alive.values()]

@@ -127,7 +127,7 @@ class Job:
 
     @property
     def _has_threads(self) -> bool:
-        """Whether GPU threads are a knob: the GPUs communicate by themselves."""
+        """Return whether GPU threads are a knob: the GPUs communicate by themselves."""
         return "RDMA" in self.fabric
 
     @cached_property

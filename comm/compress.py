@@ -387,7 +387,7 @@ class Feedback:
 
 
 class Laid(Protocol):
-    """What is needed of a `FlatGroup`."""
+    """The part of `FlatGroup` that compression uses."""
 
     layout: GradientLayout
     buffer: FlatBuffer

@@ -162,7 +162,7 @@ Route = tuple[TransportKind, Algorithm]
 
 
 def goes_through_sockets(route: Route) -> bool:
-    """Whether units on it may be compressed: what ranks send to each other there are bytes."""
+    """Return whether units on it may be compressed: what ranks send to each other there are bytes."""
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 

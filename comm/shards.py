@@ -72,7 +72,7 @@ class ShardWork:
         self._problems = problems
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self._work.is_done()
 
     def wait(self) -> None:
@@ -265,7 +265,7 @@ class JointGather:
             self._work = self.lanes.gather(self._came, mine, codec=codec, label=self._label or 0)
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self.sent and self._work.is_done()
 
     def wait(self) -> None:

@@ -72,7 +72,7 @@ class TensorOperation:
                 self.ended.set_exception(error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time; drives nothing."""
+        """Return whether it has ended within that time; drives nothing."""
         return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:

@@ -39,7 +39,7 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of it."""
+        """Return whether anything is known of it."""
         return self != _UNKNOWN
 
     @classmethod
@@ -72,7 +72,7 @@ _UNKNOWN = LinkClass()
 
 
 class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one rank runs.
+    """Host and device of one rank.
 
     Attributes:
         host: number of its host, from 0 in the order in which hosts appear.

@@ -195,7 +195,7 @@ def to_bytes(counts: Signatures) -> bytes:
 
 
 def is_signature(blob: object) -> bool:
-    """Whether it can be read: what lies in a database may be damaged."""
+    """Return whether it can be read: what lies in a database may be damaged."""
     return isinstance(blob, bytes) and len(blob) == 2 * WIDTH
 
 

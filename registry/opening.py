@@ -1,4 +1,4 @@
-"""Where the registry is, and how it is opened. Imports SQLAlchemy only when a store is opened."""
+"""Location and opening of the registry. Imports SQLAlchemy only when a store is opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def default_path() -> Path:
 
 
 def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> Store:
-    """Opens the registry, and creates it where it does not exist.
+    """Open the registry, and create it if it does not exist.
 
     Args:
         url_or_path: a file, or any SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None = `default_path()`.
@@ -35,7 +35,7 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
 
 
 def is_yet_to_be_made(url_or_path: str | None) -> bool:
-    """Whether the registry is a file that does not exist, in a place where it can be made."""
+    """Return whether the registry is a file that does not exist, in a place where it can be made."""
     path = str(default_path()) if url_or_path is None else os.path.abspath(url_or_path)
     if (url_or_path is not None and "://" in url_or_path) or os.path.exists(path):
         return False

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta, Struct
@@ -27,13 +28,13 @@ from .cluster import MAX_RANKS, Ranks, Topology
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
 
 STALE_AFTER_S = 90 * 24 * 3600.0
-"""Age from which on a record gives way to a newer one that is not better: networks and drivers change."""
+"""Age in seconds from which a newer record replaces a better one, because networks and drivers change."""
 
 MAX_SPEEDUP = 100.0
 """No setting is that much faster than the untuned default. Such a record is a measurement error or a forgery."""
 
 MAX_AHEAD_S = 24 * 3600.0
-"""By how much the clock of another host may be ahead."""
+"""Seconds by which the clock of another host may be ahead."""
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,17 +95,21 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Fields of `to_json` that are not in `body`, as objects, which `from_json` accepts, too."""
+        """Fields of `to_json` that are not in `body`, as objects."""
         return {}
 
     @classmethod
-    def from_json(cls, data: object) -> Self:
+    def from_json(cls, data: object, graphs: Mapping[str, Any] = MappingProxyType({})) -> Self:
         """Return the record that `to_json` of this or an earlier release described.
+
+        Args:
+            data: what `to_json` returned, or `body` if `graphs` are given.
+            graphs: fields that are not in `data`; see `graphs`.
 
         Raises:
             RegistryError: a field is missing, unknown or invalid, or no job can have found this; the message names it.
         """
-        record = checked(cls, data)
+        record = checked(cls, {**checked(dict[str, Any], data), **graphs} if graphs else data)
         if record.created_s > time.time() + MAX_AHEAD_S:
             raise RegistryError(f"created_s: {record.created_s:.0f} is in the future")
         if why := record.implausible():
@@ -170,7 +175,7 @@ def make_key(
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an entry comes from.
+    """Origin of an entry.
 
     Attributes:
         created_s: seconds since the epoch.
@@ -258,7 +263,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def speedup(self) -> float:
-        """How many times faster than the untuned default; comparable between jobs, as both are of one job."""
+        """Speed relative to the untuned default. Comparable between jobs, because both times are of one job."""
         return self.default_span_s / self.best_span_s
 
     @property
@@ -309,9 +314,9 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         return body
 
     @classmethod
-    def from_json(cls, data: object) -> Self:  # noqa: D102
+    def from_json(cls, data: object, graphs: Mapping[str, Any] = MappingProxyType({})) -> Self:  # noqa: D102
         data = checked(dict[str, Any], data)
-        if isinstance(data.get("model", ""), dict | list | str | int | float | None) and "model" in data:  # not a graph
+        if "model" in data:
             data["model"] = checked(GraphJson, data["model"], at="model").graph()
         if isinstance(link := data.get("link"), dict) and "latency_s" in link:
             data["link"] = checked(_OldLink, link, at="link").model()
@@ -320,7 +325,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
             data["trials"] = [
                 one | failed if isinstance(one, dict) and one.get("span_s", 0) is None else one for one in trials
             ]
-        return super().from_json(data)
+        return super().from_json(data, graphs)
 
     def describe_gain(self) -> str:
         """Return how much faster than the default, with the interval of what was proved, and whether anything was."""
@@ -346,7 +351,7 @@ _Touches = Annotated[float, Meta(ge=1, le=1e18)]
 
 
 class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows of one parameter are touched.
+    """Access pattern of the rows of one parameter.
 
     Attributes:
         touched: in an iteration by all ranks together, one that several ranks touch counted for each; mean.
@@ -547,10 +552,10 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         return {**data.pop("setting"), **data}
 
     @classmethod
-    def from_json(cls, data: object) -> Self:  # noqa: D102
+    def from_json(cls, data: object, graphs: Mapping[str, Any] = MappingProxyType({})) -> Self:  # noqa: D102
         data = checked(dict[str, Any], data)
         setting = {one.name: data.pop(one.name) for one in fields(ShardKnobs) if one.name in data}
-        return super().from_json({**data, "setting": setting})
+        return super().from_json({**data, "setting": setting}, graphs)
 
 
 RECORDS: tuple[type[StoredSetting], ...] = (JobRecord, RowsRecord, ShardsRecord)

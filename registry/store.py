@@ -316,7 +316,7 @@ class Store:
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
         """Store all records or, if anything goes wrong, none. Return how many were stored."""
         for record in records:  # a record that cannot be read must not be written
-            type(record).from_json(record.body() | record.graphs)
+            type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
             try:
                 with self._writing() as connection:
@@ -717,7 +717,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
+    """Return whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
     if not path.exists():
         return False
     try:
@@ -736,7 +736,7 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _is_on_network(path: Path) -> bool:
-    """Whether hosts may share the file: WAL needs memory shared by all who use it, so it works on one host only."""
+    """Return whether hosts may share the file. WAL needs shared memory, so it works on one host only."""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

@@ -188,7 +188,7 @@ _LEAST_STARTUP_S = 1e-6
 
 
 def alike(factor: float) -> bool:
-    """Whether a ratio is near enough to one not to be acted on."""
+    """Return whether a ratio is near enough to one not to be acted on."""
     return 1 / _ALIKE < factor < _ALIKE
 
 

@@ -96,7 +96,7 @@ def host_kind() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this host has not ended; a zombie, which its parent may never collect, has."""
+    """Return whether a process of this host has not ended; a zombie, which its parent may never collect, has."""
     import psutil  # takes 7 to 12 ms, which the start of a rank does without
 
     try:

@@ -90,7 +90,7 @@ class LinkModel:
         )
 
     def differs_from(self, other: LinkModel) -> bool:
-        """Whether a parameter moved by more than either fit's own error, so that plans should be made anew."""
+        """Return whether a parameter moved by more than either fit's own error, so that plans should be made anew."""
         tolerance = max(self.residual, other.residual, 0.01)
         width = max(len(self.throughput), len(other.throughput))
         pairs = [(self.alpha_s, other.alpha_s), (self.host_s, other.host_s)]

@@ -277,7 +277,7 @@ class Remembered(Generic[S]):
     other_times: float = 1.5
 
     def broken_by(self, best: Setting[S], default: Setting[S], *, noise: float) -> bool:
-        """Whether the link is clearly another one than it was.
+        """Return whether the link is clearly another one than it was.
 
         Args:
             best: what was measured of the setting here.
@@ -585,7 +585,7 @@ class TuningSession(Generic[S]):
         return bool(kept)
 
     def _link_has_changed(self, exact: Remembered[S]) -> bool:
-        """Whether this job's first iterations are not like those of the job that `exact` is of."""
+        """Return whether this job's first iterations are not like those of the job that `exact` is of."""
         best, default = self._setting(exact.knobs), self._setting(self._default)
         return exact.broken_by(best, default, noise=self._ledger.noise)
 
@@ -663,7 +663,7 @@ class TuningSession(Generic[S]):
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="nobody has proposed it")
 
     def _accepts(self, knobs: S) -> bool:
-        """Whether these knobs can be run here; what similar jobs, histories and arms propose may be anything."""
+        """Return whether these knobs can be run here; what similar jobs, histories and arms propose may be anything."""
         try:
             if knobs in self._space:
                 self._identity(knobs)

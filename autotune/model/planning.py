@@ -96,7 +96,7 @@ class PlanningModel:
         return max(compute_s, self.layout.total_bytes / fastest)
 
     def differs_from(self, other: PlanningModel) -> bool:
-        """Whether plans should be made anew: another layout or route, or a parameter moved beyond its error.
+        """Return whether plans should be made anew: another layout or route, or a parameter moved beyond its error.
 
         Ready times count as moved if one of them moved by more than a tenth of the backward pass.
         """
@@ -221,14 +221,14 @@ class Forecast:
 
     @property
     def believed(self) -> bool:
-        """Whether trials have borne the model out so far."""
+        """Return whether trials have borne the model out so far."""
         if self._presumed:
             return self.agreement >= BELIEVED
         pairs = self._pairs()
         return len(pairs) >= LEAST_RANKED and _rank_correlation(pairs) >= RANKED
 
     def promises(self, knobs: Knobs, *, gain: float) -> bool:
-        """Whether a setting should beat the best by that share, if the model is as far off there as for the best."""
+        """Return whether a setting should beat the best by this share, if the model has the same error for both."""
         predicted_s, pairs = self.predicted_s(knobs), self._pairs()
         if predicted_s is None or not pairs:
             return True

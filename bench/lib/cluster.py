@@ -66,7 +66,7 @@ class LabShape:
 
     @property
     def caps_flows(self) -> bool:
-        """Whether a single connection gets less than the link."""
+        """Return whether a single connection gets less than the link."""
         return self.flow_bits_per_s < self.link_bits_per_s
 
     def describe(self) -> str:

@@ -188,7 +188,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether the measurement meets the bar. NaN meets no bar."""
+        """Return whether the measurement meets the bar. NaN meets no bar."""
         return self.value <= self.limit and self.proved
 
 

@@ -387,7 +387,7 @@ class Rounds:
         return digest & _ALL_ONES
 
     def _bits(self, works: Mapping[str, EagerWork], mine: Presence) -> int:
-        """Whether bits say all that this rank has to say, and above that one for each name that is known."""
+        """Return one bit for each known name, above a lowest bit that is set if this rank sends nothing else."""
         bits, known = 0, not mine.closing
         for work in works.values():
             if (bit := self._names.bit(work)) is None:

@@ -166,7 +166,7 @@ _NAMELESS = ("_sides", "size_bytes", "may_be_carried")
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is one of torch.distributed's, which takes time to import and need not be."""
+    """Return whether it is one of torch.distributed's, which takes time to import and need not be."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 

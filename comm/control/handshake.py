@@ -25,7 +25,7 @@ from contextlib import suppress
 from sirtaki.errors import CommError
 
 HANDSHAKE_S = 5.0
-"""How long a connection may take to prove itself."""
+"""Seconds within which a connection must prove that it belongs to the job."""
 
 MAX_UNPROVED = 128
 """Connections that have not proved themselves yet; one more, and the oldest of them is closed."""
@@ -42,7 +42,7 @@ class NoProof(CommError):
 
 
 def job_key(secret: str, job: str) -> bytes:
-    """What proves are made with: of the job's secret, for this job only."""
+    """Key of the proofs, derived from the job's secret for this job only."""
     return hmac.digest(secret.encode(), f"sirtaki mesh {job}".encode(), "sha256")
 
 
@@ -257,7 +257,7 @@ class Acceptor:
         return sorted(self._expected - self._accepted.keys())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all are there, at the latest after so long."""
+        """Wait for at most `timeout_s`; return whether all ranks have connected."""
         self._thread.join(timeout_s)
         return not self.missing
 

@@ -268,7 +268,7 @@ class Connection:
 
     @property
     def backlogged(self) -> bool:
-        """Whether something waits until the other end reads."""
+        """Return whether something waits until the other end reads."""
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:

@@ -240,7 +240,7 @@ APART_S, TOGETHER_S = 0.2, 2.0
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether mpiexec has been told to leave the other ranks alone when one is lost."""
+    """Return whether mpiexec has been told to leave the other ranks alone when one is lost."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on")
 
 
@@ -259,7 +259,7 @@ class Survivors:
         self.origin: int = self._left.rank
 
     def lost(self) -> bool:
-        """Whether one of them is gone, as far as this rank has heard; never blocks."""
+        """Return whether one of them is gone, as far as this rank has heard; never blocks."""
         try:
             self._left.Iprobe(source=self._mpi.ANY_SOURCE)  # else the library hears nothing
         except self._mpi.Exception:
@@ -267,7 +267,7 @@ class Survivors:
         return self._failed() > 0
 
     def alone(self) -> bool:
-        """Whether all others are gone, as far as this rank has heard; never blocks, from any thread."""
+        """Return whether all others are gone, as far as this rank has heard; never blocks, from any thread."""
         with contextlib.suppress(self._mpi.Exception):
             self._left.Iprobe(source=self._mpi.ANY_SOURCE)
         return self._failed() >= self._left.size - 1

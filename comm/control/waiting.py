@@ -58,7 +58,7 @@ class Deadline(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the time is up."""
+        """Return whether the time is up."""
         return time.monotonic() > self.at_s
 
 
@@ -66,7 +66,7 @@ NEVER = Deadline(math.inf)
 
 
 class Poll(Enum):
-    """How often a condition is evaluated: first and longest sleep in seconds. Each sleep is twice the one before."""
+    """Frequency of evaluating a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
 
     SPIN = 20e-6, 1e-3
     """For messages of other ranks: spins before it sleeps."""

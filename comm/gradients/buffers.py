@@ -93,7 +93,7 @@ def _group_by_dtype(
 
 
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
-"""What Python counts of a view that is in `FlatBuffers.views` and in a part of that list, and nowhere else."""
+"""Reference count of a view that only `FlatBuffers.views` and a part of that list refer to."""
 
 _USERS = count_storage_users or (lambda storage: 0)
 _STRIDE = torch.Tensor.stride

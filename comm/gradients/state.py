@@ -20,7 +20,7 @@ class IterationState(Enum):
 
 
 class LaunchMode(Enum):
-    """How the units of one iteration are launched. The first gradient of the iteration fixes it.
+    """Launch order of the units of one iteration. The first gradient of the iteration fixes it.
 
     IN_ORDER becomes COUNTED when a gradient does not come in the expected order.
     """

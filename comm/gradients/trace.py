@@ -16,7 +16,7 @@ from .schedule import ScheduledUnit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationReport:
-    """What one iteration measured on this rank.
+    """Measurements of one iteration on this rank.
 
     Attributes:
         span_s: from the first ready gradient to the last reduced one; on a device with streams, of the iteration
@@ -119,7 +119,7 @@ class IterationTrace:
         end_s = time.perf_counter()
 
         def at(moment: Event) -> float:
-            # Transports of the host tell the time themselves.
+            # Transports of the host report their own times.
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
 
         def traced_unit(unit: ScheduledUnit, work: Work, issued: Event) -> TracedUnit:
@@ -166,7 +166,7 @@ def show(traced: TracedIteration, timeline: Timeline) -> None:
         timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
     free_s: dict[int, float] = {}
     for unit in traced.units:
-        # A transport that does not tell when it began takes a stream's units one after the other.
+        # A transport that does not report its start takes a stream's units one after the other.
         began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
         free_s[unit.stream] = unit.done_s
         name = unit.layout.describe(unit.start, unit.stop)

@@ -216,7 +216,7 @@ class Work:
         return True
 
     def is_done(self) -> bool:
-        """Whether it is reduced, or has failed; never waits."""
+        """Return whether it is reduced, or has failed; never waits."""
         return True
 
     def times(self) -> tuple[Event | None, Event | None]:
@@ -314,7 +314,7 @@ class ThreadWork(Work):
         return True
 
     def is_done(self) -> bool:
-        """Whether the thread is done with it."""
+        """Return whether the thread is done with it."""
         return self.done_s > 0.0
 
     def times(self) -> tuple[Event | None, Event | None]:

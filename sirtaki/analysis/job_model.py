@@ -163,7 +163,7 @@ class JobModel:
         return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
 
     def crosses_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Whether an operation of these ranks needs the link."""
+        """Return whether an operation of these ranks needs the link."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def changed(
@@ -475,7 +475,7 @@ class Histories:
         return tuple(self.begin_s)
 
     def crosses_hosts(self, barrier: Barrier) -> bool:
-        """Whether it needs the link."""
+        """Return whether it needs the link."""
         return len({self.hosts[rank] for rank in barrier.ranks}) > 1
 
 

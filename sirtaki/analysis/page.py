@@ -186,7 +186,7 @@ def problems(found: Findings) -> Iterator[str]:
 
 
 def sentences(found: Findings) -> Iterator[str]:
-    """Whether training waits for communication and what would help, how long a step takes, what most of it is."""
+    """Yield sentences: whether training waits for communication, the remedy, the length of a step, its largest part."""
     times = found.times
     what = "the network" if len(set(found.histories.hosts.values())) > 1 else "what its ranks exchange on one host"
     share = found.exposed_s / times.iteration_s if times.iteration_s > 0 else 0.0

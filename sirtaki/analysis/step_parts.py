@@ -136,7 +136,7 @@ class LateUnit(NamedTuple):
 
 
 def backward_ends_s(histories: Histories, step: Step, rank: int) -> dict[tuple[int, int], float]:
-    """When this rank begins to wait for the gradients of each reducer, by the job's clock."""
+    """Return the start of this rank's wait for the gradients of each reducer, on the job's clock."""
     reducers = _reducers(histories)
     waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
     return {reducers[key[0]]: one.begin_s for one in waits for key in one.waits if key[0] in reducers}
@@ -161,7 +161,7 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
 
 
 def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
-    """When units of this rank were under way; intervals that do not overlap."""
+    """Return the intervals in which units of this rank were in flight. They do not overlap."""
     found: list[tuple[float, float]] = []
     mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
     for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in mine):

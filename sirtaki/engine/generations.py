@@ -314,7 +314,7 @@ class Generations:
 
     @property
     def in_step(self) -> bool:
-        """Whether all members are at the same point of the script: all are new, or none is."""
+        """Return whether all members are at the same point of the script: all are new, or none is."""
         return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:

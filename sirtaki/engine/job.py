@@ -253,13 +253,13 @@ class Job:
 
     @property
     def pipelines(self) -> list[GradientPipeline]:
-        """What reduces the dense gradients of the participants. Thread-safe."""
+        """The pipelines that reduce the dense gradients of the participants. Thread-safe."""
         found = (participant.pipeline for participant in self.participants)
         return [pipeline for pipeline in found if pipeline is not None]
 
     @property
     def tunings(self) -> list[Tuning]:
-        """What tunes the pipelines. Thread-safe."""
+        """The targets that tune the pipelines. Thread-safe."""
         return [tuning for participant in self.participants if (tuning := participant.tuning) is not None]
 
     def _end_if_a_device_waits(self) -> None:

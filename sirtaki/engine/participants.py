@@ -114,7 +114,7 @@ class ActiveReducer(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether gradients are being reduced."""
+        """Return whether gradients are being reduced."""
 
     @property
     def pipeline(self) -> GradientPipeline | None:

@@ -23,7 +23,7 @@ PROBLEM = "\x1ehost: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Requirements of ranks on other hosts.
+    """Requirements of ranks on remote hosts.
 
     Attributes:
         folder: working directory.

@@ -487,7 +487,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             NotInitializedError: `close` or `shutdown` was called.
             ConfigError: a closure is given, or the optimizer turns out not to update each parameter by itself.
         """
-        if torch.is_inference_mode_enabled():  # else updates that are put off could not write to states of this step
+        if torch.is_inference_mode_enabled():  # or deferred updates could not write to the states of this step
             with torch.inference_mode(False), torch.no_grad():
                 return self.step(closure)
         self._stop_watching()

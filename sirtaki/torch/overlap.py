@@ -307,12 +307,12 @@ _PLAIN: dict[type, type] = {held: plain for plain, held in _HELD.items()}
 
 
 def can_be_held(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is of a class that `hold` knows, and is not held already."""
+    """Return whether the tensor is of a class that `hold` knows, and is not held already."""
     return type(tensor) in _HELD
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is held: using it waits."""
+    """Return whether the tensor is held: using it waits."""
     return type(tensor) in _PLAIN
 
 
@@ -537,7 +537,7 @@ def wait_for_own(module: nn.Module, _: object) -> None:
 
 
 def hold_their_own(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these modules, or one in them, is not PyTorch's and holds some of these parameters."""
+    """Return whether one of these modules, or one in them, is not PyTorch's and holds some of these parameters."""
     wanted = {id(param) for param in params}
     every = dict.fromkeys(part for module in modules for part in module.modules())
     others = [part for part in every if not type(part).__module__.startswith("torch.")]
@@ -636,7 +636,7 @@ class PutOffUpdates:
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
     def _can(self, reducer: GradientHooks) -> bool:
-        """Whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
+        """Return whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
         if not (reducer.can_defer and self._allowed()):
             return False
         if reducer.hooked is not self._hooked:

@@ -79,7 +79,7 @@ def test_each_rank_has_an_object_of_the_class(executor: RayExecutor) -> None:
     assert executor.execute(lambda counter: counter.count()) == [12, 12]
     assert executor.execute_single(lambda counter: counter.count()) == 14
     assert executor.execute(lambda counter: counter.value) == [14, 12]
-    with pytest.raises(LaunchError, match="are there already"):
+    with pytest.raises(LaunchError, match="are running already"):
         executor.start()
 
 
@@ -118,7 +118,7 @@ def test_what_contradicts_itself_or_has_no_room_is_told(cluster: Any) -> None:
         RayExecutor(num_workers=1, min_workers=2)
     with pytest.raises(LaunchError, match=r"call start\(\)"):
         RayExecutor(num_workers=1).run(print)
-    with pytest.raises(LaunchError, match=r"no room for .*'CPU': 50"):
+    with pytest.raises(LaunchError, match=r"lacks resources for .*'CPU': 50"):
         RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=1, cpus_per_worker=50).start()
 
 

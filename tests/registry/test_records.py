@@ -149,6 +149,7 @@ def test_any_document_is_a_registry_error(kind: type[StoredSetting], data: Any) 
         (("arm",), "grid\x1b[31m", "^arm: expected printable text"),
         (("arm",), "\ud800", "^arm: expected printable text"),
         (("trials", 0, "status"), "won", r"trials\[0\]\.status"),
+        (("model",), None, r"model: expected"),
         (("trials", 0, "knobs", "streams"), None, r"trials\[0\]\.knobs\.streams"),
         (("link", "throughput"), [1.0, 0.0], r"link\.throughput\[1\]"),
         (("link", "throughput"), [], r"link\.throughput: expected array of length >= 1"),

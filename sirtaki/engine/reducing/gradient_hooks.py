@@ -80,7 +80,7 @@ NEVER_CAME = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """How gradients are reduced, whatever the model.
+    """Options of the reduction that do not depend on the model.
 
     Attributes:
         reduction: what is done to every gradient.
@@ -348,7 +348,7 @@ class GradientHooks:
             return hook
 
         def hook_on_streams(param: torch.Tensor) -> None:
-            """As `hook`, for a device on which autograd may write each gradient on another stream."""
+            """Call `hook` on a device on which autograd may write each gradient on another stream."""
             device.notice_stream()
             hook(param)
 

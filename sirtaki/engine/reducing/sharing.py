@@ -21,9 +21,9 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""What one rank knows of the parameters of a new optimizer: the serial of the `GradientHooks` of each (None = none of
-this set of ranks); why parameters cannot be shared, by serial (-1 = hooks of another set of ranks); and the serials of
-hooks with gradients in flight."""
+"""What one rank knows of the parameters of a new optimizer. First, the serial number of the `GradientHooks` of each
+parameter, None if no hooks of these ranks have it. Second, why parameters cannot be shared, by serial number; -1 stands
+for hooks of other ranks. Third, the serial numbers of hooks with gradients in flight."""
 
 
 class OptimizerGradients:
@@ -62,7 +62,7 @@ class OptimizerGradients:
 
     @property
     def reducers(self) -> list[GradientHooks]:
-        """Those in use, in the order in which they finish; the same on all ranks."""
+        """The hooks in use, in the order in which they finish; the same on all ranks."""
         return list(self._seen)
 
     def _use(self, reducer: GradientHooks, seen: int) -> None:
@@ -121,7 +121,7 @@ class OptimizerGradients:
         return owners, {serial for _, _, in_flight in said for serial in in_flight}
 
     def _owners(self, named: Sequence[Named]) -> _Owners:
-        """What this rank knows of these parameters."""
+        """Return the local knowledge of this rank about these parameters."""
         reducers = reducers_of(self._job)
         owner_of = {id(param): reducer for reducer in reducers for _, param in reducer.named}
         serials: list[int | None] = []
@@ -141,7 +141,7 @@ class OptimizerGradients:
         return serials, conflicts, in_flight
 
     def _difference(self, owner: GradientHooks, dtype: torch.dtype) -> str:
-        """What of another reducer's options a parameter that is in both can't have; empty if nothing."""
+        """Describe an option of `owner` that excludes sharing a parameter with it; "" if there is none."""
         if owner.members is not self._members:
             return f"a process set of ranks {list(owner.members.ranks)} (here: {list(self._members.ranks)})"
         if owner.passes != self._passes:
@@ -177,12 +177,12 @@ class OptimizerGradients:
         return any(reducer.pending for reducer in self._seen)
 
     def fail(self) -> None:
-        """A backward pass has raised that computed gradients of this optimizer: what has come does not count."""
+        """Drop the ready gradients, because a backward pass that computed gradients of this optimizer has raised."""
         for reducer in self._seen:
             reducer.fail()
 
     def drop(self) -> bool:
-        """Before gradients are zeroed: what was not stepped does not count.
+        """Drop gradients that were not used by a step. Call before gradients are zeroed.
 
         Collective where a backward pass has raised, or where `step()` was left out.
 
@@ -251,12 +251,12 @@ class OptimizerGradients:
 
 
 def reducers_of(job: Job) -> list[GradientHooks]:
-    """Those of a job that are in use or not collected yet, the oldest first."""
+    """Return the hooks of a job that are in use or not yet garbage-collected, the oldest first."""
     return [participant for participant in job.participants if isinstance(participant, GradientHooks)]
 
 
 def _agreed(said: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
-    """What holds on all ranks: each parameter's owner, None = it is free; and the owners that are gone on some rank.
+    """Agree on each parameter's owner (None = free), and on owners that no longer exist on some rank. Collective.
 
     Raises:
         MismatchError: the ranks wrap different parameters of other optimizers.

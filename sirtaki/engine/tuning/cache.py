@@ -158,7 +158,7 @@ class Hardware:
 
     @classmethod
     def here(cls, device: torch.device) -> Hardware:
-        """Of this process, whose gradients are on that device; empty where the machine does not say."""
+        """Return the hardware of this process, whose gradients are on `device`. `host` is empty if it is unknown."""
         try:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             return cls(host=_label(host_kind()), device=_label(name))
@@ -196,7 +196,7 @@ def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
 
 
 class TuningCache:
-    """What earlier jobs found for this job and similar ones, and what this job finds. Nothing raises into training."""
+    """Reads stored settings of this job and of similar ones, and stores its result. No method raises an error."""
 
     def __init__(
         self,
@@ -231,7 +231,10 @@ class TuningCache:
         self._recorder.stop()
 
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
-        """Return what is known of this job; the model must have run forward once. Similar jobs' settings come later."""
+        """Return the stored result of this job. The model must have run forward once.
+
+        `first_proposals` returns the settings of similar jobs.
+        """
         self._recorder.stop()
         self._asked = layouts, space
 
@@ -355,7 +358,7 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
         condition: str = "",
     ) -> bool:
-        """Store what the warm-up has found. Return True if it was stored.
+        """Store the result of the warm-up. Return whether it was stored.
 
         Args:
             result: of the session.
@@ -378,7 +381,7 @@ class TuningCache:
             before = self._disproved
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
-                # What was right while communication took longer, or less long, is right again when it does.
+                # The earlier setting is right again if the communication time changes back.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))

@@ -138,7 +138,7 @@ class KnobSearch:
         return session
 
     def _go_on_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
-        """Keep the setting of an earlier generation if ranks are placed as then, else have the search begin with it."""
+        """Keep an earlier generation's setting if the ranks are placed as before, else begin the search with it."""
         possible = [carried for carried in before if carried.knobs in space]
         here = next((carried for carried in possible if carried.place == place), None)
         if here is not None and here.settled:
@@ -232,8 +232,8 @@ class KnobSearch:
             planners=self._planners,
             where=self._where,
         )
-        # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on a
-        # stack of its own, so that these are not the user's with his model in them.
+        # A thread has a stack of its own. Modules that arms import may keep errors of failed imports, and these errors
+        # would keep the user's frames, with the model in them.
         with ThreadPoolExecutor(max_workers=1) as stack:
             return stack.submit(build).result()
 
@@ -330,7 +330,7 @@ class KnobSearch:
             proposer = self._name(result.arm)
             told = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
-            # Of a host that is shared nothing is known yet: the next job goes on.
+            # On a shared host the result is in doubt: the next job continues the search.
             stored = self._cache.keep(result, session.trials, complete=not result.doubt, links=self._links)
             told = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s

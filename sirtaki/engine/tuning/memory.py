@@ -66,7 +66,7 @@ class SettingsMemory:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a registry that can be read."""
+        """Return whether there is a registry that can be read."""
         return not (self._off or is_yet_to_be_made(self._url_or_path))
 
     def read(self, action: Callable[[Store], _T], otherwise: _T) -> _T:

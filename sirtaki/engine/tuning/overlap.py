@@ -170,7 +170,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
 
 
 class Deferrable(Protocol):
-    """What deferred updates need of a gradient pipeline; see `PipelineTarget`."""
+    """Interface of a gradient pipeline to deferred updates; see `PipelineTarget`."""
 
     controller: TuningController
     synchroniser: GradientPipeline

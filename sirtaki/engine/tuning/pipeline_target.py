@@ -138,7 +138,7 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
 
 
 def without_others(settings: Settings) -> str:
-    """What happens on one rank, in one line."""
+    """Return the log line of a job with one rank."""
     return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
 
 
@@ -200,7 +200,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._allowed = allowed_compressors(control, settings, reduction, space, params)
         self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
-        self._to_measure = 0  # iterations until it is told what compression costs
+        self._to_measure = 0  # iterations until the loss of compression is logged
         space = replace(space, lossy=self._allowed)
         self.space, self.default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = GradientPipeline(

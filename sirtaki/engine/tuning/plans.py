@@ -613,7 +613,7 @@ def _multiply(matrix: torch.Tensor, product: torch.Tensor) -> None:
 
 
 def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
-    """Whether allowances differ in the time of all-reduces or of the computation by clearly more than repetitions do.
+    """Return whether the allowance changes the time of all-reduces or of the computation by clearly more than noise.
 
     Medians by allowance are compared with the spread of repetitions of one allowance, unit size by unit size.
     """

@@ -1,4 +1,4 @@
-"""What can be tuned: the interface between `TuningController` and the parts of Sirtaki that have settings."""
+"""Targets of tuning: the interface between `TuningController` and the parts of Sirtaki that have settings."""
 
 from __future__ import annotations
 

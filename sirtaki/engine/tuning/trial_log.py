@@ -247,7 +247,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": 
 
     @property
     def succeeded(self) -> bool:
-        """Whether there is a span to show."""
+        """Return whether there is a span to show."""
         return math.isfinite(self.span_s)
 
 

@@ -1186,7 +1186,7 @@ def _at(value: Value, position: int) -> Value:
 
 
 def _multiplied(left: Value, right: Value) -> Value:
-    """Return the value of a matrix product. Samples stay separate if the product is along other axes."""
+    """Return the value of a matrix product. Samples stay separate unless the product is along the sample axis."""
     if not left.own and not right.own:
         return combined(cst.Multiply(), left, right)
     if left.over is not Over.ROWS or (right.own and right.over is not Over.ROWS):

@@ -96,7 +96,7 @@ def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankReco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How a process ended.
+    """Exit of a process.
 
     Attributes:
         exit_code: exit code as in a shell: 128 + the signal's number if a signal killed it.
@@ -108,7 +108,7 @@ class RankEnd:
 
     @property
     def is_signal(self) -> bool:
-        """Whether a signal killed the process."""
+        """Return whether a signal killed the process."""
         return self.exit_code > 128
 
     @property

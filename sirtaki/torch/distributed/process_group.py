@@ -395,7 +395,7 @@ class FillingWork(Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether it has ended well."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> Any:
@@ -426,13 +426,13 @@ class LaneWork(FillingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, after a turn of the lanes if not; never waits."""
+        """Return whether it has ended, after a turn of the lanes if not; never waits."""
         if not self._operation.ended.done():
             self._lanes.drive()
         return self._operation.ended.done() and (self._future is None or self._told.is_set() or self._tells())
 
     def _tells(self) -> bool:
-        """Whether this is called by what waits for the future."""
+        """Return whether this is called by what waits for the future."""
         return self._teller == threading.get_ident()
 
     def exception(self) -> BaseException | None:
@@ -520,7 +520,7 @@ class LastingWork(FillingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
@@ -582,7 +582,7 @@ class GlooWork(FillingWork):
         return self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, or the group has failed."""
+        """Return whether it has ended, or the group has failed."""
         return self._work.is_completed() or self._lanes.fault is not None
 
     def exception(self) -> BaseException | None:
@@ -628,7 +628,7 @@ class FollowedWork(FillingWork):
                 self._followed = True
 
     def is_completed(self) -> bool:
-        """Whether all have ended; does what follows then."""
+        """Return whether all have ended; does what follows then."""
         if not all(work.is_completed() for work in self._works):
             return False
         try:
@@ -800,7 +800,7 @@ def _see_models() -> None:
 
 
 def _is_idle(model: DistributedDataParallel) -> bool:
-    """Whether DDP has begun to reduce no gradients of the model, or has ended."""
+    """Return whether DDP has begun to reduce no gradients of the model, or has ended."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -1146,7 +1146,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gathers(self, outputs: Tensors, tensor: torch.Tensor) -> bool:
-        """Whether lanes gather that: what all ranks decide alike. What does not fit is Gloo's to refuse."""
+        """Return whether lanes gather that: what all ranks decide alike. What does not fit is Gloo's to refuse."""
         numel = self.size() * tensor.numel()
         return (
             numel * tensor.itemsize >= LARGE_GATHER_BYTES

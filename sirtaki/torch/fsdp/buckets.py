@@ -58,7 +58,7 @@ class JointTransfers:
 
     @property
     def has_scatters(self) -> bool:
-        """Whether scatters have not been waited for."""
+        """Return whether scatters have not been waited for."""
         return bool(self._in_flight) or self._scattering is not None
 
     def bucket_of_gather(self, group: FsdpGroup) -> Bucket | None:

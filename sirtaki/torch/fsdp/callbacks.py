@@ -59,7 +59,7 @@ class GatherWork(dist.Work):
         self._transfers, self._work, self._then = transfers, work, then
 
     def wait(self, timeout: object = None) -> bool:
-        """Block until all shards have come. FSDP sets no time limit."""
+        """Block until all shards have arrived. FSDP sets no time limit."""
         self._transfers.wait_for(self._work)
         then, self._then = self._then, ()
         for act in then:
@@ -73,7 +73,7 @@ class GatherWork(dist.Work):
 
 
 class AllGatherCallback:
-    """FSDP's `AllGather` of one parameter group. Returns kept parameters in a backward pass, and gathers others.
+    """FSDP's `AllGather` of one parameter group. It gathers parameters, or in a backward pass returns kept ones.
 
     Attributes:
         carrier: the collective that FSDP would use; None if Sirtaki carries the shards.

@@ -30,7 +30,7 @@ from .private import FsdpGroup, Ranks, collective_name, is_default, ranks_of
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""How long a rank that has ended its use of a model waits for the other ranks, which may still use it."""
+"""Seconds for which a rank that no longer uses a model waits for ranks that may still use it."""
 
 
 class ShardConnections:
@@ -108,7 +108,7 @@ class ShardConnections:
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
-        """Close the connections once the other ranks have left, too. Non-blocking. Called when the model is deleted."""
+        """Close the connections once all ranks have left. Non-blocking. Called when the model is deleted."""
         forget_at_exit(self.close)
         if self._controls:  # otherwise the process ends and has closed the connections
             threading.Thread(target=self.close, name="sirtaki-leave").start()

@@ -30,7 +30,7 @@ from .private import FsdpGroup, ranks_of
 logger = logging.getLogger(__name__)
 
 AS_PYTORCH = ShardKnobs(streams=1, ahead=0, behind=1)
-"""What FSDP does by itself."""
+"""Setting of FSDP without Sirtaki."""
 
 
 class StepObserver(Protocol):
@@ -111,7 +111,7 @@ class ShardedModel:
 
     @property
     def carriers(self) -> str:
-        """What carries the shards, in words."""
+        """Describe the transport of the shards."""
         if self.connections.carries:
             return " and ".join(sorted({lanes.kind.value for lanes in self.connections.lanes.values()}))
         return describe_pytorch(self.groups)

@@ -47,7 +47,7 @@ Some versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_info.reduc
 """
 
 _OWNER = "_sirtaki_attached"
-"""Name of the attribute of FSDP's parameter group that says what has attached it."""
+"""Name of the attribute of FSDP's parameter group that holds the object that has attached it."""
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
@@ -205,14 +205,14 @@ class FsdpGroup:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What two groups must have in common so that their shards can travel as one: ranks and dtypes."""
+        """Ranks and dtypes, which must be equal for shards of two groups to be coalesced."""
         policy = self._group.mp_policy
         dtypes = {policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return ranks_of(self.shard_process_group), self._group._use_post_forward_mesh, dtypes, policy.reduce_dtype
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether the user has registered hooks that see the gradients as soon as they are accumulated."""
+        """Return whether the user has registered hooks that see the gradients as soon as they are accumulated."""
         return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in self._group.fsdp_params)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +224,7 @@ class FsdpGroup:
 
     @property
     def gathered_again(self) -> bool:
-        """Whether FSDP reshards the parameters after the forward pass, and gathers them again over the same ranks."""
+        """Return whether FSDP reshards after the forward pass and gathers the parameters again over the same ranks."""
         return bool(self._group._reshard_after_forward and not self._group._use_post_forward_mesh)
 
     def drop_gather(self) -> bool:
@@ -258,12 +258,12 @@ class FsdpGroup:
 
     @property
     def collectives(self) -> tuple[Any, Any]:
-        """What FSDP calls to all-gather and to reduce-scatter."""
+        """The callables with which FSDP all-gathers and reduce-scatters."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
     @property
     def has_user_prefetch(self) -> bool:
-        """Whether modules to prefetch have been set."""
+        """Return whether modules to prefetch have been set."""
         state = self.module._get_fsdp_state()
         return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
@@ -276,17 +276,17 @@ class FsdpGroup:
 
     @property
     def has_all_reduce_hook(self) -> bool:
-        """Whether the user has called `set_all_reduce_hook`."""
+        """Return whether the user has called `set_all_reduce_hook`."""
         return self._group._all_reduce_hook is not None
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients of this pass are reduced at all (`set_requires_gradient_sync`)."""
+        """Return whether gradients of this pass are reduced at all (`set_requires_gradient_sync`)."""
         return bool(self._group.reduce_grads)
 
     @property
     def all_reduces(self) -> bool:
-        """Whether gradients of this pass are all-reduced (`set_requires_all_reduce`)."""
+        """Return whether gradients of this pass are all-reduced (`set_requires_all_reduce`)."""
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
@@ -337,7 +337,7 @@ class ReplicatedParam:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether the reduced gradient becomes the parameter's without a copy."""
+        """Return whether the reduced gradient becomes the parameter's without a copy."""
         local = self._record.sharded_param._local_tensor
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
