@@ -27,7 +27,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -39,17 +38,16 @@ from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
 from ..compress import CompressedUnits
-from ..control.failure import caused
-from ..control.waiting import WAIT_SLICE_S
 from ..device import Event, copy_
 from ..plan import CommPlan, GradientLayout
-from ..transports.contract import Work, scale_
 from .buffers import FlatBuffers, Reduction
 from .edits import EditCheck
 from .flags import FLAG_COUNT, Drift, FlagTraffic, RankFlags
+from .launched import LaunchedUnits
 from .negotiation import Interrupted, ReadinessNegotiation
-from .ready import LARGE_ELEMENTS, ReadyGradients
+from .ready import ReadyGradients
 from .schedule import (
+    AgreedUnits,
     IterationPace,
     LaunchSchedule,
     OrderProfiling,
@@ -66,19 +64,8 @@ logger = logging.getLogger(__name__)
 
 NO_FLAGS = RankFlags()
 
-NAMED_GRADIENTS = 6
-"""An error names all gradients of a unit up to this number, otherwise the first and the last."""
-
 EVERY = range(sys.maxsize)
 """All numbers of ready gradients: every gradient must be reported at once."""
-
-
-def _is_reduced(work: Work) -> bool:
-    """Return whether a unit is reduced; False if that has failed. Non-blocking."""
-    try:
-        return work.is_done() and work.wait(WAIT_SLICE_S)
-    except CommError:
-        return False
 
 
 class GradientPipeline:
@@ -320,8 +307,17 @@ class GradientPipeline:
         self._ready.begin(defers=defers)
         self.state = IterationState.COLLECTING
         self._step = 0  # of `LaunchSchedule.course`, while the mode is IN_ORDER
-        self._launched = list[int]()  # numbers of the launched units, but for those that ranks have negotiated
-        self._works, self._units = list[Work](), list[ScheduledUnit]()
+        self._launched = LaunchedUnits(
+            router=self._router,
+            compressed=None if self.profiling else self.compressed,
+            reduction=self._reduction,
+            failures=self._control.failures,
+            ready=self._ready,
+            planned=self._schedule.units,
+            names=self.names,
+            place=f"rank {self._rank}, iteration {self.iteration}",
+            trace=self._trace,
+        )
         self._first_ready: Event = None
         self._backward_ended: Event = None
         self._reduced: Event = None
@@ -408,54 +404,8 @@ class GradientPipeline:
             n_copied = self._ready.copy_in(since)
             if self._trace is not None and n_copied:
                 self._trace.copies.append((begin, self.device.record_event(timed=True), n_copied))
-            self._launched += numbers
             for number in numbers:
-                self._submit(self._schedule.units[number])
-
-    def _submit(self, unit: ScheduledUnit) -> None:
-        """Send one unit, behind the deferred copies of its gradients."""
-        reduction, copies = self._reduction, self._ready.copies
-        if copies.copied < copies.count:
-            needed, last, layout = copies.count, unit.due[0], unit.group.layout
-            if last in copies.cut:  # a large gradient, of which the unit needs some pieces only
-                start = layout.offsets[unit.group.indices.index(self._buffers.order[last])]
-                needed = min(needed, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
-            self._router.prepare(partial(self._copy_deferred, unit, needed), route=unit.route, stream=unit.stream)
-        elif reduction.prescale != 1.0:
-            self._prescale(unit)
-        issued = None if self._trace is None else self.device.record_event(timed=True)
-        carrier = self._router if self.compressed is None or self.profiling else self.compressed
-        try:
-            work = carrier.all_reduce(
-                unit.group.buffer,
-                unit.start,
-                unit.stop,
-                route=unit.route,
-                stream=unit.stream,
-                threads=unit.threads,
-                nccl=unit.nccl,
-                op=reduction.op,
-                scale=reduction.postscale,
-            )
-        except Exception as err:
-            error = self._with_place(err, unit)
-            raise error from error.__cause__
-        self._works.append(work)
-        self._units.append(unit)
-        if self._trace is not None:
-            self._trace.units.append((unit, work, issued))
-
-    def _copy_deferred(self, unit: ScheduledUnit, needed: int) -> None:
-        """Run the first `needed` copies and scale the unit. The transport thread calls it before it sends the unit."""
-        try:
-            self._ready.copies.copy(needed)
-            self._prescale(unit)
-        except Exception as err:  # whatever it is, the waiting threads must get it
-            self._control.failures.report(self._with_place(err, unit))
-
-    def _prescale(self, unit: ScheduledUnit) -> None:
-        if (factor := self._reduction.prescale) != 1.0:
-            self.device.launch(scale_, unit.group.buffer.tensor[unit.start : unit.stop], factor)
+                self._launched.launch(self._schedule.units[number])
 
     def contribute_zeros(self) -> None:
         """Launch all units with zeros, on a rank that has joined. Non-blocking."""
@@ -491,9 +441,9 @@ class GradientPipeline:
             assert self._negotiation is not None
             self._launch(())
             self._negotiation.end()
-        elif len(self._launched) < len(self._schedule.units) or ready.own < self.n_params:
-            launched = set(self._launched)
-            self._launch([number for number in range(len(self._schedule.units)) if number not in launched])
+        elif len(self._launched.units) < len(self._schedule.units) or ready.own < self.n_params:
+            launched, units = set(map(id, self._launched.units)), self._schedule.units
+            self._launch([number for number, unit in enumerate(units) if id(unit) not in launched])
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """Block until all gradients are reduced, at the end of a backward pass whose gradients are all ready.
@@ -518,15 +468,17 @@ class GradientPipeline:
                 if not self._negotiation.wait(interrupted):
                     return False
             except CommError as err:
-                error = self._with_place(err)
+                error = self._launched.with_place(err)
                 raise error from error.__cause__
-        if not self._wait_for(self._works, self._units, interrupted):
+        if not self._launched.wait(interrupted):
             self.run_copies()
             return False
         self.state = IterationState.REDUCED
         if device.streams:
             device.release()
-        self._reduced = self._last_done() if self._one_by_one else device.record_event(timed=True)
+        self._reduced = (
+            self._launched.last_done(self._backward_ended) if self._one_by_one else device.record_event(timed=True)
+        )
         self._ready.assign_all(self._read_unused() if self._unused_as_none else ())
         if not device.streams:
             self._heard = self._flags.read()
@@ -563,52 +515,11 @@ class GradientPipeline:
         unused: list[int] = (usage <= 0).nonzero()[:, 0].tolist()
         return unused
 
-    def _wait_for(self, works: Sequence[Work], units: Sequence[ScheduledUnit], interrupted: Interrupted | None) -> bool:
-        """Wait as `Router.wait_for`; an error names the unit and the iteration."""
-        try:
-            return self._router.wait_for(works, interrupted=interrupted)
-        except CommError as err:
-            unit = next((unit for unit, work in zip(units, works, strict=True) if not _is_reduced(work)), None)
-            error = self._with_place(err, unit)
-            raise error from error.__cause__
-
-    def check(self) -> None:
-        """Raise what a transport has found out by itself. Thread-safe."""
-        self._router.check()
-
     def where(self) -> str:
         """Describe the current iteration and its gradients, for messages about faults of no single unit."""
         names = self.names
         which = f"{names[0]} … {names[-1]} ({len(names)})" if len(names) > 1 else "".join(names)
-        return f"{self._place}, gradients of {which or 'nothing'}"
-
-    @property
-    def _place(self) -> str:
-        return f"rank {self._rank}, iteration {self.iteration}"
-
-    def _with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
-        """Return the same error with the rank, the iteration and the unit in its message."""
-        place = self._place
-        if isinstance(error, CommError) and place in str(error):
-            return error
-        if unit is not None:
-            units, names = self._schedule.units, [self.names[index] for index in unit.members]
-            which = f"unit {units.index(unit) + 1} of {len(units)}" if unit in units else "a unit"
-            few = 0 < len(names) <= NAMED_GRADIENTS
-            what = ", ".join(names) if few else unit.group.layout.describe(unit.start, unit.stop)
-            place += f", {which} ({what}) on stream {unit.stream}"
-        if isinstance(error, CommError):
-            return caused(type(error)(f"{error} ({place})"), error.__cause__)
-        carrier = "communication" if unit is None else unit.route[0].value
-        return caused(CommError(f"{carrier} failed: {error!r} ({place})"), error)
-
-    def _last_done(self) -> Event:
-        """Return when the last unit was reduced, for which no thread may have waited then."""
-        moments = [self._backward_ended, *(work.times()[1] for work in self._works)]
-        known = [moment for moment in moments if moment is not None]
-        if self.device.streams or len(known) < len(moments):
-            return self.device.record_event(timed=True)
-        return max(known)
+        return f"rank {self._rank}, iteration {self.iteration}, gradients of {which or 'nothing'}"
 
     def wait_for_one(self, index: int, interrupted: Interrupted | None) -> list[int]:
         """Block until the units of one gradient are reduced. All units must be launched.
@@ -620,9 +531,8 @@ class GradientPipeline:
             CommError: as `reduce`.
         """
         self._one_by_one = True
-        places = [self._launched.index(number) for number in self._schedule.units_of[index]]
-        works, units = [self._works[place] for place in places], [self._units[place] for place in places]
-        return self._schedule.together(index) if self._wait_for(works, units, interrupted) else []
+        units = [self._schedule.units[number] for number in self._schedule.units_of[index]]
+        return self._schedule.together(index) if self._launched.wait(interrupted, units) else []
 
     def assign_gradients(self, indices: Sequence[int]) -> None:
         """Assign the reduced gradients that `wait_for_one` has returned, before all are reduced."""
@@ -661,8 +571,8 @@ class GradientPipeline:
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
                 self.drift = Drift.USUAL  # the trend was of the old order
-        self._begin_iteration()
         self.iteration += 1
+        self._begin_iteration()
         return report
 
     def _measure(self, *, profiled: bool) -> IterationReport:
@@ -670,7 +580,7 @@ class GradientPipeline:
         device, trace = self.device, self._trace
         events = measured = IterationEvents(self.iteration, self._first_ready, self._backward_ended, self._reduced)
         if device.streams:
-            self.in_flight.units = list(zip(self._schedule.units, self._works, strict=True))
+            self.in_flight.units = list(zip(self._launched.units, self._launched.works, strict=True))
             before = self.in_flight.add(events)
             measured = events if self.profiling else before
             # The host is never more than one iteration ahead.
@@ -698,57 +608,17 @@ class GradientPipeline:
             self._buffers = self._make_buffers(order)
             self._buffers.take_over(before)
 
-    # ── while the order is profiled on the host ──────────────────────────────────────────────────────────────────
-
     def _begin_negotiation(self) -> None:
-        """Begin to negotiate which gradients are ready. Neighbours are sent together, up to the size of a unit."""
-        buffers, negotiation = self._buffers, self._negotiation
-        assert negotiation is not None
-        groups = list(zip(buffers.groups, self.plans, strict=True))
-        unit_bytes = [unit.numel * group.layout.itemsize_bytes for group, plan in groups for unit in plan.units]
-        sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
-        if self._unused_as_none:  # the flags have a bit of their own, which is set with the others at the end
-            sizes_bytes.append(0)
-        # Only the streams that the units of a plan use are open. Units take them in turn.
-        lanes = [
-            sorted({unit.stream for unit in plan.units if unit.algorithm is plan.units[0].algorithm})
-            for plan in self.plans
-        ]
-        turn, to_agree = 0, len(sizes_bytes)
-        largest_bytes = max([1, *unit_bytes])
+        """Begin to negotiate which gradients are ready, and launch those that are ready on all ranks."""
+        assert self._negotiation is not None
+        units, launched = AgreedUnits(self._buffers, self.plans, flags_apart=self._unused_as_none), self._launched
 
-        def issue_agreed(positions: list[int]) -> None:
-            """Send gradients that are ready on all ranks, the flags last. Called in the negotiation's thread."""
-            nonlocal turn, to_agree
-            agreed = {buffers.order[position] for position in positions if position < len(buffers.order)}
-            for (group, plan), streams in zip(groups, lanes, strict=True):
-                offsets, limit = group.layout.offsets, max(1, largest_bytes // group.layout.itemsize_bytes)
-                runs: list[tuple[int, int]] = []
-                for position, index in enumerate(group.indices):
-                    start, stop = offsets[position], offsets[position + 1]
-                    if index not in agreed:
-                        continue
-                    if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
-                        runs[-1] = (runs[-1][0], stop)
-                    else:
-                        runs.append((start, stop))
-                for start, stop in runs:
-                    for low in range(start, stop, limit):
-                        route, stream = (plan.transport, plan.units[0].algorithm), streams[turn % len(streams)]
-                        turn += 1
-                        self._submit(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
-            to_agree -= len(positions)
-            if not to_agree:
-                (first, plan), first_unit = groups[0], self.plans[0].units[0]
-                start, stop = first.layout.offsets[-2:]
-                route = (plan.transport, first_unit.algorithm)
-                self._submit(ScheduledUnit(first, start, stop, first_unit.stream, route))
+        def launch_agreed(positions: list[int]) -> None:
+            """Launch gradients that are ready on all ranks. The negotiation's thread calls this."""
+            for unit in units.of(positions):
+                launched.launch(unit)
 
-        negotiation.begin(
-            np.array(sizes_bytes, dtype=np.int64),
-            granularity_bytes=largest_bytes,
-            on_agreed=issue_agreed,
-        )
+        self._negotiation.begin(units.sizes_bytes, granularity_bytes=units.largest_bytes, on_agreed=launch_agreed)
 
     def close(self) -> bool:
         """End the threads; gradients keep their values. Called once.

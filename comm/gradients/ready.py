@@ -116,6 +116,7 @@ class ReadyGradients:
     the same, and counts on the other ranks. Positions are those of `FlatBuffers`.
 
     Attributes:
+        buffers: flat buffers.
         copies: the copies that transport threads run.
         positions: of the parameters, in the order in which their gradients became ready.
         gradients: their `.grad` at that time, in the same order; the view of the flat buffer once `.grad` is that.
@@ -126,7 +127,7 @@ class ReadyGradients:
     """
 
     def __init__(self, buffers: FlatBuffers) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         # Three lists, because a tuple for each gradient is one more object to make and to collect.
         self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
@@ -156,7 +157,7 @@ class ReadyGradients:
         arrived = set(self.positions)
         return [
             position
-            for position, param in enumerate(self._buffers.params)
+            for position, param in enumerate(self.buffers.params)
             if position in arrived or param.grad is not None
         ]
 
@@ -174,7 +175,7 @@ class ReadyGradients:
         Returns:
             False, and nothing is added, if another gradient was expected, or one of them is sparse or None.
         """
-        buffers, first = self._buffers, len(self.positions)
+        buffers, first = self.buffers, len(self.positions)
         expected = slice(first, first + len(params))
         if first + len(params) > len(buffers.params) or not all(map(is_, params, buffers.params[expected])):
             return False
@@ -207,7 +208,7 @@ class ReadyGradients:
         first, self._copied = self._copied, len(self.positions)
         if first == self._copied:
             return 0
-        buffers, own, fresh = self._buffers, self.positions[first:], self.gradients[first:]
+        buffers, own, fresh = self.buffers, self.positions[first:], self.gradients[first:]
         part = slice(own[0], own[-1] + 1)
         views, params = buffers.views[part], buffers.params[part]
         unchanged = since is not None and first >= since
@@ -240,7 +241,7 @@ class ReadyGradients:
         return self._copied - first
 
     def _copy_one_by_one(self, first: int) -> None:
-        buffers, copied, sources, misfits = self._buffers, list[int](), list[torch.Tensor](), list[int]()
+        buffers, copied, sources, misfits = self.buffers, list[int](), list[torch.Tensor](), list[int]()
         for number in range(first, len(self.positions)):
             position, gradient = self.positions[number], self.gradients[number]
             if gradient is not buffers.views[position]:
@@ -280,19 +281,19 @@ class ReadyGradients:
 
         A parameter that is frozen now keeps its `.grad`, and counts as zeros.
         """
-        param = self._buffers.params[position]
+        param = self.buffers.params[position]
         if param.grad is not None and param.requires_grad:
             self.add(position, param.grad, param.grad._version)
             return
-        if param.grad is self._buffers.view(position):
+        if param.grad is self.buffers.view(position):
             param.grad = param.grad.clone()
-        view = self._buffers.clear(position)
+        view = self.buffers.clear(position)
         self.add(position, view, view._version)
 
     @property
     def written(self) -> list[int]:
         """Positions of the gradients that were written in place after they became ready. Call before the reduction."""
-        params = self._buffers.params
+        params = self.buffers.params
         return [
             position
             for position, gradient, version in zip(self.positions, self.gradients, self.versions, strict=True)
@@ -302,7 +303,7 @@ class ReadyGradients:
     @property
     def replaced(self) -> bool:
         """True if user code has put another tensor into the `.grad` of a ready gradient. Call before the reduction."""
-        params = self._buffers.params
+        params = self.buffers.params
         return any(
             (current := params[position].grad) is not gradient and current is not None
             for position, gradient in zip(self.positions, self.gradients, strict=True)
@@ -314,7 +315,7 @@ class ReadyGradients:
         Args:
             unused: positions of parameters that keep None, because no rank has computed their gradients.
         """
-        buffers, self._all_assigned = self._buffers, True
+        buffers, self._all_assigned = self.buffers, True
         if (  # the usual case: every `.grad` is the flat buffer's view, and was not written
             self.own == len(buffers.params)
             and not self._assigned
@@ -339,7 +340,7 @@ class ReadyGradients:
         self._assign([number for number, position in enumerate(self.positions) if position in wanted], frozenset())
 
     def _assign(self, numbers: Sequence[int], unused: frozenset[int]) -> None:
-        buffers, copies = self._buffers, list[tuple[int, torch.Tensor]]()
+        buffers, copies = self.buffers, list[tuple[int, torch.Tensor]]()
         for number in numbers:
             position, gradient, version = self.positions[number], self.gradients[number], self.versions[number]
             param, current = buffers.params[position], buffers.params[position].grad

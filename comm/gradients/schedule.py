@@ -161,6 +161,71 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
     return units
 
 
+class AgreedUnits:
+    """Units of an iteration in which the ranks negotiate which gradients are ready.
+
+    Neighbours in a flat buffer become one unit, up to the size of the largest unit of a plan. The units take the
+    streams of their plan in turn, because no other streams are open.
+
+    Attributes:
+        sizes_bytes: size of each gradient in the expected order, and 0 for flags that are negotiated, `(n_gradients,)`.
+        largest_bytes: size of the largest unit.
+    """
+
+    def __init__(self, buffers: FlatBuffers, plans: Sequence[CommPlan], *, flags_apart: bool) -> None:
+        """Negotiate the gradients of these buffers.
+
+        Args:
+            buffers: flat buffers.
+            plans: plans, one a group of the buffers.
+            flags_apart: the flags are known when the backward pass ends, not with the last gradient.
+        """
+        self._order, self._groups = buffers.order, list(zip(buffers.groups, plans, strict=True))
+        sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
+        self.sizes_bytes = np.array([*sizes_bytes, 0] if flags_apart else sizes_bytes, dtype=np.int64)
+        self.largest_bytes = max(
+            1, *(unit.numel * group.layout.itemsize_bytes for group, plan in self._groups for unit in plan.units)
+        )
+        self._pending, self._turn = len(self.sizes_bytes), 0
+
+    def of(self, positions: Sequence[int]) -> list[ScheduledUnit]:
+        """Return units for these gradients, and behind the last gradients a unit with the flags.
+
+        Args:
+            positions: positions in the expected order, ascending; each is given in one call.
+        """
+        agreed = {self._order[position] for position in positions if position < len(self._order)}
+        units = [unit for group, plan in self._groups for unit in self._of_group(group, plan, agreed)]
+        self._pending -= len(positions)
+        if not self._pending:
+            group, plan = self._groups[0]
+            start, stop = group.layout.offsets[-2:]
+            route = (plan.transport, plan.units[0].algorithm)
+            units.append(ScheduledUnit(group, start, stop, plan.units[0].stream, route))
+        return units
+
+    def _of_group(self, group: FlatGroup, plan: CommPlan, agreed: set[int]) -> list[ScheduledUnit]:
+        offsets, limit = group.layout.offsets, max(1, self.largest_bytes // group.layout.itemsize_bytes)
+        runs = list[tuple[int, int]]()
+        for place, index in enumerate(group.indices):
+            if index in agreed:
+                start, stop = offsets[place], offsets[place + 1]
+                if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
+                    start = runs.pop()[0]
+                runs.append((start, stop))
+        parts = [(low, min(low + limit, stop)) for start, stop in runs for low in range(start, stop, limit)]
+        if not parts:  # the plan of a group without elements has no units
+            return []
+        algorithm = plan.units[0].algorithm
+        streams = sorted({unit.stream for unit in plan.units if unit.algorithm is algorithm})
+        turns = range(self._turn, self._turn + len(parts))
+        self._turn += len(parts)
+        return [
+            ScheduledUnit(group, start, stop, streams[turn % len(streams)], (plan.transport, algorithm))
+            for turn, (start, stop) in zip(turns, parts, strict=True)
+        ]
+
+
 class LaunchSchedule:
     """Units in a fixed order, and the gradients and units that each waits for.
 

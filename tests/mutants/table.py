@@ -19,6 +19,7 @@ class Mutant(NamedTuple):
 
 
 BUFFERS, SCHEDULE = "comm/gradients/buffers.py", "comm/gradients/schedule.py"
+LAUNCHED = "comm/gradients/launched.py"
 PIPELINE, NEGOTIATION = "comm/gradients/pipeline.py", "comm/gradients/negotiation.py"
 READY, TRACE = "comm/gradients/ready.py", "comm/gradients/trace.py"
 HOOKS, CHECKS = "engine/reducing/gradient_hooks.py", "engine/reducing/checks.py"
@@ -182,20 +183,26 @@ MUTANTS = (
         "        return not all(",
         STREAM_ORDER,
     ),
+    *wrong_in(
+        LAUNCHED,
+        OF_PIPELINE,
+        {
+            "a wrong divisor": ("scale=self.reduction.postscale,", "scale=1.0,"),
+            "a factor that is left out": ("self.reduction.prescale) != 1.0:", "self.reduction.prescale) > 1.0:"),
+        },
+    ),
     # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
     *wrong_in(
         PIPELINE,
         OF_PIPELINE,
         {
             "a missing wait": (
-                "if not self._wait_for(self._works, self._units, interrupted):",
+                "if not self._launched.wait(interrupted):",
                 "if interrupted and interrupted():",
             ),
-            "a wrong divisor": ("scale=reduction.postscale,", "scale=1.0,"),
-            "a factor that is left out": ("self._reduction.prescale) != 1.0:", "self._reduction.prescale) > 1.0:"),
             "a lost unit": (
-                "for number in range(len(self._schedule.units)) if number not in launched]",
-                "for number in range(1, len(self._schedule.units)) if number not in launched]",
+                "for number, unit in enumerate(units) if id(unit) not in launched]",
+                "for number, unit in enumerate(units) if number and id(unit) not in launched]",
             ),
             "a unit that leaves without its gradients": (
                 "n_copied = self._ready.copy_in(since)",

@@ -826,8 +826,8 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> Wait | None:
         return None
     waiting, iteration, pipeline = hooks.progress.waiting, 0, hooks.pipeline
     since_s = None if waiting is None else waiting[1]
-    if pipeline is not None:
-        pipeline.check()
+    if pipeline is not None and hooks.tuning is not None:
+        hooks.tuning.router.check()
         iteration = pipeline.iteration
         if since_s is None and (stalled := pipeline.in_flight.stalled()):
             iteration, since_s = stalled

@@ -481,8 +481,8 @@ def test_the_end_of_a_unit_is_that_of_the_last_one_if_all_tell() -> None:
     made.come(0)
     made.sync.flush()
     made.sync.wait_for_one(0, None)
-    assert made.sync._works == [NOTHING_TO_DO]
-    made.sync._works = [SimpleNamespace(times=lambda: (None, 1e12), wait=lambda timeout_s: True)]  # type: ignore[list-item]
+    assert made.sync._launched.works == [NOTHING_TO_DO]
+    made.sync._launched.works = [SimpleNamespace(times=lambda: (None, 1e12), wait=lambda timeout_s: True)]  # type: ignore[list-item]
     made.sync.reduce(None)
     assert made.sync._reduced == 1e12
 
