@@ -23,7 +23,17 @@ from msgspec import Meta
 from sirtaki.errors import TuningError
 from sirtaki.fields import Text
 
-from .model.replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work, replay
+from .model.replayer import (
+    ALL_RANKS,
+    Activity,
+    Edge,
+    Phase,
+    ReplayGraph,
+    ReplayNode,
+    ResourceDemand,
+    SharedResource,
+    replay,
+)
 
 if TYPE_CHECKING:
     from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
@@ -280,7 +290,7 @@ class ShardedStep:
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """How long the step takes with that setting."""
-        return _Played(self, space, knobs).total_s
+        return _ShardedReplay(self, space, knobs).total_s
 
     def computed_s(self, bucket: range, *, backward: bool = False) -> float:
         """How long those modules compute in a pass, less what begins fewer messages where they are joined."""
@@ -491,7 +501,7 @@ COMPUTING, GATHERING, SCATTERING = range(3)
 NETWORK, NODE = range(2)
 
 
-class _Played:
+class _ShardedReplay:
     """A step's graph, as it is made, and how long it takes.
 
     FSDP has modules gathered when another one is about to be used, and waits for a scatter when it needs its memory.
@@ -501,17 +511,21 @@ class _Played:
         self._step, self._knobs, self._link = step, knobs, step.link
         self._dropped = frozenset(space.dropped).difference(knobs.kept)
         self._buckets = knobs.buckets(space.modules)
-        self._nodes, self._edges = list[Node](), list[Edge]()
+        self._nodes, self._edges = list[ReplayNode](), list[Edge]()
         self._rate = step.link.bytes_per_s(knobs.streams)
         self._packed = [packed_share(codec) for codec in knobs.codecs]
         self._computed = self._add(COMPUTING, Activity.COMPUTE, Phase.OTHER)  # the last piece of computation
         self._forward()
         self._backward()
         both = max(1.0, step.link.bytes_per_s(2 * knobs.streams) / self._rate)
-        servers = [Server(name="network", totals=(1.0, both), is_link=True), Server(name="node", totals=(1.0,))]
+        servers = [
+            SharedResource(name="network", totals=(1.0, both), is_link=True),
+            SharedResource(name="node", totals=(1.0,)),
+        ]
         lanes = ["computation", "gathers", "scatters"]
         self.total_s = (
-            step.rest_s + replay(Graph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=servers)).total_s
+            step.rest_s
+            + replay(ReplayGraph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=servers)).total_s
         )
 
     def _forward(self) -> None:
@@ -559,17 +573,27 @@ class _Played:
         """Leaves when what has been computed until now is done."""
         latency_s = self._link.latency_s if server == NETWORK else 0.0
         self._edges.append((self._computed, len(self._nodes), latency_s))
-        return self._add(lane, Activity.COLLECTIVE, Phase.OTHER, works=(Work(server=server, seconds=seconds),))
+        return self._add(
+            lane, Activity.COLLECTIVE, Phase.OTHER, works=(ResourceDemand(server=server, seconds=seconds),)
+        )
 
     def _compute(self, phase: Phase, seconds: float, *, after: Sequence[int] = ()) -> None:
         self._edges += [(other, len(self._nodes), 0.0) for other in (self._computed, *after)]
         self._computed = self._add(COMPUTING, Activity.COMPUTE, phase, fixed_s=seconds)
 
     def _add(
-        self, lane: int, activity: Activity, phase: Phase, *, fixed_s: float = 0.0, works: tuple[Work, ...] = ()
+        self,
+        lane: int,
+        activity: Activity,
+        phase: Phase,
+        *,
+        fixed_s: float = 0.0,
+        works: tuple[ResourceDemand, ...] = (),
     ) -> int:
         self._nodes.append(
-            Node(lane=lane, activity=activity, phase=phase, rank=ALL_RANKS, iteration=0, fixed_s=fixed_s, works=works)
+            ReplayNode(
+                lane=lane, activity=activity, phase=phase, rank=ALL_RANKS, iteration=0, fixed_s=fixed_s, works=works
+            )
         )
         return len(self._nodes) - 1
 

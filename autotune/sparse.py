@@ -217,7 +217,7 @@ HOT_SIZES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class CollectiveCosts:
     """What was measured between these ranks, the slowest of them.
 
     Attributes:
@@ -249,7 +249,7 @@ class VolumeModel:
     form: RowFormat
     ranks: int
     counts: TouchCounts
-    pace: Pace
+    pace: CollectiveCosts
 
     def seconds(self, plan: SparsePlan) -> float:
         """How long a reduction by this plan takes."""
@@ -335,7 +335,7 @@ LEAST_WATCHED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AccessSample:
     """What an iteration has shown to all ranks alike.
 
     Attributes:
@@ -401,7 +401,7 @@ class AccessWatch:
         self._covered, self._touched, self._least = covered, touched, least
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
-    def changed(self, seen: Seen) -> bool:
+    def changed(self, seen: AccessSample) -> bool:
         """Return whether accesses have changed, after another iteration."""
         if not seen.n_touched:
             return False
@@ -422,7 +422,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class SparseAlternative:
     """One way that rows could take.
 
     Attributes:
@@ -466,7 +466,7 @@ class SparseSummary:
     touched: Amount
     union: Amount
     plan: str
-    ways: tuple[Way, ...]
+    ways: tuple[SparseAlternative, ...]
     curve: tuple[tuple[Positive, Amount], ...] = ()
     popular_rows: Count = 0
     dense_bytes: Amount
@@ -540,7 +540,7 @@ def summarise(
         union=counts.union,
         plan=decision.plan.describe(),
         ways=tuple(
-            Way(
+            SparseAlternative(
                 plan=plan.describe(),
                 predicted_s=predicted_s,
                 measured_s=measured_s if measured_s is not None and math.isfinite(measured_s) else None,

@@ -34,7 +34,7 @@ from bench.lib.cluster import NETWORKS, why_unavailable
 from bench.lib.harness import RESULTS, Report, finish, parser
 from bench.optimize import searched
 from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
-from bench.replay import Job, percent, with_other_units
+from bench.replay import FinishedJob, percent, with_other_units
 from bench.replay import run as run_job
 from sirtaki.analysis.global_graph import (
     coarse,
@@ -147,7 +147,9 @@ RULE = "bytes ÷ bandwidth"
 Rows = Iterator[dict[str, Any]]
 
 
-def run_jobs(report: Report, subjects: Sequence[Subject], args: Namespace, until_s: float) -> dict[Subject, Job]:
+def run_jobs(
+    report: Report, subjects: Sequence[Subject], args: Namespace, until_s: float
+) -> dict[Subject, FinishedJob]:
     """Record the jobs. Failed jobs, and jobs that would start too late (`time.monotonic()`), are noted and skipped."""
     found = {}
     for case, model, ranks in subjects:
@@ -164,7 +166,7 @@ def run_jobs(report: Report, subjects: Sequence[Subject], args: Namespace, until
     return found
 
 
-def times(subject: Subject, job: Job) -> Rows:
+def times(subject: Subject, job: FinishedJob) -> Rows:
     """Return measured, replayed and Daydream's times of an iteration and its passes, as in table 2."""
     case, model, ranks = subject
     true = job.truth["base"]
@@ -186,7 +188,7 @@ def times(subject: Subject, job: Job) -> Rows:
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accuracy(report: Report, jobs: Mapping[Subject, Job]) -> Rows:
+def accuracy(report: Report, jobs: Mapping[Subject, FinishedJob]) -> Rows:
     """Add figure 7 and table 2."""
     rows = [row for subject, job in jobs.items() for row in times(subject, job)]
     report.rows += rows
@@ -224,7 +226,7 @@ def overhead(report: Report, args: Namespace) -> Rows:
     yield line("overhead", said, f"{model}; steps in {args.rounds} turns. Steps that are replayed have units only")
 
 
-def alignment(report: Report, job: Job) -> Rows:
+def alignment(report: Report, job: FinishedJob) -> Rows:
     """Add figure 8: the replayed iteration when one of two ranks has a wrong clock."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for recorded in job.histories:
@@ -255,7 +257,7 @@ def _iteration_s(recording: Recording) -> float:
     return replayed(play(job_model(histories(recording)))).iteration_s
 
 
-def search(report: Report, job: Job) -> Rows:
+def search(report: Report, job: FinishedJob) -> Rows:
     """Add table 5."""
     recording = job.histories[0].recording
     with tempfile.TemporaryDirectory() as directory:
@@ -269,11 +271,11 @@ def search(report: Report, job: Job) -> Rows:
     yield line("search", said, f"{' '.join(map(str, MAIN))} ranks, {_gradients(job)} gradients")
 
 
-def _gradients(job: Job) -> int:
+def _gradients(job: FinishedJob) -> int:
     return sum(len(buffer.layout.sizes) for buffer in job.models[0].buffers) - 1  # the control flags
 
 
-def scale(report: Report, small: Job, args: Namespace) -> Rows:
+def scale(report: Report, small: FinishedJob, args: Namespace) -> Rows:
     """Add figure 10: more ranks than cores, replayed from their recording, and predicted from two ranks."""
     few = Namespace(**{**vars(args), "turns": 2, "steps": 4})
     case, model, _ = MAIN
@@ -291,7 +293,7 @@ def scale(report: Report, small: Job, args: Namespace) -> Rows:
         yield line("crowd", said, f"{case} {model}, all on this machine's cores")
 
 
-def speed(report: Report, job: Job) -> Rows:
+def speed(report: Report, job: FinishedJob) -> Rows:
     """One question to many ranks like the recorded ones, a mean iteration; and how many more follow in a second."""
     large = with_ranks(mean_iteration(job.models[0]), MANY_RANKS)
     operators = statistics.fmean(len(one.operators) for one in job.histories[0].recording.ranks[0].iterations)
@@ -330,7 +332,7 @@ def measure(report: Report, args: Namespace) -> None:
     if "overhead" in wanted:
         table += overhead(report, args)
     if MAIN in jobs:
-        parts: Mapping[str, Callable[[Job], Rows]] = {
+        parts: Mapping[str, Callable[[FinishedJob], Rows]] = {
             "alignment": lambda job: alignment(report, job),
             "search": lambda job: search(report, job),
             "speed": lambda job: speed(report, job),

@@ -37,7 +37,7 @@ from bench.lib.ranks import RANK_ENV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class LogEvent:
     """One line of a log.
 
     Attributes:
@@ -63,9 +63,9 @@ class Diaries:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[int, int] = defaultdict(int)
-        self.events: dict[int, list[Event]] = {}
+        self.events: dict[int, list[LogEvent]] = {}
 
-    def read(self) -> dict[int, list[Event]]:
+    def read(self) -> dict[int, list[LogEvent]]:
         """Return all complete lines so far, by process, in order."""
         for path in self._folder.glob("*.jsonl"):
             pid = int(path.stem)
@@ -92,9 +92,9 @@ class Diaries:
         return recovered_at_s(events, killed_s=killed_s, size=size, last_step=last_step)
 
 
-def _event(pid: int, line: bytes) -> Event:
+def _event(pid: int, line: bytes) -> LogEvent:
     fields = json.loads(line)
-    return Event(
+    return LogEvent(
         pid=pid,
         kind=fields["event"],
         at_s=fields["at_s"],
@@ -105,7 +105,7 @@ def _event(pid: int, line: bytes) -> Event:
 
 
 def recovered_at_s(
-    events: Mapping[int, Sequence[Event]], *, killed_s: float, size: int, last_step: int
+    events: Mapping[int, Sequence[LogEvent]], *, killed_s: float, size: int, last_step: int
 ) -> float | None:
     """Return when the last survivor had finished an iteration without the killed ranks; None if some has not yet.
 
@@ -128,7 +128,7 @@ def recovered_at_s(
     return max(ends_s, default=None)
 
 
-def joins_s(events: Mapping[int, Sequence[Event]]) -> list[float]:
+def joins_s(events: Mapping[int, Sequence[LogEvent]]) -> list[float]:
     """Return the delay by each new member: from one step to the next, if the number of ranks grew."""
     costs: dict[tuple[int, int], float] = defaultdict(float)
     for own in events.values():
@@ -140,7 +140,7 @@ def joins_s(events: Mapping[int, Sequence[Event]]) -> list[float]:
     return list(costs.values())
 
 
-def faults(events: Mapping[int, Sequence[Event]]) -> list[str]:
+def faults(events: Mapping[int, Sequence[LogEvent]]) -> list[str]:
     """Return violations: commits that differ between ranks, or that returned and were lost; empty if there are none."""
     found: list[str] = []
     in_order = sorted((event for own in events.values() for event in own), key=lambda event: event.at_s)
@@ -209,7 +209,7 @@ def running_job(folder: Path, ranks: int) -> Iterator[None]:
                 job.wait()
 
 
-def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
+def complete(alive: Mapping[int, Sequence[LogEvent]], ranks: int) -> bool:
     """Return whether all ranks are present, and have been for a while."""
     if len(alive) != ranks or any(own[-1].size != ranks or own[-1].kind == "end" for own in alive.values()):
         return False
@@ -234,7 +234,7 @@ def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
         folder = Path(name)
         diaries = Diaries(folder)
 
-        def alive() -> dict[int, list[Event]]:
+        def alive() -> dict[int, list[LogEvent]]:
             return {pid: events for pid, events in diaries.read().items() if pid not in dead}
 
         with running_job(folder, ranks):

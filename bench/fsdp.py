@@ -93,7 +93,7 @@ class _Sleep(torch.autograd.Function):
         return gradient, None
 
 
-class Block(nn.TransformerEncoderLayer):
+class SleepingBlock(nn.TransformerEncoderLayer):
     """A transformer block that sleeps in its forward pass, and twice as long in its backward pass."""
 
     def __init__(self, sleep_s: float, width: int) -> None:
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
     def __init__(self, compute_s: float, width: int, blocks: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(compute_s / 3 / blocks, width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(SleepingBlock(compute_s / 3 / blocks, width) for _ in range(blocks))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Return the loss of `(batch, length)` words."""
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
-class Trained:
+class ShardedTraining:
     """A sharded model and its optimizer."""
 
     def __init__(self, name: str, *, compute_s: float, connections: int, of: tuple[int, int]) -> None:
@@ -220,11 +220,13 @@ def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
     return attached.knobs
 
 
-def ready(name: str, options: Mapping[str, Any]) -> Trained:
+def ready(name: str, options: Mapping[str, Any]) -> ShardedTraining:
     """Return a contender after its search, or after two runs. Collective."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
     width, blocks = options["of"]
-    trained = Trained(name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks))
+    trained = ShardedTraining(
+        name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks)
+    )
     for _ in range(options["warmup"] + PROOF if name in SEARCHING else 2):
         trained.step()
     return trained

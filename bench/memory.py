@@ -64,7 +64,7 @@ Way = Mapping[str, Any]
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Trained:
+class RemedyTraining:
     """One model in an ordinary loop, with one remedy."""
 
     def __init__(self, model_name: str, way: Way) -> None:
@@ -88,7 +88,7 @@ class Trained:
         self._optimizer.step()
 
 
-def record(options: Mapping[str, Any], trained: Trained) -> None:
+def record(options: Mapping[str, Any], trained: RemedyTraining) -> None:
     """Collective."""
     from sirtaki.analysis.recorder import Stage
     from sirtaki.profiler import profile
@@ -121,7 +121,7 @@ def peak(options: Mapping[str, Any]) -> int:
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         hvd.init()
-        trained = Trained(options["model"], options["way"])
+        trained = RemedyTraining(options["model"], options["way"])
         for _ in range(WATCHED):
             with torch.profiler.record_function("the step"):
                 trained.step()
@@ -132,7 +132,7 @@ def peak(options: Mapping[str, Any]) -> int:
 
 def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return times of alternating steps of each variant, on the slowest rank. Collective."""
-    trained = {name: Trained(options["model"], way) for name, way in options["ways"].items()}
+    trained = {name: RemedyTraining(options["model"], way) for name, way in options["ways"].items()}
     steps = {name: one.step for name, one in trained.items()}
     found: dict[str, list[float]] = {name: [] for name in trained}
     for number, folder in enumerate(options["folders"]):
@@ -151,7 +151,7 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
     hvd.init()
     if options["what"] == "time":
         return times(comm, options)
-    record(options, Trained(options["model"], {}))
+    record(options, RemedyTraining(options["model"], {}))
     return None
 
 

@@ -32,7 +32,7 @@ from bench.lib.ranks import run_ranks, slowest, start
 from bench.sweep import JOBS
 from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.plan_search import Outcome, optimize
+from sirtaki.analysis.plan_search import SearchOutcome, optimize
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import Baseline, plan_refusal, with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
@@ -110,14 +110,14 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def searched(folder: Path) -> Outcome:
+def searched(folder: Path) -> SearchOutcome:
     """Return the search's result for a recording."""
     recording = read(folder)
     found = histories(recording)
     return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
 
 
-def judge(report: Report, name: str, result: Mapping[str, Any], outcome: Outcome) -> float:
+def judge(report: Report, name: str, result: Mapping[str, Any], outcome: SearchOutcome) -> float:
     """Add a row of measurements, and of predictions by search and replays; return chosen ÷ best."""
     knobs = {who: Knobs.from_json(one) for who, one in result["knobs"].items()}
     base = outcome.before

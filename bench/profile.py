@@ -37,7 +37,7 @@ from bench.lib.contenders import Sirtaki
 from bench.lib.harness import Report, Spread, alternate, finish, parser, ratios
 from bench.lib.models import small_conv, transformer
 from bench.lib.ranks import run_ranks, start
-from sirtaki.analysis.alignment import Alignment, ClockLine, Known, trace_entries
+from sirtaki.analysis.alignment import Alignment, ClockLine, OffsetSource, trace_entries
 from sirtaki.analysis.recording import Recording
 
 # ── HolisticTraceAnalysis beside our alignment: what it makes of ranks whose clocks differ ───────────────────────────
@@ -66,7 +66,7 @@ def step_ends_s(recording: Recording) -> dict[int, list[float]]:
 
 def _as_told(recording: Recording) -> Alignment:
     """Nothing is added to any clock."""
-    line = ClockLine(origin_s=0.0, offset_s=0.0, drift=0.0, error_s=0.0, known=Known.START)
+    line = ClockLine(origin_s=0.0, offset_s=0.0, drift=0.0, error_s=0.0, known=OffsetSource.START)
     return Alignment(lines=dict.fromkeys(recording.ranks, line), reference=min(recording.ranks))
 
 

@@ -29,7 +29,7 @@ from bench.lib.harness import Report, finish, parser
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.registry.cluster import Topology
-from sirtaki.registry.graph import ModelGraph, Node, digest, model_graph
+from sirtaki.registry.graph import ModelGraph, OperationLabel, digest, model_graph
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import EntryKey, JobRecord, Provenance
 from sirtaki.registry.store import Store
@@ -61,7 +61,7 @@ STRANGER = Family(kinds=("Fft", "Einsum", "Scan", "Gate", "Mix"), branch=3, kern
 
 def block_model(family: Family, depths: tuple[int, ...], width: int) -> ModelGraph:
     """Stages of `depths` blocks; each block's last node also takes what the block began with."""
-    nodes = [Node(kind="Stem", detail=str(width), size=width)]
+    nodes = [OperationLabel(kind="Stem", detail=str(width), size=width)]
     edges = set()
     for stage, depth in enumerate(depths):
         channels = width << stage
@@ -69,7 +69,9 @@ def block_model(family: Family, depths: tuple[int, ...], width: int) -> ModelGra
             start = len(nodes) - 1
             for kind in family.kinds:
                 edges.add((len(nodes) - 1, len(nodes)))
-                nodes.append(Node(kind=kind, detail=f"{channels}x{family.kernel}", size=channels**2 * family.kernel))
+                nodes.append(
+                    OperationLabel(kind=kind, detail=f"{channels}x{family.kernel}", size=channels**2 * family.kernel)
+                )
             edges.add((start, start + 1 + family.branch))
     return model_graph(nodes, edges)
 

@@ -59,7 +59,7 @@ from sirtaki.engine.tuning.cache import first_proposals
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry.cluster import Topology
-from sirtaki.registry.graph import ModelGraph, Node, layout_fingerprint, model_graph
+from sirtaki.registry.graph import ModelGraph, OperationLabel, layout_fingerprint, model_graph
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import JobRecord, Provenance, make_key
 from sirtaki.registry.warm_start import JobDescription, Neighbour, adapted_all, neighbours
@@ -106,7 +106,7 @@ CLEAR = 3.0  # standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TransferJob:
     """A network on a cluster, by name."""
 
     network: str
@@ -178,7 +178,7 @@ class Job:
         """Return the fingerprint of its gradients."""
         return layout_fingerprint(self.model.layout.sizes, self.model.layout.itemsize_bytes)
 
-    def others(self, scenario: str) -> list["Job"]:
+    def others(self, scenario: str) -> list["TransferJob"]:
         """Return the jobs in the registry for each scenario."""
         known = {
             "sibling": [replace(self, network=SIBLINGS[self.network])] if self.network in SIBLINGS else [],
@@ -192,11 +192,11 @@ class Job:
         return known[scenario] if scenario in known else [job for some in known.values() for job in some]
 
 
-def jobs(count: int) -> list[Job]:
+def jobs(count: int) -> list[TransferJob]:
     """Return the first `count` jobs. Neighbours in the list differ in fabric, size and network."""
     clusters = [(fabric, ranks) for ranks in RANKS for fabric in FABRICS]
     places = [(MODELS[i % len(MODELS)], *clusters[i % len(clusters)]) for i in range(count)]
-    return [Job(network=network, fabric=fabric, ranks=ranks) for network, fabric, ranks in places]
+    return [TransferJob(network=network, fabric=fabric, ranks=ranks) for network, fabric, ranks in places]
 
 
 def _contention(link: LinkModel) -> ContentionModel:
@@ -215,7 +215,7 @@ def _layers(network: str) -> ModelGraph:
     nodes = []
     for layer, parameters in groupby(NETWORKS[network](), key=lambda parameter: parameter.name.rpartition(".")[0]):
         sizes = [parameter.numel for parameter in parameters]
-        nodes.append(Node(kind=_kind(layer), detail=",".join(map(str, sizes)), size=sum(sizes)))
+        nodes.append(OperationLabel(kind=_kind(layer), detail=",".join(map(str, sizes)), size=sum(sizes)))
     return model_graph(nodes, pairwise(range(len(nodes))))
 
 
@@ -270,7 +270,7 @@ class Luck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WarmupOutcome:
     """One warm-up.
 
     Attributes:
@@ -279,7 +279,7 @@ class Outcome:
         tried: iterations spent on the registry's proposals.
     """
 
-    job: Job
+    job: TransferJob
     results: Sequence[SessionResult]
     tried: int
 
@@ -301,7 +301,7 @@ class Outcome:
         return min(self.found_at, BUDGET_ITERATIONS)
 
 
-def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
+def run(job: TransferJob, luck: Luck, seeds: Sequence[Knobs] = ()) -> WarmupOutcome:
     """Run one warm-up, which begins with the settings `seeds`."""
     rng = np.random.default_rng([luck.seed, 2])
     session = TuningSession(
@@ -320,10 +320,10 @@ def run(job: Job, luck: Luck, seeds: Sequence[Knobs] = ()) -> Outcome:
         if now.arm == REGISTRY_ARM and now.purpose is Purpose.TRIAL:
             tried += now.discarded_iterations + now.measured_iterations
         results.append(session.result)
-    return Outcome(job=job, results=results, tried=tried)
+    return WarmupOutcome(job=job, results=results, tried=tried)
 
 
-def _arm(job: Job, luck: Luck) -> Arm:
+def _arm(job: TransferJob, luck: Luck) -> Arm:
     """Return the bandit. Its planners plan only when they are asked, because most never are."""
     model = _measured(job, luck)
     return default_arms(
@@ -335,13 +335,13 @@ def _arm(job: Job, luck: Luck) -> Arm:
     )
 
 
-def _measured(job: Job, luck: Luck) -> PlanningModel:
+def _measured(job: TransferJob, luck: Luck) -> PlanningModel:
     """Return the planners' knowledge of this job."""
     return misjudged(job.model, noise=luck.noise, rng=np.random.default_rng([luck.seed, 1]))
 
 
 @cache
-def entry_of(job: Job, luck: Luck) -> JobRecord:
+def entry_of(job: TransferJob, luck: Luck) -> JobRecord:
     """Return the registry entry of a cold warm-up of another job."""
     result = run(job, luck).results[-1]
     return JobRecord(
@@ -360,7 +360,7 @@ def entry_of(job: Job, luck: Luck) -> JobRecord:
     )
 
 
-def proposals(job: Job, entries: Sequence[JobRecord], luck: Luck) -> list[Knobs]:
+def proposals(job: TransferJob, entries: Sequence[JobRecord], luck: Luck) -> list[Knobs]:
     """Return the first settings to try with these entries in the registry, by the same steps as in `sirtaki.torch`."""
     measured = _measured(job, luck)
     asked = JobDescription(
@@ -390,15 +390,15 @@ def _look_up(asked: JobDescription, entries: Sequence[JobRecord]) -> list[Neighb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class JobRuns:
     """Run all runs of one job in one process."""
 
-    job: Job
+    job: TransferJob
     seeds: tuple[int, ...]
     without_planners: bool
 
 
-def run_task(task: Task) -> list[dict[str, Any]]:
+def run_task(task: JobRuns) -> list[dict[str, Any]]:
     """Return a JSON-ready row per scenario, with and without planners; none if the default is near the optimum."""
     job = task.job
     if job.is_close(job.default):
@@ -499,7 +499,7 @@ def main() -> int:
     args = flags.parse_args()
     n_jobs, n_seeds = (8, 3) if args.quick else (args.jobs, args.seeds)
     seeds = tuple(range(args.seed, args.seed + n_seeds))
-    tasks = [Task(job=job, seeds=seeds, without_planners=args.without_planners) for job in jobs(n_jobs)]
+    tasks = [JobRuns(job=job, seeds=seeds, without_planners=args.without_planners) for job in jobs(n_jobs)]
     with processes(args.workers) as pool:
         runs = [row for rows in pool.map(run_task, tasks) for row in rows]
     rows = [

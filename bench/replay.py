@@ -51,7 +51,7 @@ from bench.lib.harness import Report, finish, parser
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
 from bench.lib.ranks import run_ranks, start
 from sirtaki.analysis import what_if
-from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
+from sirtaki.analysis.global_graph import MeanStepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import (
@@ -188,7 +188,7 @@ def _means(samples: list[list[float]]) -> list[float]:
 # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Job:
+class FinishedJob:
     """One finished job: its measured times, and its recordings."""
 
     def __init__(self, result: Mapping[str, Any], folder: Path) -> None:
@@ -217,11 +217,11 @@ class Job:
         return _means([_times(daydream(one, model)) for one, model in zip(self.histories, self.models, strict=True)])
 
 
-def _times(found: StepTimes) -> list[float]:
+def _times(found: MeanStepTimes) -> list[float]:
     return [found.iteration_s, found.forward_s, found.backward_s]
 
 
-def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> Job:
+def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> FinishedJob:
     """Run one job and read its recording."""
     with tempfile.TemporaryDirectory() as directory:
         options = {
@@ -236,7 +236,7 @@ def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None 
         }
         where: int | LabShape = ranks if case in ON_ONE_HOST else replace(shape or NETWORKS[case], nodes=ranks)
         env = None if case in ON_ONE_HOST else {"SIRTAKI_WARMUP_ITERATIONS": "30"}
-        return Job(run_ranks("bench.replay", where, options, env=env, timeout_s=JOB_TIMEOUT_S), Path(directory))
+        return FinishedJob(run_ranks("bench.replay", where, options, env=env, timeout_s=JOB_TIMEOUT_S), Path(directory))
 
 
 def measure(report: Report, case: str, model: str, args: Any) -> None:
@@ -266,7 +266,7 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
             slow = replace(shape, link_bits_per_s=shape.link_bits_per_s // 2)
             other = run(case, model, ranks, args, shape=slow)
 
-            def slower(job: JobModel, other: Job = other, slow: LabShape = slow) -> JobModel:
+            def slower(job: JobModel, other: FinishedJob = other, slow: LabShape = slow) -> JobModel:
                 return with_link(with_knobs(job, other.knobs), slow.link_bits_per_s / 8)
 
             _what_if(report, row, "half the link rate", job, slower, other.truth["base"])
@@ -285,7 +285,7 @@ def with_other_units(job: JobModel) -> JobModel:
 
 
 def _what_if(
-    report: Report, row: Mapping[str, Any], what: str, job: Job, change: Change, true: Sequence[float]
+    report: Report, row: Mapping[str, Any], what: str, job: FinishedJob, change: Change, true: Sequence[float]
 ) -> None:
     told, answers = job.replayed(change), job.answers(change)
     low_s, high_s = (statistics.fmean(getattr(one, name) for one in answers) for name in ("low_s", "high_s"))

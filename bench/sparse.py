@@ -50,7 +50,7 @@ DDP, HOROVOD, AUTO = "ddp", "horovod's rule", "auto"
 LEARNING_RATE = 1e-3
 
 
-class Net(nn.Module):
+class EmbeddingNet(nn.Module):
     """Embeddings whose rows feed a small dense layer."""
 
     def __init__(self, tables: Sequence[tuple[int, int]]) -> None:
@@ -83,12 +83,12 @@ class Batches:
         return self._pool[step % POOL]
 
 
-class Contender:
+class SparseContender:
     """One model, trained by SGD. Subclasses reduce the gradients."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
         torch.manual_seed(0)
-        self.model = Net(tables)
+        self.model = EmbeddingNet(tables)
         self.forward: nn.Module = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.batches, self.steps = batches, 0
@@ -115,7 +115,7 @@ class Contender:
         return found
 
 
-class Ddp(Contender):
+class SparseDdp(SparseContender):
     """PyTorch's DDP over Gloo."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
@@ -123,11 +123,11 @@ class Ddp(Contender):
         self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
 
-class HorovodsRule(Contender):
+class HorovodsRule(SparseContender):
     """Two all-gathers of the backward pass's result for each embedding; dense layers by grouped all-reduces."""
 
     def backward(self, step: int) -> None:
-        """See `Contender`."""
+        """See `SparseContender`."""
         import sirtaki.torch as hvd
 
         super().backward(step)
@@ -150,7 +150,7 @@ class HorovodsRule(Contender):
             gradient.copy_(mean)
 
 
-class Sirtaki(Contender):
+class SparseSirtaki(SparseContender):
     """A distributed optimizer whose rows use one algorithm, or the chosen one."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches, path: SparsePath | None) -> None:
@@ -164,12 +164,12 @@ class Sirtaki(Contender):
         self._reducer = reducers_of(here)[-1]
 
     def backward(self, step: int) -> None:
-        """See `Contender`."""
+        """See `SparseContender`."""
         super().backward(step)
         self.optimizer.synchronize()
 
     def step(self) -> None:
-        """See `Contender`."""
+        """See `SparseContender`."""
         self.optimizer.zero_grad()
         self.forward(self.batches[self.steps]).backward()
         self.optimizer.step()
@@ -195,11 +195,11 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     """Run the part of one rank: create the contenders, and alternate between them."""
     tables, n = SHAPES[options["shape"]]
     batches = Batches(tables, n, options["zipf"], comm.rank)
-    contenders: dict[str, Contender] = {DDP: Ddp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
-    contenders |= {path.value: Sirtaki(tables, batches, path) for path in SparsePath}
-    contenders[AUTO] = Sirtaki(tables, batches, None)
+    contenders: dict[str, SparseContender] = {DDP: SparseDdp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
+    contenders |= {path.value: SparseSirtaki(tables, batches, path) for path in SparsePath}
+    contenders[AUTO] = SparseSirtaki(tables, batches, None)
     for contender in contenders.values():
-        if isinstance(contender, Sirtaki):
+        if isinstance(contender, SparseSirtaki):
             contender.warm_up()
             contender.optimizer.zero_grad()
     reference = None
@@ -215,7 +215,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
     return {
         "samples": samples,
-        "ways": {name: each.describe() for name, each in contenders.items() if isinstance(each, Sirtaki)},
+        "ways": {name: each.describe() for name, each in contenders.items() if isinstance(each, SparseSirtaki)},
     }
 
 

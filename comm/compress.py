@@ -110,7 +110,7 @@ class Rounded:
 class Scheme(Protocol):
     """A way to add up vectors of all ranks roughly."""
 
-    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
+    def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Collective: `result` gets the sum of `unit.values` over the ranks times `scale`, the same bits on all.
 
         The values become what of the sum this rank owes: all ranks together the exact sum less the rough one, but for
@@ -120,18 +120,18 @@ class Scheme(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class CompressionInput:
     """A vector that is to be added up over the ranks, with the means to do so.
 
     Attributes:
         values: `(n,)` float32, of this rank.
-        pieces: of which parameters it has elements, see `Piece`.
+        pieces: of which parameters it has elements, see `MatrixSlice`.
         factors: what PowerSGD keeps of each piece, by its key.
         sent_bytes: by this rank until now.
     """
 
     values: torch.Tensor
-    pieces: Sequence[Piece]
+    pieces: Sequence[MatrixSlice]
     factors: dict[str, torch.Tensor]
     rank: int
     size: int
@@ -175,7 +175,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatrixSlice:
     """Elements `[start, stop)` of a unit that are some rows of a parameter, as a matrix of its outermost dimension.
 
     Attributes:
@@ -204,7 +204,7 @@ class Quantised:
 
     codec: Codec = field(default_factory=Blockwise)
 
-    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
+    def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Sums of what the codec keeps of each part; the values become this rank's rounding errors."""
         codec, me, size = self.codec, unit.rank, unit.size
         edges = [result.numel() * number // size for number in range(size + 1)]
@@ -238,7 +238,7 @@ class TopK:
                 f"topk takes the part of the numbers that is sent, above 0 and at most 1, not {self.ratio}"
             )
 
-    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
+    def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Sums of what each rank sends; what this rank does not send stays in the values."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
@@ -272,10 +272,10 @@ class PowerSgd:
         if self.rank < 1:
             raise ConfigError(f"powersgd takes a rank of at least 1, not {self.rank}")
 
-    def reduce(self, unit: Unit, result: torch.Tensor, scale: float) -> None:
+    def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Sums of matrices from one power iteration; the values become what this rank's matrices lack."""
         values, plain, end = unit.values, list[tuple[int, int]](), 0
-        blocks: list[tuple[Piece, torch.Tensor, torch.Tensor]] = []
+        blocks: list[tuple[MatrixSlice, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:
             matrix = values[piece.start : piece.stop].view(-1, piece.columns)
             rows, columns = matrix.shape
@@ -301,7 +301,7 @@ class PowerSgd:
             torch.mul(exact, scale, out=result[start:stop])
             values[start:stop] = 0.0
 
-    def _factor(self, unit: Unit, piece: Piece) -> torch.Tensor:
+    def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
         """The right factor of the step before; where there is none, or a useless one, the same noise on all ranks."""
         shape = (piece.columns, self.rank)
         known = unit.factors.get(piece.key)
@@ -342,7 +342,7 @@ def codec_of(name: str) -> Codec | None:
     return scheme.codec if isinstance(scheme, Quantised) else None
 
 
-def _summed(unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Collective: several tensors, each added up over the ranks, in one message."""
     if not tensors:
         return []
@@ -357,7 +357,7 @@ class Feedback:
 
     Attributes:
         owed: by the parameter's name, `(n,)` float32 in the order of memory.
-        factors: see `Unit`.
+        factors: see `CompressionInput`.
         loaded: it was replaced since units were laid out.
     """
 
@@ -386,7 +386,7 @@ class Feedback:
         self.factors |= {name: there.clone() for name, there in state["factors"].items()}
 
 
-class Laid(Protocol):
+class CompressibleGroup(Protocol):
     """The part of `FlatGroup` that compression uses."""
 
     layout: GradientLayout
@@ -428,14 +428,14 @@ class CompressedUnits:
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
         self._workers: dict[int, Worker] = {}  # by stream
         self._owed: dict[int, torch.Tensor] = {}
-        self._laid: dict[int, Laid] = {}
+        self._laid: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
         self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
         self._unsettled: set[tuple[int, int]] = set()  # not compressed any more, but still owed something
         self.measures = False
         self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
 
-    def lay_out(self, groups: Sequence[Laid], plans: Sequence[CommPlan]) -> None:
+    def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
         """With nothing under way: gradients lie in these buffers from now on, and leave by these plans."""
         self._feedback.factors.clear()  # they are of other pieces
         self._laid, self._plans = {id(group.buffer): group for group in groups}, list(plans)
@@ -531,7 +531,7 @@ class CompressedUnits:
         before = self._costs.get(stream, Cost())
         self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
 
-    def _end(self, group: Laid, stop: int) -> int:
+    def _end(self, group: CompressibleGroup, stop: int) -> int:
         """Where a unit's gradients end: control flags travel as they are."""
         layout = group.layout
         return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
@@ -554,7 +554,9 @@ class CompressedUnits:
         whole = float(torch.linalg.vector_norm(target, dtype=torch.float64)) if self.measures else math.nan
         owed.add_(target)
         pieces = [] if not isinstance(scheme, PowerSgd) else self._pieces(buffer, start, stop)
-        unit = Unit(owed, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream)
+        unit = CompressionInput(
+            owed, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream
+        )
         result = target if target.dtype is owed.dtype else torch.empty_like(owed)
         scheme.reduce(unit, result, scale)
         if not bool(owed.sum().isfinite()):
@@ -565,7 +567,7 @@ class CompressedUnits:
         if result is not target:
             target.copy_(result)
 
-    def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[Piece]:
+    def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
         """The pieces of all parameters of which `[start, stop)` has whole rows."""
         group, pieces = self._laid[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
@@ -576,7 +578,7 @@ class CompressedUnits:
             low = first + -(-max(0, start - first) // columns) * columns
             high = first + (min(end, stop) - first) // columns * columns
             if low < high:
-                pieces.append(Piece(f"{name}[{(low - first) // columns}:]", low - start, high - start, columns))
+                pieces.append(MatrixSlice(f"{name}[{(low - first) // columns}:]", low - start, high - start, columns))
         return pieces
 
     def close(self) -> bool:

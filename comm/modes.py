@@ -26,11 +26,11 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-class _State(threading.local):
+class _ThreadModes(threading.local):
     left_inference_mode = False
 
 
-_state = _State()
+_state = _ThreadModes()
 
 
 def script_is_in_inference_mode() -> bool:

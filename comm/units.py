@@ -119,7 +119,7 @@ class TensorReduction(TensorOperation):
 
 
 @dataclass(slots=True, eq=False)
-class _Unit:
+class _TensorUnit:
     """Elements `[low, high)` of a tensor, on their way."""
 
     reduction: TensorReduction
@@ -161,7 +161,7 @@ class UnitPipeline:
         self._waiting: deque[TensorReduction] = deque()
         self._position = 0  # in the first of those
         self._issued = 0
-        self._in_flight: deque[_Unit] = deque()
+        self._in_flight: deque[_TensorUnit] = deque()
         self._issuing = free_in_forked_children(threading.Lock())
         self._turn = free_in_forked_children(threading.Lock())  # of whoever waits for units
         self._error: CommError | None = None
@@ -261,7 +261,7 @@ class UnitPipeline:
                 self._position = 0
         return None
 
-    def _begin(self, reduction: TensorReduction, low: int, high: int) -> _Unit:
+    def _begin(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
                 reduction.source = reduction.source.clone()  # which is reduced in place
@@ -279,7 +279,7 @@ class UnitPipeline:
             stream=self._issued % self._streams,
             op=reduction.op,
         )
-        return _Unit(reduction, low, high, result, work)
+        return _TensorUnit(reduction, low, high, result, work)
 
     def _view(self, slots: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
         found = FlatBuffer(slots.tensor.view(dtype), tuple(peer.view(dtype) for peer in slots.peers))
@@ -322,7 +322,7 @@ class UnitPipeline:
         if problem is not None:
             self.fail(problem)
 
-    def _put_away(self, unit: _Unit) -> None:
+    def _put_away(self, unit: _TensorUnit) -> None:
         """Copies what belongs into the target, unless it is there."""
         reduction = unit.reduction
         if self._slots is None and reduction.target is reduction.source:

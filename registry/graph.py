@@ -62,7 +62,7 @@ MAX_NODES = 20_000
 MAX_EDGES = 60_000
 
 
-class Node(NamedTuple):
+class OperationLabel(NamedTuple):
     """What an operation is, from coarse to fine; a tuple, since graphs are matched by hashing thousands of them.
 
     Attributes:
@@ -79,7 +79,7 @@ class Node(NamedTuple):
         return f"{self.kind} {self.detail}".strip()
 
 
-def model_graph(nodes: Iterable[Node], edges: Iterable[tuple[int, int]] = ()) -> ModelGraph:
+def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]] = ()) -> ModelGraph:
     """The graph of these nodes, numbered from 0, which cannot be changed any more.
 
     Raises:
@@ -101,9 +101,9 @@ def model_graph(nodes: Iterable[Node], edges: Iterable[tuple[int, int]] = ()) ->
     return nx.freeze(graph)
 
 
-def labels(graph: ModelGraph) -> list[Node]:
+def labels(graph: ModelGraph) -> list[OperationLabel]:
     """What the nodes are, `(n_nodes,)`."""
-    found: list[Node] = graph.graph["labels"]
+    found: list[OperationLabel] = graph.graph["labels"]
     return found
 
 
@@ -152,7 +152,7 @@ class GraphJson(Struct, forbid_unknown_fields=True):
         """The graph; RegistryError where there is none."""
         if not self.directed:
             raise RegistryError("directed: a model's graph is")
-        return model_graph((Node(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
+        return model_graph((OperationLabel(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
 
 
 def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
@@ -223,7 +223,7 @@ MAX_ASSIGNED = 160
 MAX_BOUNDED = 600
 
 
-def node_cost(first: Node, second: Node) -> float:
+def node_cost(first: OperationLabel, second: OperationLabel) -> float:
     """Price of relabelling a node; a metric, so it never pays to go through a third label."""
     if first == second:
         return 0.0

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sirtaki.fields import MAX_LABEL_CHARS
 from sirtaki.uncompiled import something_is_compiled, unless_traced
 
-from .graph import ModelGraph, Node, model_graph, topological_order
+from .graph import ModelGraph, OperationLabel, model_graph, topological_order
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -54,7 +54,7 @@ class CapturedGraph:
         n_reached: parameters of interest that the output depends on.
     """
 
-    operations: Mapping[int, Operation]
+    operations: Mapping[int, AutogradNode]
     edges: Sequence[tuple[int, int]]
     missing: Sequence[tuple[int, ...]]
     n_reached: int
@@ -79,7 +79,7 @@ class CapturedGraph:
         return _coarse(operations, self.missing)
 
 
-class Operation(NamedTuple):
+class AutogradNode(NamedTuple):
     """An operation, or a parameter, in autograd's graph.
 
     Attributes:
@@ -109,7 +109,7 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
         if function not in found:
             found[function] = len(found)
             stack.append(function)
-    operations: dict[int, Operation] = {}
+    operations: dict[int, AutogradNode] = {}
     edges: list[tuple[int, int]] = []
     reached: set[int] = set()
     while stack:
@@ -117,12 +117,12 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
         number = found[function]
         variable = getattr(function, "variable", None)
         if variable is None:
-            operations[number] = Operation(re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2]))
+            operations[number] = AutogradNode(re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2]))
         elif id(variable) in parameters:
-            operations[number] = Operation("parameter", shapes=(tuple(variable.shape),))
+            operations[number] = AutogradNode("parameter", shapes=(tuple(variable.shape),))
             reached.add(id(variable))
         else:
-            operations[number] = Operation("parameter", others=(tuple(variable.shape),))
+            operations[number] = AutogradNode("parameter", others=(tuple(variable.shape),))
         for source, _ in function.next_functions:
             if source is None:
                 continue
@@ -199,14 +199,14 @@ def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> Model
     forward = operations.__class__()  # inputs were found last
     forward.add_nodes_from(reversed(list(operations)))
     forward.add_edges_from(operations.edges)
-    nodes: list[Node] = []
+    nodes: list[OperationLabel] = []
     ends: dict[int, tuple[int, int]] = {}
     edges: list[tuple[int, int]] = []
     for number in topological_order(forward):
         own, start = operations.nodes[number], len(nodes)
         if len(own["shapes"]) + len(own["others"]) > _OPAQUE_PARAMETERS:
             nodes.extend(_parameter_node(shape) for shape in own["shapes"])
-            nodes.extend(Node(kind="parameter", detail=_other_text(shape)) for shape in own["others"])
+            nodes.extend(OperationLabel(kind="parameter", detail=_other_text(shape)) for shape in own["others"])
         else:
             nodes.append(_operation_node(**own))
         ends[number] = start, len(nodes) - 1
@@ -218,16 +218,16 @@ def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> Model
 
 def _operation_node(
     kind: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]], tail: Sequence[str]
-) -> Node:
+) -> OperationLabel:
     # Sorted: a weight's and its bias' shape say the same in either order, and torch versions differ in it.
     texts = [*sorted(map(_shape_text, shapes)), *sorted(map(_other_text, others))]
     joined = "".join("+" + name for name in tail)
     detail = ",".join(texts)[:_MAX_DETAIL_CHARS] + joined[:_MAX_DETAIL_CHARS]
-    return Node(kind=kind[:200], detail=detail, size=sum(map(prod, shapes)))
+    return OperationLabel(kind=kind[:200], detail=detail, size=sum(map(prod, shapes)))
 
 
-def _parameter_node(shape: Sequence[int]) -> Node:
-    return Node(kind="parameter", detail=_shape_text(shape), size=prod(shape))
+def _parameter_node(shape: Sequence[int]) -> OperationLabel:
+    return OperationLabel(kind="parameter", detail=_shape_text(shape), size=prod(shape))
 
 
 def _other_text(shape: Sequence[int]) -> str:

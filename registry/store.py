@@ -287,9 +287,9 @@ class Store:
             )
             found = []
             for *columns, shape, body in rows:
-                hosts, shown = "?", _Shown()
+                hosts, shown = "?", _ListedBody()
                 with _skipping(f"entry {columns[0]}", logging.DEBUG):
-                    shown = parsed(_Shown, body)
+                    shown = parsed(_ListedBody, body)
                 with _skipping(f"entry {columns[0]}", logging.DEBUG):
                     hosts = parsed(ClusterShape, shape).describe()
                 named = dict(zip((column.name for column in _SUMMARY), columns, strict=True))
@@ -517,15 +517,15 @@ class Store:
             ) from err
 
 
-class _ShownKey(Struct, frozen=True):
+class _ListedKey(Struct, frozen=True):
     fixed: dict[str, str] = {}
     condition: str = ""
 
 
-class _Shown(Struct):
+class _ListedBody(Struct):
     """The part of a stored body that a list shows."""
 
-    key: _ShownKey = _ShownKey()
+    key: _ListedKey = _ListedKey()
     gain: Gain | None = None
 
 

@@ -25,7 +25,7 @@ from .graph import (
     EDGE_COST,
     NODE_COST,
     ModelGraph,
-    Node,
+    OperationLabel,
     distance,
     fingerprint,
     histogram_bounds,
@@ -105,8 +105,8 @@ def _by_size(item: tuple[tuple[str, int], int]) -> tuple[int, str]:
     return -ranks, detail
 
 
-def _host(detail_and_ranks: tuple[str, int]) -> Node:
-    return Node(kind="host", detail=detail_and_ranks[0], size=detail_and_ranks[1])
+def _host(detail_and_ranks: tuple[str, int]) -> OperationLabel:
+    return OperationLabel(kind="host", detail=detail_and_ranks[0], size=detail_and_ranks[1])
 
 
 def nearest(

@@ -109,7 +109,7 @@ Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
+class _Individual:
     index: Index  # on the lattice
     span_s: float
 
@@ -129,7 +129,7 @@ class PBTArm:
         self._lattice = KnobLattice(space)
         self._rng = rng
         self._size = max(2, min(population, len(self._lattice)))
-        self._members: list[_Member] = []
+        self._members: list[_Individual] = []
         self._known: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
@@ -153,7 +153,7 @@ class PBTArm:
             if len(self._members) == self._size and (trial.arm == self.name or trial.span_s < self._members[-1].span_s):
                 del self._members[-1]
             if len(self._members) < self._size:
-                self._members.append(_Member(index=index, span_s=trial.span_s))
+                self._members.append(_Individual(index=index, span_s=trial.span_s))
                 self._members.sort(key=lambda member: member.span_s)
 
     def _place(self, taken: set[Knobs]) -> Knobs | None:

@@ -33,14 +33,14 @@ class Activity(Enum):
 
 
 ALL_RANKS = -1
-"""`Node.rank` of what several ranks do together."""
+"""`ReplayNode.rank` of what several ranks do together."""
 
 NEVER = -1
-"""`Work.relieved_by` of what is never relieved."""
+"""`ResourceDemand.relieved_by` of what is never relieved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class SharedResource:
     """What several nodes use at the same time, in equal shares.
 
     Attributes:
@@ -73,11 +73,11 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ResourceDemand:
     """What a node needs of a server.
 
     Attributes:
-        server: its place in `Graph.servers`.
+        server: its place in `ReplayGraph.servers`.
         seconds: with the server to itself.
         jobs: as how many it counts there; each takes that long. What keeps a processor busy for a part of its time
             is a part of a job.
@@ -97,8 +97,8 @@ class Load:
     """What a node does to a server that does not serve it.
 
     Attributes:
-        server: its place in `Graph.servers`.
-        amount: what `Server.speed` is asked with, together with that of others.
+        server: its place in `ReplayGraph.servers`.
+        amount: what `SharedResource.speed` is asked with, together with that of others.
     """
 
     server: int
@@ -106,13 +106,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ReplayNode:
     """One thing that is done.
 
     It lasts `fixed_s`, and then until every server is done with its work.
 
     Attributes:
-        lane: its place in `Graph.lanes`; a lane takes up what is ready first, one at a time.
+        lane: its place in `ReplayGraph.lanes`; a lane takes up what is ready first, one at a time.
         activity: what it is.
         phase: of the step that it belongs to.
         rank: that does it, or `ALL_RANKS`.
@@ -130,7 +130,7 @@ class Node:
     iteration: int
     name: str = ""
     fixed_s: float = 0.0
-    works: tuple[Work, ...] = ()
+    works: tuple[ResourceDemand, ...] = ()
     loads: tuple[Load, ...] = ()
 
     @property
@@ -144,7 +144,7 @@ Edge = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
+class ReplayGraph:
     """Nodes, and what waits for what.
 
     Attributes:
@@ -157,10 +157,10 @@ class Graph:
         ReplayError: a number is no place, or a time is negative or not finite.
     """
 
-    nodes: Sequence[Node]
+    nodes: Sequence[ReplayNode]
     edges: Sequence[Edge]
     lanes: Sequence[str]
-    servers: Sequence[Server] = field(default=())
+    servers: Sequence[SharedResource] = field(default=())
 
     def __post_init__(self) -> None:
         count = len(self.nodes)
@@ -190,7 +190,7 @@ class FairShare:
 
     __slots__ = ("_at_s", "_clock", "_ends", "_jobs", "_load", "_server", "_share", "next_s")
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: SharedResource) -> None:
         self._server = server
         self._ends: list[tuple[float, int, float]] = []  # heap of (clock at which it ends, job, as how many it counts)
         self._jobs, self._load, self._share = 0.0, 0.0, 1.0
@@ -268,22 +268,24 @@ class SharedHost:
             raise TuningError(f"a host needs ranks, processors and threads, not {self}")
 
     @property
-    def server(self) -> Server:
+    def server(self) -> SharedResource:
         """N jobs get n processors' work done, until there are no more."""
         whole = int(self.processors)
         totals = tuple(float(count) for count in range(1, whole + 1))
-        return Server(name="processors", totals=totals if self.processors == whole else (*totals, self.processors))
+        return SharedResource(
+            name="processors", totals=totals if self.processors == whole else (*totals, self.processors)
+        )
 
-    def computation(self, server: int, seconds: float) -> Work:
+    def computation(self, server: int, seconds: float) -> ResourceDemand:
         """Of each rank, what took that long while all ranks computed."""
         jobs = self.ranks * self.threads
-        return Work(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
+        return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
-    def unit(self, server: int, seconds: float, busy: float) -> Work:
+    def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
         """What takes that long by itself, while each rank keeps so many processors busy."""
         # What is probed alone has had to share already where ranks are busier than there are processors.
         jobs = self.ranks * busy
-        return Work(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
+        return ResourceDemand(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
 
 
 START = -1
@@ -305,7 +307,7 @@ class Replay:
             one before it on its lane; `START` = none.
     """
 
-    graph: Graph
+    graph: ReplayGraph
     ready_s: tuple[float, ...]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
@@ -317,7 +319,7 @@ class Replay:
         return max(self.end_s, default=0.0)
 
 
-def replay(graph: Graph) -> Replay:
+def replay(graph: ReplayGraph) -> Replay:
     """Plays the graph from time 0 on.
 
     Raises:
@@ -340,7 +342,7 @@ def replay(graph: Graph) -> Replay:
 class _Run:
     """The event loop's state; `left` counts nodes that have not ended."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: ReplayGraph) -> None:
         count = len(graph.nodes)
         self.graph, self.left = graph, count
         self.ready_s, self.start_s, self.end_s = [0.0] * count, [-1.0] * count, [-1.0] * count
@@ -396,7 +398,7 @@ class _Run:
             server.begin(now_s, index, self._seconds(index, work), work.jobs)
             self._expect(work.server)
 
-    def _seconds(self, index: int, work: Work) -> float:
+    def _seconds(self, index: int, work: ResourceDemand) -> float:
         if work.relieved_by == NEVER:
             return work.seconds
         if self.end_s[work.relieved_by] >= 0:

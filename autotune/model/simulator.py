@@ -15,7 +15,19 @@ from sirtaki.measures import LinkModel
 
 from ..knobs import Cut, Knobs
 from .fits import ContentionModel
-from .replayer import ALL_RANKS, Activity, Edge, Graph, Load, Node, Phase, Server, SharedHost, Work, replay
+from .replayer import (
+    ALL_RANKS,
+    Activity,
+    Edge,
+    Load,
+    Phase,
+    ReplayGraph,
+    ReplayNode,
+    ResourceDemand,
+    SharedHost,
+    SharedResource,
+    replay,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +145,11 @@ class SimulatedIteration:
         return self.forward_s + self.end_s
 
 
-def link_servers(link: LinkModel) -> list[Server]:
+def link_servers(link: LinkModel) -> list[SharedResource]:
     """What units share of a link: its throughput, and what hands messages to it; at `LINK` and `MESSAGES`."""
     rates = link.throughput
-    shared = Server(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
-    return [shared, Server(name="messages", totals=(1.0,))]
+    shared = SharedResource(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
+    return [shared, SharedResource(name="messages", totals=(1.0,))]
 
 
 class Simulator:
@@ -196,7 +208,7 @@ class Simulator:
             forward_s=self.profile.forward_s,
         )
 
-    def _graph(self, plan: CommPlan) -> Graph:
+    def _graph(self, plan: CommPlan) -> ReplayGraph:
         """Pieces of the backward pass between moments at which units can be issued, and behind them the units."""
         offsets = self.layout.offsets
         needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
@@ -207,22 +219,22 @@ class Simulator:
         edges += [(place_of[moment_s], len(pieces) + number, 0.0) for number, moment_s in enumerate(needed_s)]
         units = self._units(plan, last_piece=len(pieces) - 1)
         lanes = ["computation", *(f"stream {stream}" for stream in range(plan.streams))]
-        return Graph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
+        return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
-    def _servers(self) -> list[Server]:
+    def _servers(self) -> list[SharedResource]:
         """What computation and units share: the link, what hands messages to it, and the processors."""
         if self.host is not None:
             return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed
-        return [*link_servers(self.link), Server(name="processors", totals=(1.0,), speed=speed)]
+        return [*link_servers(self.link), SharedResource(name="processors", totals=(1.0,), speed=speed)]
 
-    def _piece(self, seconds: float) -> Node:
-        works: tuple[Work, ...] = ()
+    def _piece(self, seconds: float) -> ReplayNode:
+        works: tuple[ResourceDemand, ...] = ()
         if self.host is not None:
             works = (self.host.computation(PROCESSORS, seconds),)
         elif self.contention is not None:
-            works = (Work(server=PROCESSORS, seconds=seconds),)
-        return Node(
+            works = (ResourceDemand(server=PROCESSORS, seconds=seconds),)
+        return ReplayNode(
             lane=0,
             activity=Activity.COMPUTE,
             phase=Phase.BACKWARD,
@@ -232,12 +244,12 @@ class Simulator:
             works=works,
         )
 
-    def _units(self, plan: CommPlan, *, last_piece: int) -> list[Node]:
+    def _units(self, plan: CommPlan, *, last_piece: int) -> list[ReplayNode]:
         nodes = []
         for unit in plan.units:
             fixed_s, works, loads = self._unit(unit, last_piece)
             nodes.append(
-                Node(
+                ReplayNode(
                     lane=1 + unit.stream,
                     activity=Activity.UNIT,
                     phase=Phase.OTHER,
@@ -250,20 +262,20 @@ class Simulator:
             )
         return nodes
 
-    def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[Work, ...], tuple[Load, ...]]:
+    def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[ResourceDemand, ...], tuple[Load, ...]]:
         """Start-up, and what it needs of servers and does to them."""
         link, model = self.link, self.contention
         n_bytes = unit.numel * self.layout.itemsize_bytes
         if self.host is not None:
             moving_s = n_bytes * link.beta_s_per_byte
             processing = self.host.unit(PROCESSORS, link.alpha_s + link.host_s + moving_s, link.busy)
-            return 0.0, (Work(server=LINK, seconds=moving_s), processing), ()
-        messages = (Work(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
+            return 0.0, (ResourceDemand(server=LINK, seconds=moving_s), processing), ()
+        messages = (ResourceDemand(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
         if model is None:
-            return link.alpha_s, (Work(server=LINK, seconds=n_bytes * link.beta_s_per_byte), *messages), ()
+            return link.alpha_s, (ResourceDemand(server=LINK, seconds=n_bytes * link.beta_s_per_byte), *messages), ()
         threads = unit.threads or model.default_threads
         overlapped = model.overlapped.bytes_per_s(threads)
-        sending = Work(
+        sending = ResourceDemand(
             server=LINK,
             seconds=n_bytes / overlapped,
             relieved_by=last_piece,
@@ -318,15 +330,15 @@ class _Cycle:
         self._units, self._link = units, link
         streams = dict.fromkeys((unit.route, unit.stream) for unit in units)
         self._lane_of = {stream: place for place, stream in enumerate(streams, start=1)}
-        self._nodes, self._edges = list[Node](), list[Edge]()
+        self._nodes, self._edges = list[ReplayNode](), list[Edge]()
         self._computed: int | None = None  # the last piece
         self._under_way: list[int] = []  # the units of the iteration before
         self.ends: list[int] = []
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> ReplayGraph:
         lanes = ["computation", *(f"stream {lane}" for lane in self._lane_of.values())]
-        return Graph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=link_servers(self._link))
+        return ReplayGraph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=link_servers(self._link))
 
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
         """Pieces between the moments in which units of the iteration before are waited for."""
@@ -358,19 +370,19 @@ class _Cycle:
     def _compute(self, iteration: int, phase: Phase, seconds: float) -> int:
         place = len(self._nodes)
         self._nodes.append(
-            Node(lane=0, activity=Activity.COMPUTE, phase=phase, rank=0, iteration=iteration, fixed_s=seconds)
+            ReplayNode(lane=0, activity=Activity.COMPUTE, phase=phase, rank=0, iteration=iteration, fixed_s=seconds)
         )
         if self._computed is not None:
             self._edges.append((self._computed, place, 0.0))
         self._computed = place
         return place
 
-    def _sent(self, iteration: int, unit: ScheduledUnit, lane: int) -> Node:
+    def _sent(self, iteration: int, unit: ScheduledUnit, lane: int) -> ReplayNode:
         link = self._link
-        works = [Work(server=LINK, seconds=unit.n_bytes * link.beta_s_per_byte)]
+        works = [ResourceDemand(server=LINK, seconds=unit.n_bytes * link.beta_s_per_byte)]
         if link.host_s > 0.0:
-            works.append(Work(server=MESSAGES, seconds=link.host_s))
-        return Node(
+            works.append(ResourceDemand(server=MESSAGES, seconds=link.host_s))
+        return ReplayNode(
             lane=lane,
             activity=Activity.UNIT,
             phase=Phase.OTHER,

@@ -5,5 +5,5 @@
     bench/gpu.sh --dry-run               all of them without a GPU: streams are threads, NCCL is Gloo
 
 `parts` lists the parts, `runner` starts their ranks and writes the results, `place` is the GPU as the parts see it. A
-part is a function that gets a `Run`, calls Sirtaki, and reports checks and figures.
+part is a function that gets a `RankRun`, calls Sirtaki, and reports checks and figures.
 """

@@ -54,7 +54,7 @@ class OneRank:
         self.place.device.synchronise()
 
 
-class Ddp(OneRank):
+class GpuDdp(OneRank):
     """PyTorch's DistributedDataParallel. `open_group` comes first."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:
@@ -101,7 +101,7 @@ class Optimizer(OneRank):
         gc.collect()
 
 
-class Attached(Ddp):
+class GpuAttached(GpuDdp):
     """DistributedDataParallel with `sirtaki.torch.ddp.attach`."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:

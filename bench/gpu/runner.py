@@ -38,13 +38,13 @@ PORTS = ("MASTER_PORT", "BENCH_GPU_GROUP_PORT")
 
 
 class SkippedError(Exception):
-    """A part cannot run here. Raised by `Run.skip`."""
+    """A part cannot run here. Raised by `RankRun.skip`."""
 
 
 # ── one rank of a part ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Run:
+class RankRun:
     """One rank of a part that runs.
 
     Attributes:
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ProcessEnd:
     """How a rank ended.
 
     Attributes:
@@ -160,15 +160,15 @@ class End:
     output: str
 
 
-Judge = Callable[[dict[str, Any], Sequence[End]], None]
+Judge = Callable[[dict[str, Any], Sequence[ProcessEnd]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BenchPart:
     """One part.
 
     Attributes:
-        name: as in `--only`; its module is `bench.gpu.parts.NAME`, with a function `run(run: Run)`.
+        name: as in `--only`; its module is `bench.gpu.parts.NAME`, with a function `run(run: RankRun)`.
         limit_s: after so long it is ended.
         ranks: so many processes share the GPU.
         env: of its ranks.
@@ -191,17 +191,17 @@ NCCL = {"SIRTAKI_TRANSPORT": "nccl"}
 """NCCL carries gradients although ranks share a GPU."""
 
 PARTS = (
-    Part(name="environment", limit_s=15),
-    Part(name="communicators", limit_s=20),
-    Part(name="order", limit_s=45),
-    Part(name="synchronisation", limit_s=20, env=UNTUNED),
-    Part(name="two_ranks", limit_s=80, ranks=2, mps=True, env=NCCL | {"SIRTAKI_WARMUP_ITERATIONS": "30"}),
-    Part(name="kernels", limit_s=30, ranks=2, mps=True, env=NCCL | UNTUNED),
-    Part(name="steps", limit_s=60, env=UNTUNED),
-    Part(name="memory", limit_s=20, env=UNTUNED),
+    BenchPart(name="environment", limit_s=15),
+    BenchPart(name="communicators", limit_s=20),
+    BenchPart(name="order", limit_s=45),
+    BenchPart(name="synchronisation", limit_s=20, env=UNTUNED),
+    BenchPart(name="two_ranks", limit_s=80, ranks=2, mps=True, env=NCCL | {"SIRTAKI_WARMUP_ITERATIONS": "30"}),
+    BenchPart(name="kernels", limit_s=30, ranks=2, mps=True, env=NCCL | UNTUNED),
+    BenchPart(name="steps", limit_s=60, env=UNTUNED),
+    BenchPart(name="memory", limit_s=20, env=UNTUNED),
     # Without MPS, whose server need not survive that a client is killed.
-    Part(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
-    Part(name="eager", limit_s=20, ranks=2, mps=True),
+    BenchPart(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
+    BenchPart(name="eager", limit_s=20, ranks=2, mps=True),
 )
 """In this order. Their limits add up to 330 s."""
 
@@ -231,13 +231,13 @@ class Runner:
         self.lines = folder / "results.jsonl"
         self._mps: MultiProcessService | None = None
 
-    def run(self, part: Part) -> dict[str, Any] | None:
+    def run(self, part: BenchPart) -> dict[str, Any] | None:
         """Run a part and append its line. Return the line; None in the process of a rank that has ended its part."""
         with ReservedPorts(len(PORTS)) as reserved:
             ports = {name: str(reserved.first + number) for number, name in enumerate(PORTS)}
             return self._run(part, EVERY_RANK | dict(part.env) | ports)
 
-    def _run(self, part: Part, environment: dict[str, str]) -> dict[str, Any] | None:
+    def _run(self, part: BenchPart, environment: dict[str, str]) -> dict[str, Any] | None:
         begin_s, limit_s = time.monotonic(), part.limit_s * self._slack
         if part.mps and not self._dry:
             self._mps = self._mps or MultiProcessService(self.folder / "mps")
@@ -269,7 +269,7 @@ class Runner:
 
     # ── in the process of a rank ─────────────────────────────────────────────────────────────────────────────────
 
-    def _become_rank(self, part: Part, rank: int, environment: Mapping[str, str]) -> None:
+    def _become_rank(self, part: BenchPart, rank: int, environment: Mapping[str, str]) -> None:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         own = {"NCCL_HOSTID": f"rank{rank}"} if part.ranks > 1 else {}
@@ -282,11 +282,11 @@ class Runner:
         os.dup2(output, 2)
         sys.argv[:] = [f"bench.gpu {part.name}"]
 
-    def _run_rank(self, part: Part, rank: int, limit_s: float) -> None:
+    def _run_rank(self, part: BenchPart, rank: int, limit_s: float) -> None:
         """Run the part's function. What it raises ends this process as it would end a script."""
         path = self.folder / f"{part.name}.{rank}.found"
         place = open_place(self.folder, dry=self._dry)
-        run = Run(part.name, place, rank=rank, size=part.ranks, limit_s=limit_s, path=path)
+        run = RankRun(part.name, place, rank=rank, size=part.ranks, limit_s=limit_s, path=path)
         run.report.settings = {"ranks": part.ranks, **({} if rank else place.facts())}
         run.write()
         try:
@@ -305,13 +305,15 @@ class Runner:
 
     # ── in the runner ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _wait(self, part: Part, children: dict[int, int], deadline_s: float) -> tuple[list[End | None], bool]:
+    def _wait(
+        self, part: BenchPart, children: dict[int, int], deadline_s: float
+    ) -> tuple[list[ProcessEnd | None], bool]:
         """Wait for the ranks. At the deadline less some seconds they get SIGINT, at the deadline SIGKILL.
 
         Returns:
             How each rank ended, None if it was killed; and whether they ended by themselves.
         """
-        ends: list[End | None] = [None] * len(children)
+        ends: list[ProcessEnd | None] = [None] * len(children)
         left, interrupted = dict(children), False
         while left:
             for pid in list(left):
@@ -319,7 +321,7 @@ class Runner:
                 if done:
                     rank = left.pop(pid)
                     output = (self.folder / f"{part.name}.{rank}.txt").read_text(errors="replace")
-                    ends[rank] = End(os.waitstatus_to_exitcode(status), time.monotonic(), output)
+                    ends[rank] = ProcessEnd(os.waitstatus_to_exitcode(status), time.monotonic(), output)
             now_s = time.monotonic()
             if now_s > deadline_s:
                 for pid in left:
@@ -333,7 +335,9 @@ class Runner:
             time.sleep(0.02)
         return ends, not interrupted
 
-    def _line(self, part: Part, ends: Sequence[End | None], seconds: float, *, in_time: bool) -> dict[str, Any]:
+    def _line(
+        self, part: BenchPart, ends: Sequence[ProcessEnd | None], seconds: float, *, in_time: bool
+    ) -> dict[str, Any]:
         """Judge a part by what its ranks have written and by how they have ended."""
         reports = [self.folder / f"{part.name}.{rank}.found" for rank in range(part.ranks)]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in reports]

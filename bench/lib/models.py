@@ -81,7 +81,7 @@ class EmulatedModel(nn.Module):
         return activation
 
 
-class _Device:
+class _EmulatedDevice:
     """An asynchronous device like a GPU. The program sleeps so as not to run far ahead of it."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class LayeredModel(nn.Module):
         super().__init__()
         shares = list(reversed(work.compute_shares))
         self.durations_s = [2 / 3 * compute_s * share for share in shares]
-        self.gradient_value, self.device = gradient_value, _Device()
+        self.gradient_value, self.device = gradient_value, _EmulatedDevice()
         self.body = nn.Sequential(
             *(
                 _EmulatedLayer(self, index, size, compute_s / 3 * share)
@@ -182,7 +182,7 @@ def small_conv(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(8, 3, 32, 32, generator=generator)
 
 
-class _Block(nn.Module):
+class _GptBlock(nn.Module):
     """A block of GPT-2."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -228,7 +228,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.elsewhere_s = elsewhere_s
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(_GptBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Parameter:
 
 
 @dataclass(slots=True)
-class _Net:
+class _NetBuilder:
     """Collects parameters while a construction rule iterates over its layers."""
 
     parameters: list[Parameter] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Net:
 
 def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
     """Simonyan & Zisserman; `depths` are the convolutions of each block."""
-    net = _Net()
+    net = _NetBuilder()
     channels_in = 3
     for block, (channels, depth) in enumerate(zip((64, 128, 256, 512, 512), depths, strict=True)):
         for layer in range(depth):
@@ -90,7 +90,7 @@ def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
 
 def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
     """He et al. with bottleneck blocks; `depths` are the blocks of each stage."""
-    net = _Net()
+    net = _NetBuilder()
     net.conv_norm("stem", 3, 64, 7, 112)
     channels_in = 64
     for stage, depth in enumerate(depths):
@@ -110,7 +110,7 @@ def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
 
 def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
     """Huang et al., growth 32, bottleneck 4; `depths` are the layers of each block."""
-    growth, net = 32, _Net()
+    growth, net = 32, _NetBuilder()
     net.conv_norm("stem", 3, 64, 7, 112)
     channels, side = 64, 56
     for block, depth in enumerate(depths):
@@ -132,7 +132,7 @@ def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
 
 def inception_v4() -> list[Parameter]:
     """Szegedy et al., figures 3 to 9; 224 × 224 input as in the ASC-WFBP paper."""
-    net = _Net()
+    net = _NetBuilder()
 
     def branch(name: str, channels_in: int, side: int, *layers: tuple[int, int | tuple[int, int]]) -> None:
         for index, (channels, kernel) in enumerate(layers):
@@ -181,7 +181,7 @@ def inception_v4() -> list[Parameter]:
 
 def xception() -> list[Parameter]:
     """Chollet, figure 5; 299 × 299 input."""
-    net = _Net()
+    net = _NetBuilder()
 
     def separable(name: str, channels_in: int, channels_out: int, side: int) -> None:
         net.add(f"{name}.depthwise.weight", channels_in * 9, MEMORY_BOUND_MACS * channels_in * side * side)
@@ -214,7 +214,7 @@ def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
     The tied weight's gradient is complete only after the embedding's backward pass, so it comes last; the decoder's
     multiplications are charged to the decoder's bias.
     """
-    vocabulary, net = 30522, _Net()
+    vocabulary, net = 30522, _NetBuilder()
     touched = MEMORY_BOUND_MACS * hidden * tokens
     net.add("embeddings.word", vocabulary * hidden, touched)
     net.add("embeddings.position", 512 * hidden, touched)
@@ -239,7 +239,7 @@ def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
 
 def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Parameter]:
     """Radford et al., here the small one, as `transformers.GPT2LMHeadModel`; the head is the tied word embedding."""
-    vocabulary, net = 50257, _Net()
+    vocabulary, net = 50257, _NetBuilder()
     touched = MEMORY_BOUND_MACS * hidden * tokens
     net.add("wte", vocabulary * hidden, touched)
     net.add("wpe", 1024 * hidden, touched)

@@ -30,12 +30,12 @@ from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.operations import (
     ALIGNED_BYTES,
     DIGEST_BYTES,
-    Kind,
-    Message,
+    CollectiveKind,
     OpenLanes,
-    Presence,
+    PendingReport,
     Progress,
     Ranks,
+    RoundMessage,
     Signature,
     Slot,
     batches,
@@ -48,7 +48,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import FailureBoard, caused
 from sirtaki.comm.control.plane import ControlPlane, gather
 from sirtaki.comm.control.waiting import WAIT_SLICE_S, wait_for, wait_for_work
-from sirtaki.comm.control.watchdog import Wait, Watchdog
+from sirtaki.comm.control.watchdog import PendingWait, Watchdog
 from sirtaki.comm.device import cuda_device
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.recorder import TracedOperation
@@ -222,14 +222,14 @@ class Pending:
             self._changed.notify()
             return self._join
 
-    def oldest_wait(self) -> Wait | None:
+    def oldest_wait(self) -> PendingWait | None:
         """What has been pending the longest."""
         works = [work for work in list(self._works.values()) if not work.signature.problem]
         if works:
             oldest = min(works, key=lambda work: work.submitted_s)
-            return Wait(what=f"operation {oldest.signature.name!r}{self.where}", since_s=oldest.submitted_s)
+            return PendingWait(what=f"operation {oldest.signature.name!r}{self.where}", since_s=oldest.submitted_s)
         if self._join is not None:
-            return Wait(what=f"join(){self.where}", since_s=self.moved_s)
+            return PendingWait(what=f"join(){self.where}", since_s=self.moved_s)
         return None
 
     def describe(self) -> str:
@@ -253,7 +253,7 @@ class Pending:
             with self._lock:
                 self._changed.notify()
 
-    def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], Presence] | None:
+    def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], PendingReport] | None:
         """After a pause, which anything new ends, what there is by name, and what to say of it; None if nothing is."""
         with self._lock:
             if pause_s:
@@ -261,7 +261,7 @@ class Pending:
             if not self._has_business():
                 return None
             joined = None if self._join is None else self._progress
-            return self._works.copy(), Presence(joined=joined, closing=self._closing, unnamed=self._unnamed)
+            return self._works.copy(), PendingReport(joined=joined, closing=self._closing, unnamed=self._unnamed)
 
     def remove(self, works: Sequence[EagerWork]) -> None:
         """These have been performed."""
@@ -342,9 +342,9 @@ class Rounds:
         self._names = NameSlots()
         self._joined: dict[int, int] = {}  # rank → its number of unnamed operations
         self._join_told = False  # the other ranks know that this one has joined
-        self._message = Message(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
+        self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
-    def run(self, works: Mapping[str, EagerWork], mine: Presence) -> bool:
+    def run(self, works: Mapping[str, EagerWork], mine: PendingReport) -> bool:
         """Collective: one round; True if anything was performed or refused.
 
         Args:
@@ -375,7 +375,7 @@ class Rounds:
 
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
 
-    def _digest(self, works: Iterable[EagerWork], mine: Presence) -> int:
+    def _digest(self, works: Iterable[EagerWork], mine: PendingReport) -> int:
         """Of all that is pending; 0 = it must not be taken for any other rank's."""
         if mine.joined is not None or mine.closing:
             return 0
@@ -386,7 +386,7 @@ class Rounds:
             digest += work.signature.digest
         return digest & _ALL_ONES
 
-    def _bits(self, works: Mapping[str, EagerWork], mine: Presence) -> int:
+    def _bits(self, works: Mapping[str, EagerWork], mine: PendingReport) -> int:
         """Return one bit for each known name, above a lowest bit that is set if this rank sends nothing else."""
         bits, known = 0, not mine.closing
         for work in works.values():
@@ -424,11 +424,13 @@ class Rounds:
         same = (1 << 2 * _DIGEST_BITS) - 1
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
-    def _exchange(self, works: Mapping[str, EagerWork], mine: Presence) -> dict[str, Signature]:
+    def _exchange(self, works: Mapping[str, EagerWork], mine: PendingReport) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
         self._join_told = mine.joined is not None
         signatures = [work.signature for work in works.values()]
-        gathered: list[Presence] = gather(msgspec.structs.replace(mine, signatures=signatures), comm=self._messages)
+        gathered: list[PendingReport] = gather(
+            msgspec.structs.replace(mine, signatures=signatures), comm=self._messages
+        )
         self.ended = all(presence.closing for presence in gathered)
         everybody = dict(zip(self._members, gathered, strict=True))
         newly_joined = [
@@ -506,7 +508,7 @@ class Rounds:
         for work in mine:
             work.finish(error)
 
-    def _end_join(self, mine: Presence) -> bool:
+    def _end_join(self, mine: PendingReport) -> bool:
         """If all ranks have joined, they all know it from the same exchange, and start anew together."""
         if mine.joined is None or len(self._joined) < self._size:
             return False
@@ -702,7 +704,9 @@ class SparseSum:
         self._works = []
         for part, entries in parts.items():
             full = engine.pending.next_name("allgather") if name is None else f"allgather.{name}.{part}"
-            signature = Signature.of([entries], name=full, kind=Kind.ALLGATHER, once=name is None, by_all=by_all)
+            signature = Signature.of(
+                [entries], name=full, kind=CollectiveKind.ALLGATHER, once=name is None, by_all=by_all
+            )
             self._works.append(engine.submit(signature, [entries]))
 
     def wait(self, interrupted: Callable[[], bool] | None) -> bool:

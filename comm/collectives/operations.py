@@ -48,7 +48,7 @@ FUSIBLE_BYTES = 256 * 1024
 """A tensor larger than this gains nothing from company."""
 
 
-class Kind(Enum):
+class CollectiveKind(Enum):
     """Eager operations."""
 
     ALLREDUCE = "ALLREDUCE"
@@ -59,7 +59,7 @@ class Kind(Enum):
     BARRIER = "BARRIER"
 
 
-RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
+RAGGED = (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL)
 """Operations whose tensors may differ between ranks in their first dimension."""
 
 ADASUM = "adasum"
@@ -83,7 +83,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
 
     name: str
-    kind: Kind
+    kind: CollectiveKind
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     op: str = ""
@@ -95,7 +95,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     problem: str = ""
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: Kind, **rest: Any) -> Signature:
+    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: CollectiveKind, **rest: Any) -> Signature:
         """This rank's side of an operation on these tensors; `rest` are further fields (hence Any).
 
         Raises:
@@ -139,12 +139,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def needs_data(self) -> bool:
         """A rank that has joined cannot take part."""
-        return self.kind is not Kind.ALLREDUCE and not self.by_all
+        return self.kind is not CollectiveKind.ALLREDUCE and not self.by_all
 
     @cached_property
     def may_be_carried(self) -> bool:
         """The tensors are small, and what all ranks send is enough to compute the result."""
-        kinds = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER)
+        kinds = (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.BARRIER)
         return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
 
     @cached_property
@@ -223,7 +223,7 @@ Progress = tuple[int, ...]
 """How far a rank has got; of those that join between the same two rounds, the one that has got farthest joins last."""
 
 
-class Presence(msgspec.Struct, frozen=True, kw_only=True):
+class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank says of itself when the ranks exchange what they have pending.
 
     Attributes:
@@ -248,7 +248,9 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
     filled_bytes: dict[object, int] = {}
     for name in sorted(ready):
         signature = ready[name]
-        size_bytes = signature.size_bytes if signature.kind is Kind.ALLREDUCE and signature.op != ADASUM else None
+        size_bytes = (
+            signature.size_bytes if signature.kind is CollectiveKind.ALLREDUCE and signature.op != ADASUM else None
+        )
         if size_bytes is None or size_bytes > FUSIBLE_BYTES:
             yield [name]
             continue
@@ -549,7 +551,7 @@ class Slot(NamedTuple):
     end: int
 
 
-class Message:
+class RoundMessage:
     """What each rank sends in a round: a head, and tensors behind it.
 
     Attributes:
@@ -581,7 +583,7 @@ class Message:
             slots = []
             for tensor in tensors:
                 dtype = tensor.dtype
-                if signature.kind is Kind.ALLREDUCE:
+                if signature.kind is CollectiveKind.ALLREDUCE:
                     dtype = _WIRE_DTYPES.get(dtype, dtype)
                 slot = self._slots.get((begin, tensor.shape, dtype)) or self._slot(begin, tensor.shape, dtype)
                 if slot is None:
@@ -616,7 +618,7 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Seque
     """
     results = []
     for tensor, slot in zip(inputs, slots, strict=True):
-        if signature.kind is Kind.BROADCAST:
+        if signature.kind is CollectiveKind.BROADCAST:
             results.append(slot.gathered[signature.root].clone())
             continue
         combine, first, rest = _COMBINATIONS[signature.op], slot.gathered[0], slot.gathered[1:]
@@ -646,11 +648,11 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-PERFORMERS: dict[Kind, Callable[[Signature, Tensors, Ranks], Tensors]] = {
-    Kind.ALLREDUCE: _all_reduce,
-    Kind.BROADCAST: _broadcast,
-    Kind.BARRIER: _barrier,
-    Kind.ALLGATHER: _all_gather,
-    Kind.ALLTOALL: _all_to_all,
-    Kind.REDUCESCATTER: _reduce_scatter,
+PERFORMERS: dict[CollectiveKind, Callable[[Signature, Tensors, Ranks], Tensors]] = {
+    CollectiveKind.ALLREDUCE: _all_reduce,
+    CollectiveKind.BROADCAST: _broadcast,
+    CollectiveKind.BARRIER: _barrier,
+    CollectiveKind.ALLGATHER: _all_gather,
+    CollectiveKind.ALLTOALL: _all_to_all,
+    CollectiveKind.REDUCESCATTER: _reduce_scatter,
 }

@@ -49,7 +49,7 @@ _HEADER = struct.Struct("<BBxxIQQ")
 HEADER_BYTES = _HEADER.size
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is for."""
 
     DATA = 1
@@ -64,7 +64,7 @@ class Kind(IntEnum):
     """The sender needs the receiver no more; nothing comes after this."""
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(FrameKind)
 
 
 class Header(NamedTuple):
@@ -84,7 +84,7 @@ class Header(NamedTuple):
     length: int
 
 
-def encode(kind: Kind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
+def encode(kind: FrameKind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
     """The header of a frame."""
     return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
 
@@ -165,7 +165,7 @@ class Inbox:
         self._wanted = wanted
         while self._arrived and wanted.filled < len(view):
             found, payload = self._arrived.popleft()
-            self.take(Header(Kind.DATA, 0, found, 0, len(payload)), payload)
+            self.take(Header(FrameKind.DATA, 0, found, 0, len(payload)), payload)
         return wanted
 
 
@@ -194,15 +194,15 @@ class Mailbox:
 
     def place(self, source: int, header: Header) -> memoryview:
         """Memory for the payload that follows `header`."""
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             return self.inbox(source).place(header)
         return memoryview(bytearray(header.length))
 
     def take(self, source: int, header: Header, payload: memoryview) -> None:
         """Takes in a payload that has come."""
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             self.inbox(source).take(header, payload)
-        elif header.kind == Kind.POST:
+        elif header.kind == FrameKind.POST:
             self.posts.append((source, header.tag, bytes(payload)))
         else:
             raise CommError(f"rank {source} sends a frame of kind {header.kind} to a communicator")
@@ -468,7 +468,9 @@ class Links:
         self._freed.add(context)
         self._mailboxes.pop(context, None)
 
-    def send(self, rank: int, kind: Kind, payload: memoryview, *, context: int, sequence: int, tag: int) -> Sending:
+    def send(
+        self, rank: int, kind: FrameKind, payload: memoryview, *, context: int, sequence: int, tag: int
+    ) -> Sending:
         """Sends a message, in as many frames as it takes; its memory is in use until the `Sending` is done."""
         parts = []
         for start in range(0, len(payload) or 1, MAX_PAYLOAD_BYTES):
@@ -524,9 +526,9 @@ class Links:
         if header.context != MESH:
             if header.context not in self._freed:
                 self.open(header.context).take(source, header, payload)
-        elif header.kind == Kind.BYE:
+        elif header.kind == FrameKind.BYE:
             self._connections[source].said_bye = True
-        elif header.kind == Kind.LOST:
+        elif header.kind == FrameKind.LOST:
             kind = PeerFaultError if header.tag == FAULT else PeerLostError
             self.failures.report(kind(bytes(payload).decode(errors="replace")))
 
@@ -552,7 +554,7 @@ class Links:
         payload = memoryview(reason[:_LONGEST_REASON].encode())
         for connection in list(self._connections.values()):
             if connection.rank != lost and not connection.ended:
-                header = encode(Kind.LOST, sequence=lost, tag=tag, length=len(payload))
+                header = encode(FrameKind.LOST, sequence=lost, tag=tag, length=len(payload))
                 connection.send([memoryview(header), payload])
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
@@ -588,7 +590,7 @@ class Links:
         after = self._connections[(self.rank + 1) % self.size]
         before = self._connections[(self.rank - 1) % self.size]
         if not after.ended and not after.backlogged:
-            after.send([memoryview(encode(Kind.ALIVE))])
+            after.send([memoryview(encode(FrameKind.ALIVE))])
         if before.ended or time.monotonic() - before.heard_s < 1.5 * self._beat_s:
             self._silent_beats = 0
             return
@@ -607,7 +609,7 @@ class Links:
     def close(self) -> None:
         """Collective: takes leave of all others, and closes the connections once they have, too."""
         for connection in self._connections.values():
-            connection.send([memoryview(encode(Kind.BYE))])
+            connection.send([memoryview(encode(FrameKind.BYE))])
 
         def ended() -> bool:
             if self.failures.error is None:
@@ -662,7 +664,7 @@ class Exchange:
         """Sends the array, whose memory is in use until the sending is done."""
         comm = self._comm
         return comm._links.send(
-            comm._members[rank], Kind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
+            comm._members[rank], FrameKind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
         )
 
     def receive(self, array: Array, rank: int) -> Steps:
@@ -931,7 +933,7 @@ class MeshCommunicator:
             self._mailbox.posts.append((self._links.rank, tag, message))
             return
         self._links.send(
-            self._members[rank], Kind.POST, memoryview(message), context=self._context, sequence=0, tag=tag
+            self._members[rank], FrameKind.POST, memoryview(message), context=self._context, sequence=0, tag=tag
         )
 
     def collect(self) -> tuple[int, int, bytes] | None:

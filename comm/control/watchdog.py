@@ -47,7 +47,7 @@ class Tag(IntEnum):
     """What the sender waits for, which may be the receiver."""
 
 
-class Courier:
+class MessageBoard:
     """Carries small picklable messages; any thread may use it, and no call waits for another rank."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -97,7 +97,7 @@ NOT_THE_USERS = ("torch", "sirtaki", "importlib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class PendingWait:
     """Something this rank waits for.
 
     Attributes:
@@ -117,7 +117,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, courier: Courier, failures: FailureBoard, *, warning_s: float, shutdown: Callable[[], float | None]
+        self, courier: MessageBoard, failures: FailureBoard, *, warning_s: float, shutdown: Callable[[], float | None]
     ) -> None:
         """Starts the thread if there are other ranks.
 
@@ -130,7 +130,7 @@ class Watchdog:
         """
         self._courier, self.failures = courier, failures
         self._warning_s, self._shutdown = warning_s, shutdown
-        self._waits: list[Callable[[], Wait | None]] = []
+        self._waits: list[Callable[[], PendingWait | None]] = []
         self._progress: list[Callable[[], str]] = []
         self._left: dict[int, float] = {}
         self._answers: dict[int, str] = {}
@@ -142,7 +142,7 @@ class Watchdog:
         if courier.size > 1:
             self._thread.start()
 
-    def watch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+    def watch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
         """From now on looks at `wait()` and tells other ranks that ask `progress()`; the thread calls both.
 
         A `wait` that raises a `CommError` ends the job.
@@ -150,7 +150,7 @@ class Watchdog:
         self._waits.append(wait)
         self._progress.append(progress)
 
-    def forget(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+    def forget(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
         """Undoes `watch`."""
         self._waits.remove(wait)
         self._progress.remove(progress)
@@ -166,7 +166,7 @@ class Watchdog:
         """How far this rank is, in words; empty if nothing is under way."""
         return [text for progress in self._progress if (text := progress())]
 
-    def _current_waits(self) -> list[Wait]:
+    def _current_waits(self) -> list[PendingWait]:
         waits = []
         for source in list(self._waits):
             try:
@@ -246,7 +246,7 @@ class Watchdog:
                 text, is_first = self._report(wait, waited_s)
                 logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", text)
 
-    def _report(self, wait: Wait, waited_s: float) -> tuple[str, bool]:
+    def _report(self, wait: PendingWait, waited_s: float) -> tuple[str, bool]:
         """Ask all ranks where they are.
 
         Returns:

@@ -63,7 +63,7 @@ MOST_FLOATS = (PACKET_BYTES - HEADER_BYTES) // 4
 _ALIKE_BYTES = HEADER_BYTES - 4
 
 
-class Kind(IntEnum):
+class PacketKind(IntEnum):
     """What a packet says, and who sends it."""
 
     PART = 1  # rank: values to be added
@@ -76,7 +76,7 @@ class Kind(IntEnum):
     COUNTERS = 8  # aggregator: JSON
 
 
-def packet(kind: Kind, *, body: bytes = b"", **fields: int) -> bytes:
+def packet(kind: PacketKind, *, body: bytes = b"", **fields: int) -> bytes:
     """One packet."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, VERSION, kind
@@ -85,7 +85,7 @@ def packet(kind: Kind, *, body: bytes = b"", **fields: int) -> bytes:
     return header.tobytes() + body
 
 
-def frames(packets: int, floats: int, kind: Kind, **fields: int) -> Bytes:
+def frames(packets: int, floats: int, kind: PacketKind, **fields: int) -> Bytes:
     """A matrix with a packet of `floats` values in each row, numbered from 0: (packets, bytes)."""
     row = np.frombuffer(packet(kind, body=bytes(4 * floats), **fields), np.uint8)
     matrix = np.repeat(row[None], packets, axis=0)
@@ -321,12 +321,12 @@ FIRST_TIMEOUT_S, LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 0.005, 0.5
 MOST_RANKS = 65535
 
 
-class _Step:
+class _StepPackets:
     """Packets of one step: what is sent, what has come. Used again for the step after the next."""
 
     def __init__(self, packets: int, floats: int, **fields: int) -> None:
-        self._parts = frames(packets, floats, Kind.PART, **fields)
-        self._sums = frames(packets, floats, Kind.SUM, **fields)  # sent only to take them elsewhere
+        self._parts = frames(packets, floats, PacketKind.PART, **fields)
+        self._sums = frames(packets, floats, PacketKind.SUM, **fields)  # sent only to take them elsewhere
         self._has, self._settled = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         self._sent_s, self._tries = np.zeros(packets), np.zeros(packets, np.int64)
         self.number, self._count, self.resent = -1, 0, 0
@@ -436,7 +436,7 @@ class AggregatorClient:
         self._layout, self._lost_s, self._stall_s = layout, lost_s, stall_s
         key = int.from_bytes(blake2b(job.encode(), digest_size=8).digest(), "little")
         self._fields = {"job": key, "rank": rank, "ranks": ranks}
-        self._previous, self._current = (_Step(layout.packets, layout.floats, **self._fields) for _ in range(2))
+        self._previous, self._current = (_StepPackets(layout.packets, layout.floats, **self._fields) for _ in range(2))
         self._wire: Wire | None = None
         self._epoch, self._window, self._failures, self.moves = 0, LEAST_WINDOW, 0, 0
         self._mean_s = self._deviation_s = self._heard_s = self._progress_s = 0.0
@@ -479,7 +479,7 @@ class AggregatorClient:
         """Leaves; again is harmless. Not before all ranks have their last sums: see `linger`."""
         if self._wire is not None:
             for _ in range(3):  # as nobody answers
-                self._wire.send(packet(Kind.BYE, body=b"", **self._fields))
+                self._wire.send(packet(PacketKind.BYE, body=b"", **self._fields))
             self._wire.close()
             self._wire = None
 
@@ -531,19 +531,19 @@ class AggregatorClient:
         if int(first["job"]) != self._fields["job"]:
             return
         self._heard_s = self._now_s
-        if kind == Kind.REFUSED:
+        if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
             raise AggregatorError(f"the aggregator at {self._names[self._at]} refuses this job: {reason}")
-        if kind == Kind.GONE and epoch == self._epoch:
+        if kind == PacketKind.GONE and epoch == self._epoch:
             self._move("ends")
-        elif kind in (Kind.SUM, Kind.ACK):
+        elif kind in (PacketKind.SUM, PacketKind.ACK):
             self._failures, self._window = 0, max(int(first["window"]), 1)
             if epoch != self._epoch:  # its first word, or it was started anew
                 if self._epoch:
                     self._enter()
                 self._epoch = epoch
             for step in (self._previous, self._current):
-                if kind == Kind.SUM and step.number == int(first["step"]):
+                if kind == PacketKind.SUM and step.number == int(first["step"]):
                     took_s = step.take(headers["seq"].astype(np.int64), floats_of(rows), self._now_s)
                     if took_s is not None:
                         self._progress_s = self._now_s
@@ -665,7 +665,7 @@ class StepRegisters:
 
     def __init__(self, *, ranks: int, values: int, floats: int, by_tables: bool, **fields: int) -> None:
         packets = -(-values // floats)
-        self.frames = frames(packets, floats, Kind.SUM, ranks=ranks, count=values, **fields)
+        self.frames = frames(packets, floats, PacketKind.SUM, ranks=ranks, count=values, **fields)
         self._sums = floats_of(self.frames)
         self._seen = np.zeros((ranks, packets), np.bool_)  # the paper's guard against repeated writes
         self._final = np.zeros(packets, np.bool_)
@@ -700,7 +700,7 @@ class StepRegisters:
         return seqs[self._final[seqs]]
 
 
-class Job:
+class AggregationJob:
     """One job; it exists from its first packet until all ranks have left, or its place is needed and it is silent."""
 
     def __init__(self, ranks: int, floats: int) -> None:
@@ -748,7 +748,7 @@ class Aggregator:
         """
         self._wire, self._memory_bytes, self._most_jobs, self._silent_s = wire, memory_bytes, jobs, silent_s
         self._by_tables = by_tables
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, AggregationJob] = {}
         self._stopping = False
         self.counters: Counter[str] = Counter()
 
@@ -764,7 +764,7 @@ class Aggregator:
                         self._take(group, address)
         for key, job in self._jobs.items():
             for address in job.addresses.values():
-                self._wire.send(packet(Kind.GONE, job=key, epoch=job.epoch), address)
+                self._wire.send(packet(PacketKind.GONE, job=key, epoch=job.epoch), address)
         self._wire.close()
 
     def stop(self) -> None:
@@ -775,14 +775,14 @@ class Aggregator:
         headers = headers_of(rows)
         first = headers[0]
         kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
-        if kind == Kind.STATUS and rows.shape[1] >= PACKET_BYTES:  # no answer is longer than its question
-            self._wire.send(packet(Kind.COUNTERS, body=self._told()), address)
-        elif kind == Kind.BYE:
+        if kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES:  # no answer is longer than its question
+            self._wire.send(packet(PacketKind.COUNTERS, body=self._told()), address)
+        elif kind == PacketKind.BYE:
             if (job := self._jobs.get(key)) is not None:
                 job.left.add(rank)
                 if len(job.left) == job.ranks:
                     del self._jobs[key]
-        elif kind in (Kind.PART, Kind.SUM) and rank < first["ranks"] and rows.shape[1] > HEADER_BYTES:
+        elif kind in (PacketKind.PART, PacketKind.SUM) and rank < first["ranks"] and rows.shape[1] > HEADER_BYTES:
             seqs, once = np.unique(headers["seq"].astype(np.int64), return_index=True)
             size, floats = int(first["count"]), (rows.shape[1] - HEADER_BYTES) // 4
             if rows.shape[1] % 4 or not size or seqs[-1] >= -(-size // floats):
@@ -791,7 +791,7 @@ class Aggregator:
             found = self._registers(key, int(first["ranks"]), floats, int(first["step"]), size)
             if isinstance(found, str):
                 self.counters["refusals"] += 1
-                self._wire.send(packet(Kind.REFUSED, job=key, body=found.encode()), address)
+                self._wire.send(packet(PacketKind.REFUSED, job=key, body=found.encode()), address)
             elif found is not None:
                 job, registers = found
                 job.addresses[rank], job.heard_s = address, time.monotonic()
@@ -801,7 +801,7 @@ class Aggregator:
 
     def _registers(
         self, key: int, ranks: int, floats: int, step: int, size: int
-    ) -> tuple[Job, StepRegisters] | str | None:
+    ) -> tuple[AggregationJob, StepRegisters] | str | None:
         """A job's registers of a step, made for its first packet; why it is refused; None for a step that is over."""
         job = self._jobs.get(key)
         if job is None:
@@ -811,7 +811,7 @@ class Aggregator:
                 self._jobs = {key: there for key, there in self._jobs.items() if key not in silent}
             if len(self._jobs) >= self._most_jobs:
                 return f"it serves {len(self._jobs)} jobs already, which is its limit"
-            job = Job(ranks, floats)
+            job = AggregationJob(ranks, floats)
         if (ranks, floats) != (job.ranks, job.floats):
             return "ranks of this job differ in ranks or layout"
         newest = max(job.steps, default=step)
@@ -849,14 +849,14 @@ class Aggregator:
     def _add(
         self,
         kind: int,
-        job: Job,
+        job: AggregationJob,
         registers: StepRegisters,
         rank: int,
         seqs: Numbers,
         values: Floats,
         address: Address,
     ) -> None:
-        if kind == Kind.SUM:
+        if kind == PacketKind.SUM:
             complete, repeated = registers.put(seqs, values), len(seqs)
             self.counters["taken_over"] += len(complete)
         else:
@@ -889,7 +889,7 @@ class Aggregator:
         ).encode()
 
 
-_SUM, _ACK = (packet(kind)[:4] for kind in (Kind.SUM, Kind.ACK))
+_SUM, _ACK = (packet(kind)[:4] for kind in (PacketKind.SUM, PacketKind.ACK))
 
 
 def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int] | None:
@@ -898,11 +898,11 @@ def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int] | None:
 
     def is_answered() -> bool:
         wire.refused = False
-        wire.send(packet(Kind.STATUS, body=bytes(PACKET_BYTES - HEADER_BYTES)))
+        wire.send(packet(PacketKind.STATUS, body=bytes(PACKET_BYTES - HEADER_BYTES)))
         wire.wait(0.3)
         for rows, _ in wire.batches():
             for group in groups(rows):
-                if headers_of(group)["kind"][0] == Kind.COUNTERS:
+                if headers_of(group)["kind"][0] == PacketKind.COUNTERS:
                     with contextlib.suppress(ValueError):
                         counters.update(json.loads(group[0, HEADER_BYTES:].tobytes()))
         return bool(counters)

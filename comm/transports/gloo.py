@@ -131,7 +131,7 @@ TORCH_OPS = {
 }
 
 
-class _GlooWork(Work):
+class _GlooUnitWork(Work):
     """A unit under way; the scale is applied by whoever waits, once."""
 
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
@@ -308,7 +308,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         """Hands the range to Gloo, which reduces it in threads of its own."""
         unit = buffer.tensor[start:stop]
         work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
-        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
+        unit_work = _GlooUnitWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
             unit_work.note_end()
         return unit_work
@@ -322,7 +322,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         work = self.streams[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
             incoming, given, received, [stop - start for start, stop in sent]
         )
-        return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
+        return _GlooUnitWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
     def trade(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int

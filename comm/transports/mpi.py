@@ -64,7 +64,7 @@ def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tenso
     )
 
 
-class _Stream(Worker):
+class _MpiStream(Worker):
     """One stream: its communicator, and the thread that makes the calls."""
 
     def __init__(self, comm: MPI.Comm, number: int) -> None:
@@ -72,7 +72,7 @@ class _Stream(Worker):
         self.comm = comm
 
 
-class MpiTransport(StreamTransport[_Stream]):
+class MpiTransport(StreamTransport[_MpiStream]):
     """Streams over duplicated MPI communicators, each with a thread."""
 
     kind = TransportKind.MPI
@@ -89,10 +89,10 @@ class MpiTransport(StreamTransport[_Stream]):
         super().__init__()
         self._duplicate, self._agree = duplicate, agree
 
-    def _open(self, number: int) -> _Stream:
+    def _open(self, number: int) -> _MpiStream:
         return open_together(
             f"MPI stream {number}",
-            lambda: _Stream(self._duplicate(), number),
+            lambda: _MpiStream(self._duplicate(), number),
             agree=self._agree,
             close=lambda stream: self._end([stream]),
         )
@@ -133,6 +133,6 @@ class MpiTransport(StreamTransport[_Stream]):
         chosen.put(task)
         return work
 
-    def _end(self, streams: list[_Stream]) -> bool:
+    def _end(self, streams: list[_MpiStream]) -> bool:
         """Ends the threads after what they have to do; False if one hangs in MPI."""
         return ended(streams, within_s=1.0)

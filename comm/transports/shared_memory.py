@@ -292,7 +292,7 @@ NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
+class _UnitTask:
     """One unit on its way through the gates.
 
     Attributes:
@@ -310,7 +310,7 @@ class _Task:
     work: ThreadWork = field(default_factory=ThreadWork)
 
 
-class _Stream:
+class _SharedMemoryStream:
     """One stream: its counters, its doorbell, and the thread that moves its units from gate to gate."""
 
     def __init__(self, control: ControlPlane, index: int, across: Transport | None) -> None:
@@ -331,13 +331,13 @@ class _Stream:
         self._counters = region.numpy().view(np.int64).reshape(2, control.local_size)
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
-        self._incoming: queue.SimpleQueue[_Task | Callable[[], None]] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
         # What the thread has to do before it has posted all units: counted by who submits them, and by the thread.
         self._to_prepare = self._prepared = 0
-        self._to_reduce: deque[_Task] = deque()
-        self._to_complete: deque[_Task] = deque()
+        self._to_reduce: deque[_UnitTask] = deque()
+        self._to_complete: deque[_UnitTask] = deque()
         self._reduced = self._completed = 0
-        self._crossing: queue.SimpleQueue[tuple[_Task, Work] | None] = queue.SimpleQueue()
+        self._crossing: queue.SimpleQueue[tuple[_UnitTask, Work] | None] = queue.SimpleQueue()
         self._closing = False
         targets = {"shm": self._run}
         if across is not None:
@@ -359,14 +359,14 @@ class _Stream:
             self.close()
             raise
 
-    def prepare(self, act: Callable[[], None] | _Task) -> None:
+    def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
         """Has the thread do this, or post this unit, behind all that it still has to prepare."""
         self._to_prepare += 1
         self._incoming.put(act)
         if self._to_prepare - self._prepared == 1:  # else it has been woken, and goes on until nothing is left
             self._doorbell.ring_own()
 
-    def submit(self, task: _Task) -> None:
+    def submit(self, task: _UnitTask) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
         if self._to_prepare != self._prepared:
             task.posted = False
@@ -414,8 +414,8 @@ class _Stream:
             moved = True
         return moved
 
-    def _take(self, task: _Task | Callable[[], None]) -> None:
-        if not isinstance(task, _Task):
+    def _take(self, task: _UnitTask | Callable[[], None]) -> None:
+        if not isinstance(task, _UnitTask):
             task()
         else:
             self._to_reduce.append(task)
@@ -424,7 +424,7 @@ class _Stream:
             self._post()
         self._prepared += 1
 
-    def _bounds(self, task: _Task) -> tuple[int, int]:
+    def _bounds(self, task: _UnitTask) -> tuple[int, int]:
         """This rank's share of a unit; empty on ranks that own none."""
         numel = task.stop - task.start
         if self._me >= self._shares:
@@ -434,7 +434,7 @@ class _Stream:
             task.start + numel * (self._me + 1) // self._shares,
         )
 
-    def _reduce(self, task: _Task) -> None:
+    def _reduce(self, task: _UnitTask) -> None:
         self._reduced += 1
         task.work.begun_s = time.perf_counter()
         self._to_complete.append(task)
@@ -499,7 +499,7 @@ class _Stream:
         return self.across is None or self.across.close()
 
 
-class SharedMemoryTransport(StreamTransport[_Stream]):
+class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
     """Streams through memory that the ranks of a node share; with `across`, hierarchical over several nodes."""
 
     kind = TransportKind.SHARED_MEMORY
@@ -523,12 +523,12 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
             self.max_streams = example.max_streams
             self.stream_cost += example.stream_cost + StreamCost(threads=1)
 
-    def _open(self, number: int) -> _Stream:
-        return _Stream(self._control, number, self._across() if self._across is not None else None)
+    def _open(self, number: int) -> _SharedMemoryStream:
+        return _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
 
     def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Has the stream's thread reduce the range with those of other ranks; the buffer must be a shared one."""
-        task = _Task(buffer, start, stop, op, scale)
+        task = _UnitTask(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
 
@@ -548,7 +548,7 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
                 incoming[begin : begin + stop - start].copy_(peer[start:stop])
                 begin += stop - start
 
-        task = _Task(outgoing, receive=receive)
+        task = _UnitTask(outgoing, receive=receive)
         self.streams[stream.number].submit(task)
         return task.work
 
@@ -557,7 +557,7 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
 
         What ranks read must lie in memory that they share, and not be written until the work is done.
         """
-        task = _Task(NO_BUFFER, receive=read)
+        task = _UnitTask(NO_BUFFER, receive=read)
         self.streams[stream.number].submit(task)
         return task.work
 
@@ -566,6 +566,6 @@ class SharedMemoryTransport(StreamTransport[_Stream]):
         if any(stream.across is not None and stream.across.kind is TransportKind.GLOO for stream in self.streams):
             self._end_behind(streams)
 
-    def _end(self, streams: list[_Stream]) -> bool:
+    def _end(self, streams: list[_SharedMemoryStream]) -> bool:
         ended = [stream.close() for stream in streams]
         return all(ended)

@@ -46,7 +46,7 @@ class _StagedWork(ThreadWork):
         return True
 
 
-class _Stream:
+class _StagedStream:
     """One stream's copies and its two threads."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
@@ -93,7 +93,7 @@ class _Stream:
             ended([worker], within_s=2.0)
 
 
-class StagedTransport(StreamTransport[_Stream]):
+class StagedTransport(StreamTransport[_StagedStream]):
     """Streams through the host's memory, over any transport of the host's."""
 
     kind = TransportKind.STAGED
@@ -110,8 +110,8 @@ class StagedTransport(StreamTransport[_Stream]):
         self._inner.open_streams(streams)
         super().open_streams(streams)
 
-    def _open(self, number: int) -> _Stream:
-        return _Stream(number, self._device, self._inner, self._failures)
+    def _open(self, number: int) -> _StagedStream:
+        return _StagedStream(number, self._device, self._inner, self._failures)
 
     def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Copies the range to the buffer's mirror, reduces it there and copies it back; it must have one."""
@@ -121,7 +121,7 @@ class StagedTransport(StreamTransport[_Stream]):
         """Closes idle streams of the transport inside; those that copy stay."""
         self._inner.keep(streams)
 
-    def _end(self, streams: list[_Stream]) -> bool:
+    def _end(self, streams: list[_StagedStream]) -> bool:
         for stream in streams:
             stream.close()
         return True

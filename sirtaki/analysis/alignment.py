@@ -27,7 +27,7 @@ DRIFT_PRICE = 0.1
 _US = 1e6
 
 
-class Known(Enum):
+class OffsetSource(Enum):
     """How a clock's offset was found."""
 
     REFERENCE = "reference"  # it is the clock of all
@@ -51,7 +51,7 @@ class ClockLine:
     offset_s: float
     drift: float
     error_s: float
-    known: Known
+    known: OffsetSource
 
     def at(self, moment_s: float) -> float:
         """The moment by the clock of all."""
@@ -81,7 +81,7 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Barrier:
+class _ClockBarrier:
     """One unit, by clock: the last issue and the first end of its ranks there."""
 
     issue_s: dict[str, float] = field(default_factory=dict)
@@ -95,20 +95,20 @@ def align(recording: Recording) -> Alignment:
     barriers = _barriers(recording, clocks)
     middles = {clock: _middle_s(recording, clock, clocks) for clock in set(clocks.values())}
     first, own_clock = recording.ranks[reference], clocks[reference]
-    found = {own_clock: ClockLine(middles[own_clock], 0.0, 0.0, 0.0, Known.REFERENCE)}
+    found = {own_clock: ClockLine(middles[own_clock], 0.0, 0.0, 0.0, OffsetSource.REFERENCE)}
     found |= _fit(own_clock, barriers, middles)
     for rank, clock in clocks.items():
         if clock not in found:
             own = recording.ranks[rank]
             begin_s = own.iterations[0].begin_s if own.iterations else 0.0
             error_s = (own.round_trip_s + first.round_trip_s) / 2
-            found[clock] = ClockLine(begin_s, own.offset_s - first.offset_s, 0.0, error_s, Known.START)
+            found[clock] = ClockLine(begin_s, own.offset_s - first.offset_s, 0.0, error_s, OffsetSource.START)
     return Alignment(lines={rank: found[clock] for rank, clock in clocks.items()}, reference=reference)
 
 
-def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_Barrier]:
+def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
     """Units with ranks of several clocks."""
-    found: defaultdict[UnitId, _Barrier] = defaultdict(_Barrier)
+    found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
         for one in (one for iteration in rank.iterations for one in iteration.units):
@@ -124,7 +124,7 @@ def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> fl
     return (min(moments) + max(moments)) / 2 if moments else 0.0
 
 
-def _coarse(reference: str, barriers: Sequence[_Barrier]) -> dict[str, float]:
+def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, float]:
     """What to add to each clock that units join with the reference, so that their ends fall together in the median."""
     apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for barrier in barriers:
@@ -142,7 +142,7 @@ def _coarse(reference: str, barriers: Sequence[_Barrier]) -> dict[str, float]:
     return found
 
 
-def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
+def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
     """The lines of all clocks that units join with the reference, itself left out.
 
     A linear programme, in microseconds. Every barrier has a moment of its own, between all issues and all ends.
@@ -195,7 +195,7 @@ def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, flo
     def line_of(clock: str, place: int) -> ClockLine:
         offset_s, drift = coarse[clock] + float(solved[place]), float(solved[n + place]) / half_s
         error_s = abs(float(solved[margin[reference]]) + float(solved[margin[clock]]))
-        return ClockLine(middles[clock], offset_s, drift, error_s, Known.UNITS)
+        return ClockLine(middles[clock], offset_s, drift, error_s, OffsetSource.UNITS)
 
     return {clock: line_of(clock, place) for clock, place in offset.items()}
 
@@ -219,10 +219,10 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
     known = {line.known for line in alignment.lines.values()}
     operators_us = 1e6 * max(rank.clock_error_s for rank in recording.ranks.values())
     told = f"; times of operators within {operators_us:.1f} µs" if operators_us else ""
-    if known == {Known.REFERENCE}:
+    if known == {OffsetSource.REFERENCE}:
         return counts, f"one clock{told}"
-    how = "the units" if Known.START not in known else "the units, of some as asked for at the start"
-    if Known.UNITS not in known:
+    how = "the units" if OffsetSource.START not in known else "the units, of some as asked for at the start"
+    if OffsetSource.UNITS not in known:
         how = "what was asked for at the start"
     return counts, f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
 

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, pr
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import RecordingError
 
-from .job_model import Barrier, Histories, OperationKey, Piece, Step, pieces
+from .job_model import Histories, OperationKey, ThreadInterval, TimedBarrier, TimedStep, pieces
 from .recording import RecordedIteration, write_whole
 
 VERSION = "0.0.4"
@@ -163,7 +163,7 @@ class _RankTrace:
         for step in self.histories.steps:
             yield from self._step(step, recorded[step.number])
 
-    def _step(self, step: Step, iteration: RecordedIteration) -> Iterator[Any]:
+    def _step(self, step: TimedStep, iteration: RecordedIteration) -> Iterator[Any]:
         full, clock = step.stretches[self.rank], self.histories.clocks[self.rank]
         barriers = {one.key: one for one in step.barriers if self.rank in one.ranks}
         spans = sorted(
@@ -173,7 +173,7 @@ class _RankTrace:
         )
         nodes_of: dict[int, int] = {}  # by place of an operator: the last node of it
         if (gap_s := full[0].begin_s - self._now_s) > 0:
-            yield self._alone("between steps", step, Piece(Activity.COMPUTE, Phase.OTHER, gap_s))
+            yield self._alone("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
             self._seen += [self.numbers[step.number, key] for key, _ in piece.waits]
             self._now_s = max([self._now_s, *(barriers[key].done_s[self.rank] for key, _ in piece.waits)])
@@ -189,9 +189,9 @@ class _RankTrace:
                 kind = "allreduce" if key[0] >= 0 else iteration.collectives[key[1]].kind.lower()
                 yield self._together(step, barriers[key], kind)
         if self._seen:
-            yield self._alone("the end", step, Piece(Activity.COMPUTE, Phase.OTHER, 0.0))
+            yield self._alone("the end", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, 0.0))
 
-    def _alone(self, name: str, step: Step, piece: Piece, reads: Iterable[int] = ()) -> Any:
+    def _alone(self, name: str, step: TimedStep, piece: ThreadInterval, reads: Iterable[int] = ()) -> Any:
         before, begin_s = self._last, self._now_s
         self._last, self._now_s = [next(self._own)], begin_s + piece.seconds
         seen, self._seen = self._seen, []
@@ -199,7 +199,7 @@ class _RankTrace:
         node = self._node(self._last[0], name, COMP_NODE, before, [*seen, *reads], begin_s, self._now_s)
         return _with_attributes(node, is_cpu_op=True, **values)
 
-    def _together(self, step: Step, one: Barrier, kind: str) -> Any:
+    def _together(self, step: TimedStep, one: TimedBarrier, kind: str) -> Any:
         if kind not in COLLECTIVES:
             raise RecordingError(f"{one.name} is {kind}, for which Chakra has no name")
         before, number = self._last_on.get(one.lane, []), self.numbers[step.number, one.key]

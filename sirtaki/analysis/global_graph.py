@@ -13,17 +13,17 @@ from sirtaki.autotune.model.replayer import (
     START,
     Activity,
     Edge,
-    Graph,
-    Node,
     Phase,
     Replay,
-    Server,
-    Work,
+    ReplayGraph,
+    ReplayNode,
+    ResourceDemand,
+    SharedResource,
     replay,
 )
 
 from .alignment import PathSpan
-from .job_model import Histories, Iteration, JobModel, Operation, Piece, Processors, Program
+from .job_model import Histories, Iteration, JobModel, JobOperation, Processors, Program, ThreadInterval
 
 
 def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
@@ -35,7 +35,7 @@ def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
     """
 
     def joined(_: int, program: Program) -> Program:
-        found: list[Piece] = []
+        found: list[ThreadInterval] = []
         for piece in program:
             before = found[-1] if found else None
             marked = before is not None and (before.issues or (before.ready and not settled))
@@ -56,7 +56,7 @@ def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
     return job.changed(program=joined)
 
 
-def _belong_together(before: Piece, piece: Piece) -> bool:
+def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
     negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits  # waiting has a phase, too
     return before.computes == piece.computes and (alike or negligible)
@@ -65,7 +65,7 @@ def _belong_together(before: Piece, piece: Piece) -> bool:
 def mean_iteration(job: JobModel) -> JobModel:
     """One iteration of mean durations. An iteration in which a rank did other things than in most counts for others."""
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
-    operations: dict[Hashable, list[Operation]] = defaultdict(list)
+    operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
     for each in job.iterations:
         for one in each.operations:
             operations[one.key].append(one)
@@ -81,7 +81,7 @@ def mean_iteration(job: JobModel) -> JobModel:
 def _mean_program(programs: Sequence[Program]) -> Program:
     usual, _ = Counter(_signature(program) for program in programs).most_common(1)[0]
 
-    def mean(pieces: Sequence[Piece]) -> Piece:
+    def mean(pieces: Sequence[ThreadInterval]) -> ThreadInterval:
         lags_s = (
             statistics.fmean(lag_s)
             for lag_s in zip(*([late_s for _, late_s in one.waits] for one in pieces), strict=True)
@@ -93,7 +93,7 @@ def _mean_program(programs: Sequence[Program]) -> Program:
     return tuple(map(mean, zip(*alike, strict=True)))
 
 
-def _mean_operation(same: Sequence[Operation]) -> Operation:
+def _mean_operation(same: Sequence[JobOperation]) -> JobOperation:
     costs = ("fixed_s", "link_s", "host_s", "processor_s", "lag_s")
     means: dict[str, Any] = {cost: statistics.fmean(getattr(one, cost) for one in same) for cost in costs}
     return replace(same[0], **means)
@@ -184,22 +184,22 @@ def _lengths(program: Program) -> dict[Hashable, float]:
 
 
 BEFORE = -1
-"""`Node.iteration` of what delays a rank's first iteration."""
+"""`ReplayNode.iteration` of what delays a rank's first iteration."""
 
 
-def global_graph(job: JobModel) -> Graph:
+def global_graph(job: JobModel) -> ReplayGraph:
     """Nodes and edges of all its iterations, one behind the other.
 
     Raises:
         ReplayError: a time is negative or not finite.
     """
-    nodes: list[Node] = []
+    nodes: list[ReplayNode] = []
     edges: list[Edge] = []
     lanes = {f"rank {rank}": place for place, rank in enumerate(job.ranks)}
     servers = [group.server for group in job.processors]
     link, messages = len(servers), len(servers) + 1
     if job.link is not None:
-        servers += [job.link, Server(name="handing messages to the link", totals=(1.0,), is_link=True)]
+        servers += [job.link, SharedResource(name="handing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
     last_on: dict[str, tuple[int, float]] = {}  # by lane: the last operation, and how late its last rank is
 
@@ -209,28 +209,37 @@ def global_graph(job: JobModel) -> Graph:
     streams = 1 + max((len({one.lane for one in each.operations}) for each in job.iterations), default=0)
     shared = [group.capacity < count(group.ranks) * (group.threads + streams - 1) for group in job.processors]
 
-    def add(one: Piece | Operation, lane: str, rank: int, number: int, fixed_s: float, works: Sequence[Work]) -> int:
-        phase = one.phase if isinstance(one, Piece) else Phase.OTHER
+    def add(
+        one: ThreadInterval | JobOperation,
+        lane: str,
+        rank: int,
+        number: int,
+        fixed_s: float,
+        works: Sequence[ResourceDemand],
+    ) -> int:
+        phase = one.phase if isinstance(one, ThreadInterval) else Phase.OTHER
         told: dict[str, Any] = {"activity": one.activity, "phase": phase, "name": one.name, "works": tuple(works)}
         lane_number = lanes.setdefault(lane, len(lanes))
-        nodes.append(Node(lane=lane_number, rank=rank, iteration=number, fixed_s=fixed_s, **told))
+        nodes.append(ReplayNode(lane=lane_number, rank=rank, iteration=number, fixed_s=fixed_s, **told))
         return len(nodes) - 1
 
-    def add_piece(number: int, rank: int, piece: Piece) -> int:
+    def add_piece(number: int, rank: int, piece: ThreadInterval) -> int:
         server = place_of[rank]
         if not (piece.computes and shared[server]):
             return add(piece, f"rank {rank}", rank, number, piece.seconds, ())
-        work = Work(server=server, seconds=piece.seconds, jobs=job.processors[server].threads * count((rank,)))
+        work = ResourceDemand(
+            server=server, seconds=piece.seconds, jobs=job.processors[server].threads * count((rank,))
+        )
         return add(piece, f"rank {rank}", rank, number, 0.0, (work,))
 
-    def add_operation(number: int, one: Operation) -> int:
+    def add_operation(number: int, one: JobOperation) -> int:
         server, works = place_of[one.ranks[0]], []
         if one.link_s > 0:
-            works.append(Work(server=link, seconds=one.link_s))
+            works.append(ResourceDemand(server=link, seconds=one.link_s))
         if one.host_s > 0:
-            works.append(Work(server=messages, seconds=one.host_s))
+            works.append(ResourceDemand(server=messages, seconds=one.host_s))
         if one.processor_s > 0 and shared[server]:
-            works.append(Work(server=server, seconds=one.processor_s, jobs=one.busy * count(one.ranks)))
+            works.append(ResourceDemand(server=server, seconds=one.processor_s, jobs=one.busy * count(one.ranks)))
         fixed_s = one.fixed_s + (0.0 if shared[server] else one.processor_s)
         place = add(one, one.lane, ALL_RANKS, number, fixed_s, works)
         if one.lane in last_on:
@@ -241,7 +250,7 @@ def global_graph(job: JobModel) -> Graph:
 
     last: dict[int, int] = {}
     for rank in job.ranks:
-        delay = Piece(Activity.COMPUTE, Phase.OTHER, job.begin_s.get(rank, 0.0), computes=False)
+        delay = ThreadInterval(Activity.COMPUTE, Phase.OTHER, job.begin_s.get(rank, 0.0), computes=False)
         last[rank] = add_piece(BEFORE, rank, delay)
     for number, iteration in enumerate(job.iterations):
         places = {one.key: add_operation(number, one) for one in iteration.operations}
@@ -252,7 +261,7 @@ def global_graph(job: JobModel) -> Graph:
                 edges += [(places[key], place, lag_s) for key, lag_s in piece.waits]
                 edges += [(place, places[key], 0.0) for key in piece.issues]
                 last[rank] = place
-    return Graph(nodes=nodes, edges=edges, lanes=list(lanes), servers=servers)
+    return ReplayGraph(nodes=nodes, edges=edges, lanes=list(lanes), servers=servers)
 
 
 def play(job: JobModel) -> Replay:
@@ -368,7 +377,7 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
 _OWN = ""  # computing and loading: named by phase and rank
 
 
-def _shares(graph: Graph, node: Node, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
+def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
     """What a node's time was spent on."""
     alone_s, fixed_s = min(node.alone_s, length_s), min(node.fixed_s, length_s)
     link = next((work.server for work in node.works if graph.servers[work.server].is_link), None)
@@ -391,7 +400,7 @@ def _shares(graph: Graph, node: Node, length_s: float) -> Sequence[tuple[str, in
     return found
 
 
-def _own_s(graph: Graph) -> dict[Phase, dict[int, float]]:
+def _own_s(graph: ReplayGraph) -> dict[Phase, dict[int, float]]:
     """What each rank's own doings take in each phase."""
     found: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for node in graph.nodes:
@@ -416,7 +425,7 @@ def _by_name(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class MeanStepTimes:
     """Means over ranks and iterations.
 
     Attributes:
@@ -431,7 +440,7 @@ class StepTimes:
     spread_s: float
     iterations: int
 
-    def scaled(self, factor: float) -> StepTimes:
+    def scaled(self, factor: float) -> MeanStepTimes:
         """All times as many times as long."""
         phases_s = {phase: factor * seconds for phase, seconds in self.phases_s.items()}
         return replace(self, iteration_s=factor * self.iteration_s, phases_s=phases_s, spread_s=factor * self.spread_s)
@@ -447,7 +456,7 @@ class StepTimes:
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 
-def recorded(histories: Histories) -> StepTimes:
+def recorded(histories: Histories) -> MeanStepTimes:
     """Return how long steps took as they were recorded."""
     steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -459,7 +468,7 @@ def recorded(histories: Histories) -> StepTimes:
     return _means(steps_s, phases_s)
 
 
-def replayed(replay: Replay) -> StepTimes:
+def replayed(replay: Replay) -> MeanStepTimes:
     """Return how long steps take in a replay."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -477,10 +486,10 @@ def replayed(replay: Replay) -> StepTimes:
     return _means([list(each.values()) for each in steps_s.values()], phases_s)
 
 
-def _means(steps_s: Sequence[Sequence[float]], phases_s: Mapping[Phase, float]) -> StepTimes:
+def _means(steps_s: Sequence[Sequence[float]], phases_s: Mapping[Phase, float]) -> MeanStepTimes:
     each_s = [statistics.fmean(ranks) for ranks in steps_s if ranks]
     count = sum(len(ranks) for ranks in steps_s)
-    return StepTimes(
+    return MeanStepTimes(
         iteration_s=statistics.fmean(each_s) if each_s else 0.0,
         phases_s={phase: total_s / count for phase, total_s in phases_s.items()} if count else {},
         spread_s=statistics.stdev(each_s) if len(each_s) > 1 else 0.0,
@@ -488,7 +497,7 @@ def _means(steps_s: Sequence[Sequence[float]], phases_s: Mapping[Phase, float]) 
     )
 
 
-def _part_s(graph: Graph, activities: Collection[Activity]) -> float:
+def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
     kept = [place for place, node in enumerate(graph.nodes) if node.activity in activities]
     places = {place: new for new, place in enumerate(kept)}
     edges = [
@@ -499,12 +508,12 @@ def _part_s(graph: Graph, activities: Collection[Activity]) -> float:
     return replay(replace(graph, nodes=[graph.nodes[place] for place in kept], edges=edges)).total_s
 
 
-def communication_s(graph: Graph) -> float:
+def communication_s(graph: ReplayGraph) -> float:
     """Seconds of what ranks do together, as if nobody had to wait for gradients."""
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
-def computation_s(graph: Graph) -> float:
+def computation_s(graph: ReplayGraph) -> float:
     """Seconds of what the slowest rank does by itself, as if nobody waited for others."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sirtaki.autotune.model.replayer import Activity, Phase, Server
+from sirtaki.autotune.model.replayer import Activity, Phase, SharedResource
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
@@ -24,7 +24,7 @@ OperationKey = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ThreadInterval:
     """What the thread that trains does between two moments at which something else depends on it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class JobOperation:
     """What several ranks do together: a unit, or another collective operation.
 
     Attributes:
@@ -85,7 +85,7 @@ class Operation:
     lag_s: float = 0.0
 
 
-Program = tuple[Piece, ...]
+Program = tuple[ThreadInterval, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Iteration:
     """
 
     programs: Mapping[int, Program]
-    operations: tuple[Operation, ...]
+    operations: tuple[JobOperation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +118,10 @@ class Processors:
     threads: int = 1
 
     @property
-    def server(self) -> Server:
+    def server(self) -> SharedResource:
         """N jobs get n processors' work done, until there are no more."""
         whole = [float(count) for count in range(1, int(self.capacity) + 1)]
-        return Server(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
+        return SharedResource(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class JobModel:
     processors: tuple[Processors, ...]
     buffers: tuple[Buffer, ...]
     links: Mapping[Route, LinkModel]
-    link: Server | None
+    link: SharedResource | None
     iterations: tuple[Iteration, ...]
     begin_s: Mapping[int, float] = field(default_factory=dict)
     alike: Mapping[int, int] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class JobModel:
         return {buffer.number: buffer.plan for buffer in self.buffers}
 
     @property
-    def units(self) -> list[Operation]:
+    def units(self) -> list[JobOperation]:
         """Of all iterations."""
         return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
 
@@ -170,7 +170,7 @@ class JobModel:
         self,
         *,
         program: Callable[[int, Program], Program] = lambda _, same: same,
-        operation: Callable[[Operation], Operation] = lambda same: same,
+        operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
         """The job with each rank's program, given with its rank, and each operation put through a function."""
         iterations = [
@@ -193,7 +193,7 @@ class Stretch:
 
     Attributes:
         waits: the thread waits for these, and for nothing else; empty if it does something.
-        module: as `Piece.module`.
+        module: as `ThreadInterval.module`.
     """
 
     begin_s: float
@@ -211,7 +211,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class WaitInterval:
     """From when on a thread waited for operations, and when they were done; both moments may turn out to be one.
 
     Attributes:
@@ -266,7 +266,7 @@ def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator
         yield Stretch(now_s, end_s, Activity.COMPUTE, Phase.OTHER)
 
 
-def with_waits(full: Sequence[Stretch], waits: Iterable[Wait]) -> list[Stretch]:
+def with_waits(full: Sequence[Stretch], waits: Iterable[WaitInterval]) -> list[Stretch]:
     """Stretches, those in which the thread waited told apart; only time that nothing was recorded in is waiting."""
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
@@ -274,7 +274,7 @@ def with_waits(full: Sequence[Stretch], waits: Iterable[Wait]) -> list[Stretch]:
     return found
 
 
-def _tell_apart(full: list[Stretch], wait: Wait) -> None:
+def _tell_apart(full: list[Stretch], wait: WaitInterval) -> None:
     place = min(bisect_left(full, wait.end_s, key=lambda one: one.end_s), len(full) - 1)
     one = full[place]
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
@@ -328,15 +328,15 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
     for moment_s, key in marks.issued:
         issued[moment_s].append(key)
     cuts = sorted({moment_s for moment_s, _ in (*marks.ready, *marks.issued)})
-    found: list[Piece] = []
+    found: list[ThreadInterval] = []
     place = 0
     for one in full:
         now_s = one.begin_s
         waits = tuple((key, marks.seen.get(key, 0.0)) for key in one.waits)
 
-        def piece(from_s: float, to_s: float, cut_s: float | None, one: Stretch = one) -> Piece:
+        def piece(from_s: float, to_s: float, cut_s: float | None, one: Stretch = one) -> ThreadInterval:
             seconds = 0.0 if one.waits else work_s(from_s, to_s) if one.computes else to_s - from_s
-            return Piece(
+            return ThreadInterval(
                 activity=one.activity,
                 phase=one.phase,
                 seconds=seconds,
@@ -359,7 +359,7 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Barrier(Operation):
+class TimedBarrier(JobOperation):
     """An operation that was recorded; moments of the job's clock.
 
     Attributes:
@@ -383,7 +383,7 @@ def barriers(
     clocks: Mapping[int, Clock],
     buffers: Iterable[Buffer],
     free_s: dict[str, float],
-) -> list[Barrier]:
+) -> list[TimedBarrier]:
     """The operations of one iteration of all ranks, in the order in which they began.
 
     Args:
@@ -416,13 +416,13 @@ def barriers(
         free_s[lane] = max(done_s.values())
         lag_s, ranks = free_s[lane] - min(done_s.values()), tuple(sorted(issued[key]))
         found.append(
-            Barrier(**what[key], ranks=ranks, issued_s=issued[key], begin_s=begin_s, done_s=done_s, lag_s=lag_s)
+            TimedBarrier(**what[key], ranks=ranks, issued_s=issued[key], begin_s=begin_s, done_s=done_s, lag_s=lag_s)
         )
     return found
 
 
 def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
-    """What an `Operation` says of a unit, whatever it costs."""
+    """What an `JobOperation` says of a unit, whatever it costs."""
     _, start, stop = key
     return {
         "key": key,
@@ -435,7 +435,7 @@ def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TimedStep:
     """One iteration; moments of the job's clock.
 
     Attributes:
@@ -446,7 +446,7 @@ class Step:
     """
 
     number: int
-    barriers: Sequence[Barrier]
+    barriers: Sequence[TimedBarrier]
     stretches: Mapping[int, Sequence[Stretch]]
     marks: Mapping[int, Marks]
 
@@ -464,7 +464,7 @@ class Histories:
     """
 
     recording: Recording
-    steps: Sequence[Step]
+    steps: Sequence[TimedStep]
     begin_s: Mapping[int, float]
     clocks: Mapping[int, Clock]
     hosts: Mapping[int, int]
@@ -474,7 +474,7 @@ class Histories:
         """Ranks of which something was recorded, ascending."""
         return tuple(self.begin_s)
 
-    def crosses_hosts(self, barrier: Barrier) -> bool:
+    def crosses_hosts(self, barrier: TimedBarrier) -> bool:
         """Return whether it needs the link."""
         return len({self.hosts[rank] for rank in barrier.ranks}) > 1
 
@@ -507,7 +507,7 @@ def histories(recording: Recording) -> Histories:
                 issued=[(barrier.issued_s[rank], barrier.key) for barrier in mine],
                 seen={barrier.key: barrier.done_s[rank] - barrier.end_s for barrier in mine},
             )
-        steps.append(Step(number=number, barriers=found, stretches=full, marks=marks))
+        steps.append(TimedStep(number=number, barriers=found, stretches=full, marks=marks))
     return Histories(
         recording=recording,
         steps=steps,
@@ -518,21 +518,21 @@ def histories(recording: Recording) -> Histories:
 
 
 def _waits(
-    rank: int, iteration: RecordedIteration, mine: Sequence[Barrier], reducers: Mapping[int, tuple[int, int]]
-) -> Iterator[Wait]:
-    by_reducer: dict[tuple[int, int], list[Barrier]] = defaultdict(list)
+    rank: int, iteration: RecordedIteration, mine: Sequence[TimedBarrier], reducers: Mapping[int, tuple[int, int]]
+) -> Iterator[WaitInterval]:
+    by_reducer: dict[tuple[int, int], list[TimedBarrier]] = defaultdict(list)
     for one in mine:
         if one.activity is Activity.UNIT:
             by_reducer[reducers[one.key[0]]].append(one)
         else:
-            yield Wait(begin_s=one.issued_s[rank], end_s=one.done_s[rank], keys=(one.key,))
+            yield WaitInterval(begin_s=one.issued_s[rank], end_s=one.done_s[rank], keys=(one.key,))
     for units in by_reducer.values():
         end_s = max(one.done_s[rank] for one in units)
         begin_s = max(one.issued_s[rank] for one in units)
         if len(by_reducer) == 1 and iteration.exposed_s > 0:
             begin_s = max(begin_s, end_s - iteration.exposed_s)
         last = {one.lane: one.key for one in units}
-        yield Wait(begin_s=begin_s, end_s=end_s, keys=tuple(last.values()), until_backward_ends=True)
+        yield WaitInterval(begin_s=begin_s, end_s=end_s, keys=tuple(last.values()), until_backward_ends=True)
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
@@ -561,7 +561,7 @@ Use = tuple[float, float, float]
 class ShareClock:
     """The clock of a server's jobs: it runs at each one's share, and at 1 while there is none or one."""
 
-    def __init__(self, server: Server, uses: Iterable[Use]) -> None:
+    def __init__(self, server: SharedResource, uses: Iterable[Use]) -> None:
         changes: dict[float, float] = defaultdict(float)
         for begin_s, end_s, jobs in uses:
             if end_s > begin_s:
@@ -595,7 +595,7 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
     """What the ranks of a machine did in all recorded iterations.
 
     Returns:
-        The clock of what computes there, and `Operation.busy` of units, 1 where it cannot be told.
+        The clock of what computes there, and `JobOperation.busy` of units, 1 where it cannot be told.
     """
     units = [
         one
@@ -645,10 +645,10 @@ def job_model(histories: Histories) -> JobModel:
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
 
-    def probed_of(one: Operation) -> LinkModel | None:
+    def probed_of(one: JobOperation) -> LinkModel | None:
         return None if one.route is None else job.links.get(one.route)
 
-    def startup_s(one: Barrier) -> float:
+    def startup_s(one: TimedBarrier) -> float:
         known = probed_of(one)
         return 0.0 if known is None else min(known.alpha_s, one.end_s - one.begin_s)
 
@@ -660,7 +660,7 @@ def job_model(histories: Histories) -> JobModel:
     if probed:
         link = link_server(replace(probed[0], throughput=without_dents(probed[0].throughput)))
     elif across:
-        link = Server(name=LINK, totals=(1.0,), is_link=True)
+        link = SharedResource(name=LINK, totals=(1.0,), is_link=True)
         notes.append(
             "the link between hosts was not probed (the job was not tuned), so it is taken for one that a single unit "
             "fills"
@@ -669,7 +669,7 @@ def job_model(histories: Histories) -> JobModel:
     if link is not None:
         on_link = ShareClock(link, [(one.begin_s + startup_s(one), one.end_s, 1) for one in across])
 
-    def priced(one: Barrier) -> Operation:
+    def priced(one: TimedBarrier) -> JobOperation:
         length_s = one.end_s - one.begin_s
         if one.activity is not Activity.UNIT:
             return replace(one, fixed_s=length_s)
@@ -681,7 +681,7 @@ def job_model(histories: Histories) -> JobModel:
         host_s = 0.0 if known is None else min(known.host_s, length_s - fixed_s)
         return replace(one, fixed_s=fixed_s, link_s=link_s, host_s=host_s)
 
-    def played(step: Step) -> Mapping[int, Program]:
+    def played(step: TimedStep) -> Mapping[int, Program]:
         return {rank: pieces(mine, step.marks[rank], used_by[rank][0].between) for rank, mine in step.stretches.items()}
 
     used = {one.key[0] for one in recorded}
@@ -721,10 +721,10 @@ def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def link_server(link: LinkModel) -> Server:
+def link_server(link: LinkModel) -> SharedResource:
     """The link as it was probed: G(n) / G(1)."""
     alone = link.throughput[0]
-    return Server(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
+    return SharedResource(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:

@@ -15,7 +15,7 @@ from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import RecordingError
 
 from .global_graph import ms, play, replayed
-from .job_model import JobModel, Piece, Program
+from .job_model import JobModel, Program, ThreadInterval
 from .recording import Allocation, Holds, Module, ModuleCall, ModuleKey, RankRecording, Recording, StepMemory, phase_at
 from .what_if import Baseline
 
@@ -202,7 +202,7 @@ def with_accumulation(job: JobModel, passes: int) -> JobModel:
     return job.changed(program=lambda _, program: tuple(_in_passes(program, passes)))
 
 
-def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[Piece]:
+def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadInterval]:
     owners = [_owner(piece.module, modules) for piece in program]
     owed_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
@@ -217,7 +217,7 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[Piece]:
             last, gap_s = owner, 0.0
         elif piece.phase is Phase.BACKWARD and owner is not None and owner in owed_s:
             seconds = owed_s.pop(owner)
-            yield Piece(Activity.COMPUTE, Phase.BACKWARD, seconds, AGAIN, module=piece.module)
+            yield ThreadInterval(Activity.COMPUTE, Phase.BACKWARD, seconds, AGAIN, module=piece.module)
         yield piece
 
 
@@ -228,7 +228,7 @@ def _owner(module: ModuleKey | None, modules: Collection[ModuleKey]) -> ModuleKe
     return module
 
 
-def _in_passes(program: Program, passes: int) -> Iterator[Piece]:
+def _in_passes(program: Program, passes: int) -> Iterator[ThreadInterval]:
     body = [place for place, piece in enumerate(program) if piece.phase in (Phase.FORWARD, Phase.BACKWARD)]
     if not body:
         yield from program

@@ -415,7 +415,7 @@ MARKS_AT_ONCE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ProfilerEvent:
     """One thing that it has seen.
 
     Attributes:
@@ -465,7 +465,7 @@ class MemoryEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ProfilerTrace:
     """All that was seen.
 
     Attributes:
@@ -478,7 +478,7 @@ class Seen:
         storages: that were there when the first step began.
     """
 
-    events: Sequence[Event]
+    events: Sequence[ProfilerEvent]
     thread: int
     clock: ClockMap
     memory: Sequence[MemoryEvent] = ()
@@ -539,7 +539,7 @@ class StepWatch:
                 pass
             self._brackets.append((before_s, time.perf_counter()))
 
-    def stop(self) -> Seen | None:
+    def stop(self) -> ProfilerTrace | None:
         """Switches it off; None if another thread has switched it on, which alone may do so.
 
         Raises:
@@ -560,7 +560,7 @@ class StepWatch:
             raise RecordingError(f"torch.profiler has recorded {len(made)} of our {len(self._brackets)} marks")
         pairs = zip(self._brackets, made, strict=True)
         clock = map_clock([Mark(*bracket, event.start_ns(), event.duration_ns()) for bracket, event in pairs])
-        return Seen(
+        return ProfilerTrace(
             events=list(_records(found, clock)),
             thread=made[0].start_thread_id(),
             clock=clock,
@@ -571,11 +571,11 @@ class StepWatch:
         )
 
 
-def _records(found: Sequence[Any], clock: ClockMap) -> Iterator[Event]:  # Any: Kineto's events have no types
+def _records(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:  # Any: Kineto's events have no types
     for event in found:
         if event.name() not in (MARK, MEMORY):
             begin_ns, on_device = event.start_ns(), event.device_type() != DeviceType.CPU
-            yield Event(
+            yield ProfilerEvent(
                 event.name(),
                 event.device_resource_id() if on_device else event.start_thread_id(),
                 clock.at(begin_ns),
@@ -608,7 +608,7 @@ LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepWindow:
     """One step, as the recorder knows it.
 
     Attributes:
@@ -630,14 +630,14 @@ class StepOperators:
     spans: tuple[PhaseSpan, ...]
 
 
-def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators], tuple[str, ...]]:
+def operators_of(seen: ProfilerTrace, steps: Sequence[StepWindow]) -> tuple[list[StepOperators], tuple[str, ...]]:
     """Return the operators of each step, and the names of the lanes, the training thread's being the first."""
     keys = sorted({event.lane for event in seen.events} - {(False, seen.thread)})
     names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
     lanes = {key: number for number, key in enumerate([(False, seen.thread), *keys])}
     module_of_call = [] if seen.calls is None else seen.calls.modules()[1]
 
-    def operator(event: Event, phase: Phase) -> Operator:
+    def operator(event: ProfilerEvent, phase: Phase) -> Operator:
         call = -1
         if seen.calls is not None and not event.on_device:
             call = seen.calls.of_node(event.sequence) if event.is_backward else seen.calls.at(event.begin_s)
@@ -663,13 +663,13 @@ def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators]
     return found, ("training thread", *names)
 
 
-def _annotated(events: Iterable[Event], prefix: str) -> list[Interval]:
+def _annotated(events: Iterable[ProfilerEvent], prefix: str) -> list[Interval]:
     return [(one.begin_s, one.end_s) for one in events if one.annotation and one.name.startswith(prefix)]
 
 
-def _phases(step: Step, events: Sequence[Event]) -> list[tuple[Event, Phase]]:
+def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[ProfilerEvent, Phase]]:
     """Operators that no other one of their lane has called, those of devices last, and what each is for."""
-    ends_s, top = dict[tuple[bool, int], float](), list[Event]()
+    ends_s, top = dict[tuple[bool, int], float](), list[ProfilerEvent]()
     for event in events:  # by their begin, the longest first
         if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
             ends_s[event.lane] = event.end_s
@@ -685,7 +685,7 @@ def _phases(step: Step, events: Sequence[Event]) -> list[tuple[Event, Phase]]:
     forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
     last_backward_s = max((event.begin_s for event in backward), default=step.begin_s)
 
-    def phase_of(event: Event) -> Phase:
+    def phase_of(event: ProfilerEvent) -> Phase:
         if event.is_backward:
             return Phase.BACKWARD
         for phase, spans in intervals:
@@ -760,7 +760,9 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
 # ── memory of a step ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def memory_of_step(seen: Seen, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> StepMemory:
+def memory_of_step(
+    seen: ProfilerTrace, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]
+) -> StepMemory:
     """Return the allocations and the module calls of the first step.
 
     Args:
@@ -785,7 +787,7 @@ def memory_of_step(seen: Seen, *, number: int, begin_s: float, end_s: float, spa
 class _Memory:
     """The memory of a step."""
 
-    def __init__(self, seen: Seen, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
+    def __init__(self, seen: ProfilerTrace, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
         self._end_s, self._calls = end_s, seen.calls
         # Those of the engine's threads count, too: a device has its own.
         inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
@@ -823,7 +825,7 @@ class _Memory:
                 if event.accumulating:
                     short_lived.add(live[address])
 
-    def _take_what_was_there(self, seen: Seen, begin_s: float) -> None:
+    def _take_what_was_there(self, seen: ProfilerTrace, begin_s: float) -> None:
         before: dict[Address, int] = {}  # what was asked for while nobody looked at storages yet
         for event in seen.memory:
             if event.at_s < begin_s:

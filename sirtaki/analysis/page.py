@@ -17,13 +17,13 @@ from sirtaki.autotune.model.replayer import Replay
 from sirtaki.errors import PlanError, RecordingError, ReplayError
 
 from .alignment import align, headlines
-from .global_graph import StepTimes, ms, path_lines, percent, play, recorded
+from .global_graph import MeanStepTimes, ms, path_lines, percent, play, recorded
 from .html import details, page, paragraph, plot, share_bar, table
 from .html import heading as title
 from .job_model import Histories, histories, job_model
 from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_of
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
-from .step_parts import COLORS, NOT_TOLD_APART, Kind, StepParts, exposures, late_units, step_parts
+from .step_parts import COLORS, NOT_TOLD_APART, StepParts, TimeKind, exposures, late_units, step_parts
 from .what_if import WORTH_SAYING, Answer, Baseline, unanswered
 
 BUDGETS = (0.75, 0.5)
@@ -80,7 +80,7 @@ class Findings:
     lines: tuple[str, ...]
     problems: tuple[str, ...]
     histories: Histories
-    times: StepTimes
+    times: MeanStepTimes
     exposed_s: float
     base: Baseline | None = None
     replay: Replay | None = None
@@ -208,9 +208,9 @@ def sentences(found: Findings) -> Iterator[str]:
             yield WITHOUT_OPERATORS
 
 
-def kind_words(kind: Kind, found: Findings) -> str:
+def kind_words(kind: TimeKind, found: Findings) -> str:
     """Name a kind of time, as far as it was recorded."""
-    return NOT_TOLD_APART if kind is Kind.OTHER and not found.has_operators else kind.value
+    return NOT_TOLD_APART if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
 
 def signed_ms(seconds: float) -> str:
@@ -245,9 +245,9 @@ def render(found: Findings) -> str:
 
 def _bars(found: Findings) -> Iterator[str]:
     all_parts = step_parts(found.histories)
-    busiest = sorted(all_parts, key=lambda one: one.seconds.get(Kind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
+    busiest = sorted(all_parts, key=lambda one: one.seconds.get(TimeKind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
     shown = sorted(busiest, key=lambda one: one.rank)
-    kinds = [kind for kind in Kind if any(kind in one.seconds for one in shown)]
+    kinds = [kind for kind in TimeKind if any(kind in one.seconds for one in shown)]
     yield title("Where each rank’s time goes")
     yield paragraph("Means of the recorded iterations. The parts add up to the step.")
     if len(shown) < len(all_parts):
@@ -283,7 +283,7 @@ def _bars(found: Findings) -> Iterator[str]:
     )
 
 
-def _part_words(one: StepParts, kind: Kind, found: Findings) -> str:
+def _part_words(one: StepParts, kind: TimeKind, found: Findings) -> str:
     seconds = one.seconds.get(kind, 0.0)
     return f"rank {one.rank}, {kind_words(kind, found)}: {ms(seconds)}, {percent(seconds / one.step_s)}"
 

@@ -110,7 +110,7 @@ def as_it_ran(buffer: Buffer) -> Knobs:
     return even.but(unit_bytes=min(max(typical, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES), cuts=cuts)
 
 
-class Search:
+class PlanSearch:
     """A search for the knobs with which a job is fastest.
 
     Attributes:
@@ -273,7 +273,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class ProposedPlan:
     """A plan, and what a step would take with it.
 
     Attributes:
@@ -294,7 +294,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """The result of a search.
 
     Attributes:
@@ -316,8 +316,8 @@ class Outcome:
     before: Baseline
     parts: tuple[Part, ...]
     without_communication_s: float
-    best: Proposal
-    rivals: tuple[Proposal, ...]
+    best: ProposedPlan
+    rivals: tuple[ProposedPlan, ...]
     replays: int
     in_time: bool
     refused: Mapping[str, int]
@@ -336,7 +336,7 @@ class Outcome:
         return self.gain > WORTH_A_CHANGE
 
 
-def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> Outcome:
+def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> SearchOutcome:
     """The best plan, and with it, if that is worth a line of code, the compiled model in parts.
 
     That is dPRO's operator fusion: what was compiled as a whole is all operators fused, so parts are tried, where
@@ -367,10 +367,10 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
     return replace(best, search_s=spent_s)
 
 
-def _in_parts(outcome: Outcome, part_bytes: int) -> Outcome:
+def _in_parts(outcome: SearchOutcome, part_bytes: int) -> SearchOutcome:
     """The outcome whose plans say in how many parts the model is compiled."""
 
-    def told(one: Proposal) -> Proposal:
+    def told(one: ProposedPlan) -> ProposedPlan:
         return replace(one, plan=replace(one.plan, part_bytes=part_bytes))
 
     return replace(outcome, best=told(outcome.best), rivals=tuple(map(told, outcome.rivals)))
@@ -384,7 +384,7 @@ def planned(
     allowed: Collection[str] = (),
     least_bytes: int = SMALLEST_UNIT_BYTES,
     limit_s: float = SEARCH_LIMIT_S,
-) -> Outcome:
+) -> SearchOutcome:
     """Searches for a plan, and replays the result for all ranks and iterations.
 
     Args:
@@ -408,13 +408,13 @@ def planned(
         job = apply(job)
     is_float32 = all(buffer.layout.dtype == "float32" for buffer in job.buffers)
     late = tuple(CHANGES_NUMBERS[name] for name in dict.fromkeys(allowed)) if is_float32 else ()
-    search = Search(job, settings or {}, late)
+    search = PlanSearch(job, settings or {}, late)
     fastest = search.run(limit_s=limit_s, least_bytes=least_bytes)
     search_s = time.monotonic() - begin_s
 
-    def proposal(knobs: Knobs) -> Proposal:
+    def proposal(knobs: Knobs) -> ProposedPlan:
         changed = search.planned(knobs, whole=True)
-        return Proposal(
+        return ProposedPlan(
             knobs=knobs,
             plan=GivenPlan(
                 source="",
@@ -433,7 +433,7 @@ def planned(
     if not best.answer.gain > WORTH_A_CHANGE:
         best, rivals = proposal(search.recorded), []
     played = play(before.job)
-    return Outcome(
+    return SearchOutcome(
         recorded_knobs=search.buffers[0].knobs,
         before=before,
         parts=parts(played),

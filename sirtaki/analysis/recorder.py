@@ -46,13 +46,23 @@ from sirtaki.machine import (
 )
 from sirtaki.measures import LinkModel
 
-from .operators import Interval, Moments, Seen, Step, StepOperators, StepWatch, borrowed, memory_of_step, operators_of
+from .operators import (
+    Interval,
+    Moments,
+    ProfilerTrace,
+    StepOperators,
+    StepWatch,
+    StepWindow,
+    borrowed,
+    memory_of_step,
+    operators_of,
+)
 from .recording import (
     Buffer,
     Collective,
     Copy,
     Detail,
-    JobRecord,
+    JobInfo,
     PhaseSpan,
     Placement,
     RankRecording,
@@ -125,16 +135,16 @@ class Draft:
         return found
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepWindow:
         """The moments that are needed to tell its operators."""
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
         cuts = tuple(sorted(copies + waits))
-        return Step(begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=cuts)
+        return StepWindow(begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=cuts)
 
 
 def operators_of_drafts(
-    drafts: Sequence[Draft], seen: Seen | None
+    drafts: Sequence[Draft], seen: ProfilerTrace | None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
     """Return each draft's operators, and the names of lanes; unseen drafts have those of others at that place.
 
@@ -304,8 +314,8 @@ class JobRecorder:
         self._draft = Draft(0.0)
         self._drafts: list[Draft] = []
         self._watch: StepWatch | None = None  # while it is on
-        self._seen: Seen | None = None
-        self._job: JobRecord | None = None
+        self._seen: ProfilerTrace | None = None
+        self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
         self._ending = free_in_forked_children(threading.RLock())  # a signal may come while it is held
         self._terminable = self._writing = self._terminated = False
@@ -393,7 +403,7 @@ class JobRecorder:
         known = {buffer.number: buffer for _, buffers in told for buffer in buffers}  # that any rank knows, each once
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
-        self._job = JobRecord(
+        self._job = JobInfo(
             job=job.job,
             n_iterations=self._wanted.iterations,
             placement=tuple(place for place, _ in told),

@@ -311,7 +311,7 @@ class RankRecording:
 
     Attributes:
         rank: among all of the job.
-        job: `JobRecord.job`; recordings of several jobs do not belong together.
+        job: `JobInfo.job`; recordings of several jobs do not belong together.
         model: a digest of the layouts, equal on ranks that train the same model.
         detail: how much was recorded.
         offset_s: what had to be added to this rank's clock to get rank 0's when the job began (Cristian's method).
@@ -397,7 +397,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
+class JobInfo:
     """What is the same for all ranks.
 
     Attributes:
@@ -437,7 +437,7 @@ class Recording:
             and some have not, ranks that train something else.
     """
 
-    job: JobRecord
+    job: JobInfo
     ranks: Mapping[int, RankRecording]
     problems: tuple[str, ...] = ()
 
@@ -487,7 +487,7 @@ DIGITS = 9
 """Of seconds; clocks tell nanoseconds."""
 
 
-def job_to_json(job: JobRecord) -> Json:
+def job_to_json(job: JobInfo) -> Json:
     """A JSON-ready dict; `job_from_json` is its inverse."""
     return {
         "format": FORMAT_VERSION,
@@ -499,7 +499,7 @@ def job_to_json(job: JobRecord) -> Json:
     }
 
 
-def job_from_json(data: Json) -> JobRecord:
+def job_from_json(data: Json) -> JobInfo:
     """The job that `job_to_json` described.
 
     Raises:
@@ -507,7 +507,7 @@ def job_from_json(data: Json) -> JobRecord:
     """
     buffers = [{**one, "knobs": Knobs.from_json(one["knobs"])} for one in data["buffers"]]
     links = {msgspec.convert(one["route"], Route): LinkModel.from_json(one["link"]) for one in data["links"]}
-    return msgspec.convert({**data, "buffers": buffers, "links": links}, JobRecord)
+    return msgspec.convert({**data, "buffers": buffers, "links": links}, JobInfo)
 
 
 def rank_to_json(rank: RankRecording) -> Json:
@@ -569,7 +569,7 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
-def write_job(folder: Path, job: JobRecord) -> None:
+def write_job(folder: Path, job: JobInfo) -> None:
     """Writes what all ranks have in common; several hosts may do so, all the same.
 
     Raises:

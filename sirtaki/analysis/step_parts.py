@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from sirtaki.autotune.model.replayer import Activity, Phase
 
-from .job_model import Barrier, Histories, OperationKey, Step, Stretch
+from .job_model import Histories, OperationKey, Stretch, TimedBarrier, TimedStep
 
 
-class Kind(Enum):
+class TimeKind(Enum):
     """Kinds of time of a training thread, in the order in which bars are stacked."""
 
     DATA = "data loading"
@@ -27,34 +27,34 @@ class Kind(Enum):
 
 
 COLORS = {
-    Kind.DATA: "#e69f00",
-    Kind.FORWARD: "#0072b2",
-    Kind.BACKWARD: "#56b4e9",
-    Kind.COPY: "#a58a3c",
-    Kind.EXPOSED: "#d1366b",
-    Kind.UPDATE: "#009e73",
-    Kind.COLLECTIVE: "#d55e00",
-    Kind.OTHER: "#8b9096",
+    TimeKind.DATA: "#e69f00",
+    TimeKind.FORWARD: "#0072b2",
+    TimeKind.BACKWARD: "#56b4e9",
+    TimeKind.COPY: "#a58a3c",
+    TimeKind.EXPOSED: "#d1366b",
+    TimeKind.UPDATE: "#009e73",
+    TimeKind.COLLECTIVE: "#d55e00",
+    TimeKind.OTHER: "#8b9096",
 }
 """Told apart on white and on black, and by most who see few colours."""
 
 NOT_TOLD_APART = "forward, data loading, other (told apart only where operators are recorded)"
 
 OF_PHASE = {
-    Phase.DATA: Kind.DATA,
-    Phase.FORWARD: Kind.FORWARD,
-    Phase.BACKWARD: Kind.BACKWARD,
-    Phase.UPDATE: Kind.UPDATE,
-    Phase.OTHER: Kind.OTHER,
+    Phase.DATA: TimeKind.DATA,
+    Phase.FORWARD: TimeKind.FORWARD,
+    Phase.BACKWARD: TimeKind.BACKWARD,
+    Phase.UPDATE: TimeKind.UPDATE,
+    Phase.OTHER: TimeKind.OTHER,
 }
 
 
-def kind_of(one: Stretch) -> Kind:
+def kind_of(one: Stretch) -> TimeKind:
     """Return the kind of time of a stretch."""
     if one.waits:
-        return Kind.EXPOSED if waits_for_gradients(one) else Kind.COLLECTIVE
+        return TimeKind.EXPOSED if waits_for_gradients(one) else TimeKind.COLLECTIVE
     if one.activity is Activity.COPY:
-        return Kind.COPY
+        return TimeKind.COPY
     return OF_PHASE[one.phase]
 
 
@@ -72,7 +72,7 @@ class StepParts(NamedTuple):
     """
 
     rank: int
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[TimeKind, float]
 
     @property
     def step_s(self) -> float:
@@ -84,11 +84,11 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
     """Return what the step of every rank is made of."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
-        total_s: dict[Kind, float] = defaultdict(float)
+        total_s: dict[TimeKind, float] = defaultdict(float)
         for step in histories.steps:
             for one in step.stretches[rank]:
                 total_s[kind_of(one)] += one.end_s - one.begin_s
-        found.append(StepParts(rank, {kind: total_s[kind] / count for kind in Kind if total_s.get(kind)}))
+        found.append(StepParts(rank, {kind: total_s[kind] / count for kind in TimeKind if total_s.get(kind)}))
     return tuple(found)
 
 
@@ -127,7 +127,7 @@ class LateUnit(NamedTuple):
         times: in how many iterations it was late on any rank.
     """
 
-    unit: Barrier
+    unit: TimedBarrier
     issue_s: float
     begin_s: float
     done_s: float
@@ -135,7 +135,7 @@ class LateUnit(NamedTuple):
     times: int
 
 
-def backward_ends_s(histories: Histories, step: Step, rank: int) -> dict[tuple[int, int], float]:
+def backward_ends_s(histories: Histories, step: TimedStep, rank: int) -> dict[tuple[int, int], float]:
     """Return the start of this rank's wait for the gradients of each reducer, on the job's clock."""
     reducers = _reducers(histories)
     waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
@@ -160,7 +160,7 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
     return tuple(found)
 
 
-def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
+def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, float]]:
     """Return the intervals in which units of this rank were in flight. They do not overlap."""
     found: list[tuple[float, float]] = []
     mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
@@ -174,7 +174,7 @@ def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:
     """Return units that end after the backward pass on some rank, in the order in which they end."""
-    units: dict[OperationKey, Barrier] = {}
+    units: dict[OperationKey, TimedBarrier] = {}
     moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
     times = Counter[OperationKey]()
     reducers = _reducers(histories)

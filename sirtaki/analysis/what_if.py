@@ -22,16 +22,16 @@ from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, ReplayError
 from sirtaki.measures import LinkModel, milliseconds, ring_bytes
 
-from .global_graph import StepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
+from .global_graph import MeanStepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
 from .job_model import (
     GradientKey,
     Histories,
     Iteration,
     JobModel,
-    Operation,
+    JobOperation,
     OperationKey,
-    Piece,
     Program,
+    ThreadInterval,
     unit_fields,
 )
 from .recording import Buffer
@@ -45,7 +45,7 @@ class UnitCost:
         startup_s: before anything moves; on one host, processor time that does not depend on the size.
         s_per_byte: of the link, or of the processor of each rank where all are on one host.
         host_s: of what hands messages to the link.
-        busy: see `Operation`.
+        busy: see `JobOperation`.
         lag_s: how much later than the first the last rank is done.
         across: the link is needed.
     """
@@ -92,7 +92,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     return UnitCost(startup_s, s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
 
 
-def _fitted(units: Sequence[Operation]) -> tuple[float, float]:
+def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
     """Start-up and seconds a byte that miss the mean of each size least, in relation to it."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for one in units:
@@ -153,14 +153,14 @@ def with_plans(
     return replace(job, buffers=buffers, iterations=iterations)
 
 
-def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operation]:
+def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[JobOperation]:
     layout = buffer.layout
     for unit in buffer.plan.units:
         route = (buffer.plan.transport, unit.algorithm)
         cost = costs[route]
         moving_s = unit.numel * layout.itemsize_bytes * cost.s_per_byte
         key = (buffer.number, unit.start, unit.stop)
-        yield Operation(
+        yield JobOperation(
             **unit_fields(key, layout, route, unit.stream),
             ranks=buffer.ranks,
             fixed_s=cost.startup_s if cost.across else 0.0,
@@ -175,7 +175,7 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operatio
 class _Reissue:
     """One rank's iteration with other units of some buffers."""
 
-    def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, Operation]) -> None:
+    def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
         self._missing: dict[OperationKey, int] = {}  # gradients that a unit still waits for
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
@@ -203,7 +203,7 @@ class _Reissue:
     def program(self) -> Program:
         return tuple(new for piece in self._program for new in self._replaced(piece))
 
-    def _replaced(self, piece: Piece) -> Iterator[Piece]:
+    def _replaced(self, piece: ThreadInterval) -> Iterator[ThreadInterval]:
         issues = tuple(key for key in piece.issues if key[0] not in self._queues)
         seconds = 0.0 if piece.activity is Activity.COPY else piece.seconds
         bare = replace(piece, waits=self._waits(piece), issues=issues, seconds=seconds)
@@ -211,7 +211,7 @@ class _Reissue:
         if leaving or bare.seconds or bare.ready or bare.waits or bare.issues:
             yield bare
         if leaving:
-            yield Piece(
+            yield ThreadInterval(
                 activity=Activity.COPY,
                 phase=self._copies[0].phase if self._copies else piece.phase,
                 name="copy gradients",
@@ -219,7 +219,7 @@ class _Reissue:
                 issues=tuple(leaving),
             )
 
-    def _waits(self, piece: Piece) -> tuple[tuple[OperationKey, float], ...]:
+    def _waits(self, piece: ThreadInterval) -> tuple[tuple[OperationKey, float], ...]:
         """For the last unit on each stream instead of the units that it waited for."""
         lag_s: dict[int, float] = {}
         for (number, _, _), late_s in piece.waits:
@@ -322,7 +322,7 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
         hosts[rank] = 0 if one_host else first_of.setdefault((turn, job.hosts[other]), rank)
         machines[0 if one_machine else turn, group_of[other]].append(rank)
 
-    def rescaled(one: Operation) -> Operation:
+    def rescaled(one: JobOperation) -> JobOperation:
         in_memory = one.route is not None and one.route[0] is TransportKind.SHARED_MEMORY
         return replace(
             one,
@@ -362,7 +362,7 @@ def without_stragglers(job: JobModel) -> JobModel:
         phase: statistics.median_low([mine.get(rank, 0.0) for rank in job.ranks]) for phase, mine in own_s.items()
     }
 
-    def factor(rank: int, piece: Piece) -> float:
+    def factor(rank: int, piece: ThreadInterval) -> float:
         mine_s = own_s[piece.phase].get(rank, 0.0)
         return min(1.0, usual_s[piece.phase] / mine_s) if mine_s > 0 else 1.0
 
@@ -393,7 +393,7 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
         raise ReplayError(f"batches cannot be {factor} times as large")
     activities, phases = (Activity.COMPUTE, Activity.DATA), (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 
-    def grown(_: int, piece: Piece) -> float:
+    def grown(_: int, piece: ThreadInterval) -> float:
         return factor if piece.activity in activities and piece.phase in phases else 1.0
 
     return _with_durations(job, grown)
@@ -408,7 +408,7 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     if not factor > 0:
         raise ReplayError(f"gradients cannot travel in {factor} times the bytes")
 
-    def smaller(one: Operation) -> Operation:
+    def smaller(one: JobOperation) -> JobOperation:
         return replace(
             one,
             n_bytes=round(one.n_bytes * factor),
@@ -419,14 +419,14 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     return _with_units(job, smaller)
 
 
-def _with_durations(job: JobModel, factor: Callable[[int, Piece], float]) -> JobModel:
+def _with_durations(job: JobModel, factor: Callable[[int, ThreadInterval], float]) -> JobModel:
     def timed(rank: int, program: Program) -> Program:
         return tuple(replace(piece, seconds=piece.seconds * factor(rank, piece)) for piece in program)
 
     return job.changed(program=timed)
 
 
-def _with_units(job: JobModel, changed: Callable[[Operation], Operation]) -> JobModel:
+def _with_units(job: JobModel, changed: Callable[[JobOperation], JobOperation]) -> JobModel:
     return job.changed(operation=lambda one: changed(one) if one.activity is Activity.UNIT else one)
 
 
@@ -484,7 +484,7 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
     seen: list[list[tuple[frozenset[GradientKey], float]]] = []
     for each in job.iterations:
         for program in each.programs.values():
-            blocks = [block for block in _blocks(program) if isinstance(block, _Block)]
+            blocks = [block for block in _blocks(program) if isinstance(block, _OperatorBlock)]
             seen.append([(frozenset(block.gradients), block.seconds) for block in blocks])
     if not seen or not seen[0] or any([keys for keys, _ in one] != [keys for keys, _ in seen[0]] for one in seen):
         return ()
@@ -603,9 +603,9 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
         moved |= {(buffer.number, index): place for place, index in enumerate(order)}
 
     def cut(_: int, program: Program) -> Program:
-        compiled, pieces = iter(found), list[Piece]()
+        compiled, pieces = iter(found), list[ThreadInterval]()
         for block in _blocks(program):
-            pieces += _in_parts(block, next(compiled), part_bytes) if isinstance(block, _Block) else [block]
+            pieces += _in_parts(block, next(compiled), part_bytes) if isinstance(block, _OperatorBlock) else [block]
         return tuple(replace(one, ready=tuple((key[0], moved[key]) for key in one.ready)) for one in pieces)
 
     buffers = tuple(replace(buffer, layout=layouts[buffer.number]) for buffer in job.buffers)
@@ -614,11 +614,11 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
 
 @dataclass(slots=True)
-class _Block:
+class _OperatorBlock:
     """Pieces of a compiled operator, and those behind it that hand on its gradients."""
 
-    compute: list[Piece]
-    behind: list[Piece]
+    compute: list[ThreadInterval]
+    behind: list[ThreadInterval]
 
     @property
     def gradients(self) -> Iterator[GradientKey]:
@@ -629,17 +629,17 @@ class _Block:
         return sum(piece.seconds for piece in self.compute)
 
 
-def _blocks(program: Program) -> Iterator[_Block | Piece]:
+def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
     """The program with compiled operators and their gradients together."""
-    block: _Block | None = None
-    waiting: list[Piece] = []  # may lie between gradients, or behind the last one
+    block: _OperatorBlock | None = None
+    waiting: list[ThreadInterval] = []  # may lie between gradients, or behind the last one
     for piece in program:
         if piece.name == COMPILED:
             if block is not None and (block.behind or any(block.gradients)):
                 yield block
                 yield from waiting
                 block, waiting = None, []
-            block = block or _Block([], [])
+            block = block or _OperatorBlock([], [])
             block.compute.append(piece)
         elif block is None:
             yield piece
@@ -657,7 +657,7 @@ def _blocks(program: Program) -> Iterator[_Block | Piece]:
     yield from waiting
 
 
-def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Iterator[Piece]:
+def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int) -> Iterator[ThreadInterval]:
     parts = compiled.parts(part_bytes)
     if len(parts) == 1:
         yield from (*block.compute, *block.behind)
@@ -685,7 +685,7 @@ def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Ite
         yield replace(copy, seconds=copied_s, ready=(), issues=())
 
 
-def daydream(histories: Histories, job: JobModel) -> StepTimes:
+def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
     """Its prediction, a mean over ranks and iterations.
 
     Raises:
@@ -716,7 +716,7 @@ def daydream(histories: Histories, job: JobModel) -> StepTimes:
             times_s.append((whole_s + exposed_s, *passes_s))
     iteration_s, forward_s, backward_s = (statistics.fmean(times) for times in zip(*times_s, strict=True))
     phases_s = {Phase.FORWARD: forward_s, Phase.BACKWARD: backward_s}
-    return StepTimes(iteration_s=iteration_s, phases_s=phases_s, spread_s=0.0, iterations=len(histories.steps))
+    return MeanStepTimes(iteration_s=iteration_s, phases_s=phases_s, spread_s=0.0, iterations=len(histories.steps))
 
 
 def bandwidth(job: JobModel) -> float:
@@ -870,7 +870,7 @@ class Answer:
     """
 
     words: str
-    times: StepTimes
+    times: MeanStepTimes
     gain: float
     low_s: float
     high_s: float
@@ -924,12 +924,12 @@ class Baseline:
     """
 
     job: JobModel
-    times: StepTimes
+    times: MeanStepTimes
     priced_s: float | None
     error: float
 
     @classmethod
-    def of(cls, job: JobModel, recorded: StepTimes | None = None, *, error: float = 0.0) -> Baseline:
+    def of(cls, job: JobModel, recorded: MeanStepTimes | None = None, *, error: float = 0.0) -> Baseline:
         """Replay a job.
 
         Args:

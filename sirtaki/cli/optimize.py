@@ -13,7 +13,7 @@ import msgspec
 from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory import Fitting, RankedRemedy, fit
-from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, Outcome, Proposal, optimize
+from sirtaki.analysis.plan_search import SEARCH_LIMIT_S, ProposedPlan, SearchOutcome, optimize
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
 from sirtaki.autotune.sharded import SHARDED_FILE, RecordedStep
@@ -161,7 +161,7 @@ def _sharded(options: Namespace) -> int:
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _describe(outcome: Outcome, *, timed: bool) -> Iterator[str]:
+def _describe(outcome: SearchOutcome, *, timed: bool) -> Iterator[str]:
     """Describe the best plan and the reasons. Omits times if they were not measured."""
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
@@ -202,7 +202,7 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
     yield from (f"  {part.describe()}" for part in parts[:MOST_PARTS])
 
 
-def _worth(outcome: Outcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
+def _worth(outcome: SearchOutcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
     """Describe how certain the plan's advantage is, and what to do next."""
     if not outcome.is_faster:
         yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
@@ -219,12 +219,12 @@ def _worth(outcome: Outcome, files: Sequence[Path], *, timed: bool) -> Iterator[
     yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {ranks} ranks and this model."
 
 
-def _plan_json(one: Proposal, path: Path) -> dict[str, Any]:
+def _plan_json(one: ProposedPlan, path: Path) -> dict[str, Any]:
     extras = [{"words": extra.words, "line": extra.line} for extra in one.extras]
     return {"plan": str(path), **one.answer.row(), "extras": extras, "knobs": one.knobs.to_json()}
 
 
-def _json(outcome: Outcome) -> dict[str, Any]:
+def _json(outcome: SearchOutcome) -> dict[str, Any]:
     best, alone = outcome.best, outcome.plan_alone
     return {
         "faster": outcome.is_faster,

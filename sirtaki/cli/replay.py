@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.analysis.global_graph import (
-    StepTimes,
+    MeanStepTimes,
     communication_s,
     computation_s,
     ms,
@@ -21,7 +21,7 @@ from sirtaki.analysis.global_graph import (
     recorded,
     replayed,
 )
-from sirtaki.analysis.job_model import JobModel, Operation, histories, job_model
+from sirtaki.analysis.job_model import JobModel, JobOperation, histories, job_model
 from sirtaki.analysis.recording import counted
 from sirtaki.analysis.what_if import (
     Baseline,
@@ -152,7 +152,7 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
     return ", ".join(words), job, replanned
 
 
-def _for_nothing(one: Operation) -> Operation:
+def _for_nothing(one: JobOperation) -> JobOperation:
     return replace(one, fixed_s=0.0, link_s=0.0, host_s=0.0, processor_s=0.0, lag_s=0.0)
 
 
@@ -205,7 +205,7 @@ def _plan(path: Path) -> CommPlan:
         raise ConfigError(f"{path} is no plan: {err!r}") from err
 
 
-def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Iterator[list[str]]:
+def _table(was: MeanStepTimes, now: MeanStepTimes, rule: MeanStepTimes | None) -> Iterator[list[str]]:
     for name in ("iteration", "forward", "backward"):
         recorded_s = getattr(was, f"{name}_s")
         row = [name, ms(recorded_s) + (f" ± {ms(was.spread_s)}" if name == "iteration" else "")]
@@ -216,5 +216,5 @@ def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Iterator[l
         yield row
 
 
-def _times(times: StepTimes) -> dict[str, Any]:
+def _times(times: MeanStepTimes) -> dict[str, Any]:
     return {**asdict(times), "phases_s": {phase.value: seconds for phase, seconds in times.phases_s.items()}}

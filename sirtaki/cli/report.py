@@ -18,9 +18,9 @@ from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
 from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.autotune.sparse import MB, SparseSummary, Way
+from sirtaki.autotune.sparse import MB, SparseAlternative, SparseSummary
 from sirtaki.comm.plan import Algorithm
-from sirtaki.engine.tuning.trial_log import Measurement, Outcome, Retune, TrialLog, read_log
+from sirtaki.engine.tuning.trial_log import LoggedResult, Measurement, Retune, TrialLog, read_log
 from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
@@ -61,7 +61,7 @@ def _retune(retune: Retune) -> str:
     return f"{begin} from then on {found.knobs.describe()}{gain}."
 
 
-def _gain(kept: Outcome) -> Iterator[str]:
+def _gain(kept: LoggedResult) -> Iterator[str]:
     """Describe the gain from tuning."""
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     if before_s is None or kept.arm == DEFAULT_ARM:
@@ -333,7 +333,7 @@ def sparse(log: TrialLog) -> Iterator[str]:
         yield _curves(curved, colors)
 
 
-def _way(way: Way) -> str:
+def _way(way: SparseAlternative) -> str:
     time = "" if way.measured_s is None else f" {in_ms(way.measured_s)},"
     predicted = "" if way.predicted_s is None else f" (predicted {in_ms(way.predicted_s)})"
     return f"{way.plan}{time} {_mb(way.n_bytes)}{predicted}"

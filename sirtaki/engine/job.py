@@ -27,7 +27,7 @@ from sirtaki.comm.control.failure import FORKED
 from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
 from sirtaki.comm.control.waiting import Deadline, Poll, leave_together, wait_for
-from sirtaki.comm.control.watchdog import Courier, Watchdog
+from sirtaki.comm.control.watchdog import MessageBoard, Watchdog
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
@@ -38,7 +38,7 @@ from sirtaki.machine import at_exit, in_forked_children
 from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
-from sirtaki.watch.watchers import Presence, Totals
+from sirtaki.watch.watchers import JobBeacon, Totals
 
 from . import generations
 from .generations import Generations, of_this_process
@@ -109,7 +109,7 @@ class JobObservers:
         self._job, self._generation, self._began_s = job, generation, time.time()
         self._totals: Totals | None = None
         self._server: MetricsServer | None = None
-        self._presence: Presence | None = None
+        self._presence: JobBeacon | None = None
         settings = job.settings
         watchers.begin(watch.GenerationBegun(number=generation, rank=job.rank, size=job.size))
         if settings.metrics is not None:
@@ -117,7 +117,7 @@ class JobObservers:
             self._server = self._serve(host, port + local_rank)
         if local_rank == 0:
             try:
-                self._presence = Presence(self._describe)
+                self._presence = JobBeacon(self._describe)
             except OSError as err:
                 logger.debug("`sirtaki top` will not list this job: %s", err)
 
@@ -214,7 +214,7 @@ class Job:
         self.settings = settings = replace(settings, profile=profile)
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         start_logging(settings, self.control.rank)
-        self.courier = Courier(self.control.duplicate())
+        self.courier = MessageBoard(self.control.duplicate())
         self.watchdog = Watchdog(
             self.courier,
             self.control.failures,

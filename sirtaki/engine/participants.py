@@ -21,7 +21,7 @@ import torch
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.waiting import Poll, wait_for
-from sirtaki.comm.control.watchdog import Courier, Tag, Watchdog
+from sirtaki.comm.control.watchdog import MessageBoard, Tag, Watchdog
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
@@ -234,7 +234,9 @@ class _Participation:
 class JoinProtocol:
     """Protocol of `join()`: training ranks announce their iterations to joined ranks, which contribute zeros."""
 
-    def __init__(self, participants: ActiveReducers, rank_sets: RankSets, courier: Courier, watchdog: Watchdog) -> None:
+    def __init__(
+        self, participants: ActiveReducers, rank_sets: RankSets, courier: MessageBoard, watchdog: Watchdog
+    ) -> None:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
@@ -369,7 +371,7 @@ class _Substitute:
     each set has a thread.
     """
 
-    def __init__(self, participants: ActiveReducers, courier: Courier, watchdog: Watchdog) -> None:
+    def __init__(self, participants: ActiveReducers, courier: MessageBoard, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
@@ -510,7 +512,7 @@ class BlockedRanks:
     """Exchanges reports of long waits between ranks, and detects waits that end only if this rank stops waiting."""
 
     def __init__(
-        self, participants: ActiveReducers, rank_sets: RankSets, courier: Courier, joining: JoinProtocol
+        self, participants: ActiveReducers, rank_sets: RankSets, courier: MessageBoard, joining: JoinProtocol
     ) -> None:
         self._participants, self._rank_sets, self._courier, self._joining = participants, rank_sets, courier, joining
         self._lock = free_in_forked_children(threading.Lock())

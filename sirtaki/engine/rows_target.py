@@ -13,8 +13,8 @@ from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
     TRIAL_BUDGET,
+    AccessSample,
     AccessWatch,
-    Seen,
     SparseDecision,
     SparseSummary,
     TouchCounts,
@@ -109,13 +109,13 @@ class RowsTarget(TunableTarget[SparsePlan]):
         reduced, ranks = work.reduced, self._control.size
         self._span_s = work.span_s
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
-        self.note_accesses(Seen(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
+        self.note_accesses(AccessSample(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
         if self.told and self._learning is not None:
             self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
         elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
             self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
-    def note_accesses(self, seen: Seen) -> None:
+    def note_accesses(self, seen: AccessSample) -> None:
         """Learn from the accesses of an iteration, or compare them with those from which the plan follows."""
         if self._learning is not None:
             if seen.n_touched:  # an iteration without accesses teaches nothing

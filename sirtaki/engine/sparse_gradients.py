@@ -20,7 +20,7 @@ import torch
 import sirtaki
 from sirtaki.autotune.sparse import (
     LEARNING_ITERATIONS,
-    Pace,
+    CollectiveCosts,
     SparseSummary,
     TouchCounts,
     VolumeModel,
@@ -78,7 +78,7 @@ class Times(NamedTuple):
         return n_bytes / max(self.large_s - self.small_s, 1e-7)
 
 
-def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> Pace:
+def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> CollectiveCosts:
     """Collective, with nothing under way: probes, and has the lanes use the numbers of streams that were fastest.
 
     Args:
@@ -131,7 +131,7 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
     lanes.exchange_streams = fastest(exchanges, usual=in_use[0])
     lanes.reduce_streams = fastest(reductions, usual=in_use[1])
     one, other = exchanges[lanes.exchange_streams], reductions[lanes.reduce_streams]
-    return Pace(
+    return CollectiveCosts(
         exchange_s=one.small_s,
         exchange_bytes_per_s=one.rate(PAIR_BYTES * (lanes.size - 1)),
         reduce_s=other.small_s,

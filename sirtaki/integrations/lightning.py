@@ -96,7 +96,7 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         """Shut down. Collective. Lightning calls this at the end of each method of the trainer."""
         from sirtaki.torch import ddp, shutdown
 
-        if isinstance(getattr(self.model, "reducer", None), ddp.AtRest):
+        if isinstance(getattr(self.model, "reducer", None), ddp.IdleReducer):
             shutdown()
         super().teardown()
 

@@ -31,7 +31,7 @@ _CLEARED = drawn("").encode()
 
 
 @dataclass(slots=True)
-class Bar:
+class ProgressBar:
     """Progress bar below all output while tuning. "" for none."""
 
     text: str = ""
@@ -40,7 +40,7 @@ class Bar:
 class Console:
     """Standard output or error of the launcher. Writes bytes immediately."""
 
-    def __init__(self, stream: TextIO | None, name: str = "output", bar: Bar | None = None) -> None:
+    def __init__(self, stream: TextIO | None, name: str = "output", bar: ProgressBar | None = None) -> None:
         """`stream`: None for a closed descriptor, then nothing is written. `bar`: shared by both streams."""
         self._stream, self._name = stream, name
         self._bar = bar if is_terminal(stream) else None
@@ -95,7 +95,7 @@ class Console:
 
 def standard_consoles() -> dict[str, Console]:
     """Return standard output and error by name, with a common bar."""
-    bar = Bar()
+    bar = ProgressBar()
     return {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
 
 

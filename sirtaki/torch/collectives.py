@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
-from sirtaki.comm.collectives.operations import ADASUM, Kind, Signature
+from sirtaki.comm.collectives.operations import ADASUM, CollectiveKind, Signature
 from sirtaki.engine import job
 from sirtaki.errors import CommError
 
@@ -95,7 +95,13 @@ class Call:
     """One operation as requested by the user."""
 
     def __init__(
-        self, kind: Kind, name: str | None, process_set: ProcessSet, *, grouped: bool = False, wake: bool = True
+        self,
+        kind: CollectiveKind,
+        name: str | None,
+        process_set: ProcessSet,
+        *,
+        grouped: bool = False,
+        wake: bool = True,
     ) -> None:
         """Create an operation. Assigns a number if it has no name.
 
@@ -314,7 +320,7 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
             signature = known.renamed(call.name) if call.once else known
             return Started(call.engine, call.engine.submit(signature, tensors, wake=call.wake), deliver)
     call.require_strided(tensors)
-    if call.kind is Kind.REDUCESCATTER:
+    if call.kind is CollectiveKind.REDUCESCATTER:
         if how.op == Adasum:
             call.refuse(NotImplementedError("reducescatter takes op=Average or op=Sum; Adasum is for allreduce only"))
         if how.op not in (Average, Sum):
@@ -333,7 +339,7 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
 
 
 def _reduced(
-    kind: Kind,
+    kind: CollectiveKind,
     tensors: Tensors,
     name: str | None,
     how: Scaling,
@@ -350,7 +356,7 @@ def _reduced(
         return results
 
     def gradient(grads: Tensors) -> Tensors:
-        if kind is Kind.ALLREDUCE:
+        if kind is CollectiveKind.ALLREDUCE:
             return _reduced(kind, grads, None, how, process_set, grouped=grouped)
         factor = how.prescale * how.postscale * (engine_of(process_set).size if how.op == Sum else 1)
         return grouped_allgather([grad * factor if factor != 1.0 else grad for grad in grads], process_set=process_set)
@@ -389,7 +395,7 @@ def allreduce(
         HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    return _reduced(Kind.ALLREDUCE, [tensor], name, how, process_set, compression)[0]
+    return _reduced(CollectiveKind.ALLREDUCE, [tensor], name, how, process_set, compression)[0]
 
 
 def allreduce_async(
@@ -403,7 +409,7 @@ def allreduce_async(
 ) -> int:
     """Start `allreduce` into a new tensor, without gradients. Collective. Returns a handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
+    return _start_reduction(Call(CollectiveKind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
 
 
 def allreduce_(
@@ -417,7 +423,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce `tensor` in place. Collective. See `allreduce`."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    call = Call(Kind.ALLREDUCE, name, process_set, wake=False)
+    call = Call(CollectiveKind.ALLREDUCE, name, process_set, wake=False)
     result: torch.Tensor = _start_reduction(call, [tensor], how, _into_one(tensor)).result()
     return result
 
@@ -435,7 +441,9 @@ def allreduce_async_(
     for.
     """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)).handle()
+    return _start_reduction(
+        Call(CollectiveKind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)
+    ).handle()
 
 
 def grouped_allreduce(
@@ -450,7 +458,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors in one operation: all are reduced, or none. Collective. See `allreduce`."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    return _reduced(Kind.ALLREDUCE, tensors, name, how, process_set, compression, grouped=True)
+    return _reduced(CollectiveKind.ALLREDUCE, tensors, name, how, process_set, compression, grouped=True)
 
 
 def grouped_allreduce_async(
@@ -464,7 +472,9 @@ def grouped_allreduce_async(
 ) -> int:
     """Start `grouped_allreduce` into new tensors, without gradients. Collective. Returns one handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    return _start_reduction(Call(Kind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all).handle()
+    return _start_reduction(
+        Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all
+    ).handle()
 
 
 def grouped_allreduce_(
@@ -478,7 +488,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Reduce several tensors in place, in one operation. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    call = Call(Kind.ALLREDUCE, name, process_set, grouped=True, wake=False)
+    call = Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True, wake=False)
     results: list[torch.Tensor] = _start_reduction(call, list(tensors), how, _into(tensors)).result()
     return results
 
@@ -494,7 +504,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start `grouped_allreduce_`. Collective. Returns one handle."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
-    call = Call(Kind.ALLREDUCE, name, process_set, grouped=True)
+    call = Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _into(tensors)).handle()
 
 
@@ -516,7 +526,7 @@ def reducescatter(
         HorovodInternalError: ranks pass different arguments. Raised on all ranks.
     """
     how = Scaling(op, prescale_factor, postscale_factor)
-    return _reduced(Kind.REDUCESCATTER, [tensor], name, how, process_set, compression)[0]
+    return _reduced(CollectiveKind.REDUCESCATTER, [tensor], name, how, process_set, compression)[0]
 
 
 def reducescatter_async(
@@ -529,7 +539,7 @@ def reducescatter_async(
 ) -> int:
     """Start `reducescatter`, without gradients. Collective. Returns a handle."""
     how = Scaling(op, prescale_factor, postscale_factor)
-    return _start_reduction(Call(Kind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
+    return _start_reduction(Call(CollectiveKind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
 
 
 def grouped_reducescatter(
@@ -543,7 +553,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduce-scatter several tensors in one operation. Collective. See `reducescatter`."""
     how = Scaling(op, prescale_factor, postscale_factor)
-    return _reduced(Kind.REDUCESCATTER, tensors, name, how, process_set, compression, grouped=True)
+    return _reduced(CollectiveKind.REDUCESCATTER, tensors, name, how, process_set, compression, grouped=True)
 
 
 def grouped_reducescatter_async(
@@ -556,7 +566,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start `grouped_reducescatter`, without gradients. Collective. Returns one handle."""
     how = Scaling(op, prescale_factor, postscale_factor)
-    call = Call(Kind.REDUCESCATTER, name, process_set, grouped=True)
+    call = Call(CollectiveKind.REDUCESCATTER, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _all).handle()
 
 
@@ -579,7 +589,7 @@ def _gathered(
     rows: list[int] = []
 
     def run(inputs: Tensors) -> Tensors:
-        call = Call(Kind.ALLGATHER, name, process_set, grouped=grouped, wake=False)
+        call = Call(CollectiveKind.ALLGATHER, name, process_set, grouped=grouped, wake=False)
         results: list[torch.Tensor] = _start_all_gather(call, inputs, _all).result()
         rows.extend(tensor.shape[0] for tensor in inputs)
         return results
@@ -613,7 +623,7 @@ def allgather(
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start `allgather`, without gradients. Collective. Returns a handle."""
-    return _start_all_gather(Call(Kind.ALLGATHER, name, process_set), [tensor], _first).handle()
+    return _start_all_gather(Call(CollectiveKind.ALLGATHER, name, process_set), [tensor], _first).handle()
 
 
 def grouped_allgather(
@@ -627,7 +637,9 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start `grouped_allgather`, without gradients. Collective. Returns one handle."""
-    return _start_all_gather(Call(Kind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all).handle()
+    return _start_all_gather(
+        Call(CollectiveKind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all
+    ).handle()
 
 
 # ── exchanging rows ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -705,7 +717,7 @@ def alltoall(
 
     def run(inputs: Tensors) -> Tensors:
         nonlocal rows, received_splits
-        call = Call(Kind.ALLTOALL, name, process_set, wake=False)
+        call = Call(CollectiveKind.ALLTOALL, name, process_set, wake=False)
         received, received_splits = _start_all_to_all(call, inputs[0], splits, tuple).result()
         rows = inputs[0].shape[0]
         return [received]
@@ -727,7 +739,9 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start `alltoall`, without gradients. Collective. Returns a handle."""
-    return _start_all_to_all(Call(Kind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)).handle()
+    return _start_all_to_all(
+        Call(CollectiveKind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)
+    ).handle()
 
 
 # ── broadcasting ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -758,7 +772,7 @@ def broadcast(
     """
 
     def run(inputs: Tensors) -> Tensors:
-        call = Call(Kind.BROADCAST, name, process_set, wake=False)
+        call = Call(CollectiveKind.BROADCAST, name, process_set, wake=False)
         results: list[torch.Tensor] = _start_broadcast(call, inputs[0], root_rank, _all).result()
         return results
 
@@ -775,14 +789,14 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start `broadcast`, without gradients. Collective. Returns a handle."""
-    return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
+    return _start_broadcast(Call(CollectiveKind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite `tensor` on every rank with the root's. Collective."""
-    call = Call(Kind.BROADCAST, name, process_set, wake=False)
+    call = Call(CollectiveKind.BROADCAST, name, process_set, wake=False)
     result: torch.Tensor = _start_broadcast(call, tensor, root_rank, _into_one(tensor)).result()
     return result
 
@@ -793,7 +807,9 @@ def broadcast_async_(
     """Start `broadcast_`. Collective. Returns a handle. The tensor is overwritten when the handle has been waited
     for.
     """
-    return _start_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)).handle()
+    return _start_broadcast(
+        Call(CollectiveKind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)
+    ).handle()
 
 
 # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -843,7 +859,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: this rank is not in the process set.
         HorovodInternalError: a rank has called `join()`, or the job has failed.
     """
-    Call(Kind.BARRIER, None, process_set, wake=False).start([], _all).result()
+    Call(CollectiveKind.BARRIER, None, process_set, wake=False).start([], _all).result()
 
 
 def join(device: int = -1) -> int:

@@ -86,14 +86,16 @@ def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
     """Let `gradients` reduce the model's gradients in place of DDP's reducer. Not collective."""
     if model.static_graph:
         gradients.count_arrivals()
-    at_rest = AtRest(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
+    at_rest = IdleReducer(
+        model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters
+    )
     model.find_unused_parameters = False  # those are found when the pass ends
     model.reducer = at_rest  # type: ignore[assignment]
     model.logger = AttachedLogger(model.logger, gradients.log)
     if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
         model._post_forward = _Watched(model._post_forward, at_rest)  # type: ignore[method-assign]
     else:
-        model.register_forward_hook(Outputs(at_rest))
+        model.register_forward_hook(OutputHook(at_rest))
 
 
 def job_over(group: dist.ProcessGroup) -> job.Job | None:
@@ -142,7 +144,7 @@ def _behind_composable(model: nn.Module) -> nn.Module:
 class _Watched:
     """DDP's method that is called with what the model returns; afterwards the backward pass from there is noticed."""
 
-    def __init__(self, method: Callable[[Any], Any], at_rest: AtRest) -> None:  # Any: outputs of a model
+    def __init__(self, method: Callable[[Any], Any], at_rest: IdleReducer) -> None:  # Any: outputs of a model
         self._method, self._at_rest = method, at_rest
 
     def __call__(self, output: Any) -> Any:  # Any: as above
@@ -154,7 +156,7 @@ class _Watched:
 
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
     """Nothing has taken the place of DDP's reducer, or changes what it does."""
-    if isinstance(model.reducer, AtRest):
+    if isinstance(model.reducer, IdleReducer):
         raise ConfigError("this model has been attached already")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # the former does not list built-in ones
@@ -196,7 +198,7 @@ class DdpGradients(GradientHooks):
 
     _due = _begun = False
     _unseen = 0  # forward passes that are to be synchronised, of which no output is known
-    _graphs: Collection[Graph] = ()  # of the others; only those are here whose backward pass may still come
+    _graphs: Collection[ForwardGraphToken] = ()  # of the others; only those are here whose backward pass may still come
     _arrivals: GradientCounter | None = None
     _active_ranks: torch.distributed.Work | None = None
     _watched: Sequence[Named] = ()  # parameters whose gradients are noticed in distributed autograd, too
@@ -276,7 +278,7 @@ class DdpGradients(GradientHooks):
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not self._due or not outputs:
             return
-        graph = Graph()
+        graph = ForwardGraphToken()
         if self._unseen:
             self._unseen -= 1
             self._graphs = weakref.WeakSet([*self._graphs, graph])
@@ -287,7 +289,7 @@ class DdpGradients(GradientHooks):
             hook = partial(self._pass_by, _nearest_leaf(tensor), graph)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _pass_by(self, leaf: Node | None, _graph: Graph, _: torch.Tensor) -> None:
+    def _pass_by(self, leaf: Node | None, _graph: ForwardGraphToken, _: torch.Tensor) -> None:
         if self._due and not self._begun and (leaf is None or accumulates(leaf)):
             self._begin()
 
@@ -365,7 +367,7 @@ def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     return any(each is tensor for each in reversed(tensors))
 
 
-class Graph:
+class ForwardGraphToken:
     """Lives as long as what a forward pass has left for its backward pass."""
 
 
@@ -399,7 +401,7 @@ class GradientCounter:
         self._counts[number] += 1
 
 
-class AtRest:
+class IdleReducer:
     """What a DDP model holds in place of its reducer, which answers questions, and reduces in distributed autograd.
 
     Its methods are those by which DDP's Python code has gradients reduced (torch/nn/parallel/distributed.py).
@@ -475,10 +477,10 @@ class AtRest:
         return []
 
 
-class Outputs:
+class OutputHook:
     """A forward hook of a DDP model. In a copy of the model, whose reducer is PyTorch's own, it does nothing."""
 
-    def __init__(self, at_rest: AtRest | None = None) -> None:
+    def __init__(self, at_rest: IdleReducer | None = None) -> None:
         """Args: `at_rest` is the model's; None = PyTorch's own reducer is at work."""
         self._at_rest = at_rest
 
@@ -487,8 +489,8 @@ class Outputs:
         if self._at_rest is not None and not torch.compiler.is_compiling():
             self._at_rest.watch(output)
 
-    def __reduce__(self) -> tuple[type[Outputs], tuple[()]]:
-        return Outputs, ()
+    def __reduce__(self) -> tuple[type[OutputHook], tuple[()]]:
+        return OutputHook, ()
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:

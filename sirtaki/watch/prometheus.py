@@ -62,7 +62,7 @@ class _Handler(WSGIRequestHandler):
         logger.debug(format, *args)
 
 
-class _Server(ThreadingWSGIServer):
+class _MetricsHttpServer(ThreadingWSGIServer):
     """`prometheus_client`'s server with a limit, so that strangers take neither threads nor descriptors."""
 
     request_queue_size = 128  # connections that wait for `accept`; beyond that a client waits for a second
@@ -71,7 +71,7 @@ class _Server(ThreadingWSGIServer):
         self._lock = free_in_forked_children(threading.Lock())
         self._open: dict[Any, None] = {}  # sockets, the oldest first
         super().__init__(*args)
-        in_forked_children(self, _Server.close_in_child)
+        in_forked_children(self, _MetricsHttpServer.close_in_child)
 
     def server_bind(self) -> None:
         """Bind without asking a name server for this host's name, which may take long."""
@@ -117,7 +117,7 @@ class MetricsServer:
         """
         registry = CollectorRegistry()
         registry.register(TotalsCollector(totals, rank=rank, size=size))
-        self._server = make_server(host, port, make_wsgi_app(registry), _Server, _Handler)
+        self._server = make_server(host, port, make_wsgi_app(registry), _MetricsHttpServer, _Handler)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="sirtaki-metrics", daemon=True

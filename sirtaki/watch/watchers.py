@@ -315,7 +315,7 @@ def run_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"sirtaki-{os.getuid()}"
 
 
-class Presence:
+class JobBeacon:
     """A socket that answers with what a job says of itself."""
 
     def __init__(self, answer: Callable[[], Answer], *, folder: Path | None = None) -> None:

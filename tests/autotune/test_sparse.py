@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sirtaki.autotune.sparse import (
-    Pace,
+    CollectiveCosts,
     SparseDecision,
     SparseSummary,
     TouchCounts,
@@ -24,7 +24,9 @@ from sirtaki.autotune.sparse import (
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
 
-PACE = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e8, reduce_s=1e-4, reduce_bytes_per_s=1e8 / 1.5, add_bytes_per_s=1e9)
+PACE = CollectiveCosts(
+    exchange_s=1e-4, exchange_bytes_per_s=1e8, reduce_s=1e-4, reduce_bytes_per_s=1e8 / 1.5, add_bytes_per_s=1e9
+)
 RANKS = 4
 
 

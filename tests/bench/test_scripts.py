@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.aggregator import conflicts, pack
 from bench.compiled import ADVISED, EARLY, WHOLE, judge
-from bench.elastic import Event, faults, recovered_at_s
+from bench.elastic import LogEvent, faults, recovered_at_s
 from bench.lib.harness import Report
 from bench.memory import judge_choices, ways_of
 from bench.profile import with_wrong_clock
@@ -94,11 +94,11 @@ def test_random_plans_and_the_grid_fit_the_layout_and_are_the_same_on_every_rank
 # ── Jobs whose ranks are killed ──────────────────────────────────────────────────────────────────────────────────
 
 
-def event(kind: str, at_s: float, *, pid: int = 1, step: int = 0, size: int = 3, digest: str = "") -> Event:
-    return Event(pid=pid, kind=kind, at_s=at_s, step=step, size=size, digest=digest)
+def event(kind: str, at_s: float, *, pid: int = 1, step: int = 0, size: int = 3, digest: str = "") -> LogEvent:
+    return LogEvent(pid=pid, kind=kind, at_s=at_s, step=step, size=size, digest=digest)
 
 
-def steps(pid: int, *times_and_sizes: tuple[float, int]) -> list[Event]:
+def steps(pid: int, *times_and_sizes: tuple[float, int]) -> list[LogEvent]:
     return [event("step", at_s, pid=pid, step=n, size=size) for n, (at_s, size) in enumerate(times_and_sizes)]
 
 
@@ -118,7 +118,7 @@ def test_recovery_ends_when_the_last_survivor_has_made_a_step_that_the_dead_cann
         (event("commit", 2.0, pid=2, step=5, digest="b"), "2 different sets of parameters were committed at step 5"),
     ],
 )
-def test_a_lost_and_an_unequal_commit_are_found(later: Event, word: str | None) -> None:
+def test_a_lost_and_an_unequal_commit_are_found(later: LogEvent, word: str | None) -> None:
     found = faults({1: [event("commit", 1.0, step=5, digest="a")], 2: [later]})
     assert len(found) == (word is not None)
     assert word is None or word in found[0]

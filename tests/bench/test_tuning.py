@@ -11,13 +11,13 @@ from bench.lib.landscapes import families
 from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.landscape import Message, Physics, replay
 from bench.lib.landscapes.recorded import estimated, recorded, recordings
-from bench.registry_transfer import ROUTE, SCENARIOS, Job, Luck, jobs, misjudged, run
+from bench.registry_transfer import ROUTE, SCENARIOS, Luck, TransferJob, jobs, misjudged, run
 from bench.replay import HALF_WIDEST, SHIPPED, answerable, misses, widened
 from bench.sweep import model_rank_correlation
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
-JOB = Job(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
+JOB = TransferJob(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
 PLAIN = Physics(capacity=lambda n, computing: 100.0, latency_s=lambda size: 1.0)
 SIZES = (64 * KIB, 128 * KIB, 256 * KIB)
 EVERY_FAMILY = pytest.mark.parametrize(

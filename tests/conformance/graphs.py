@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from sirtaki.registry.graph import ModelGraph, Node, edges_of, labels, model_graph
+from sirtaki.registry.graph import ModelGraph, OperationLabel, edges_of, labels, model_graph
 from sirtaki.registry.model_graph import shapes_graph
 
 NODES = st.builds(
-    Node,
+    OperationLabel,
     kind=st.sampled_from(["Convolution", "Addmm", "Add"]),
     detail=st.sampled_from(["", "3x3", "64x64"]),
     size=st.sampled_from([0, 9, 4096]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fakes.played_jobs import made_job, plan_of
 
-from sirtaki.analysis.job_model import JobModel, Piece
+from sirtaki.analysis.job_model import JobModel, ThreadInterval
 from sirtaki.analysis.what_if import COMPILED
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.measures import LinkModel
@@ -43,13 +43,15 @@ def compiled_job(
     layout = replace(buffer.layout, names=(*names, "flags"))
     programs = {}
     for rank, program in each.programs.items():
-        pieces: list[Piece] = []
+        pieces: list[ThreadInterval] = []
         for piece in program:
             if any(index == len(names) for _, index in piece.ready):
                 continue  # flags are no gradient
             if any(index % (len(names) // graphs) == 0 for _, index in piece.ready):
                 pieces.append(
-                    Piece(activity=Activity.COMPUTE, phase=Phase.BACKWARD, name=COMPILED, seconds=backward_s / graphs)
+                    ThreadInterval(
+                        activity=Activity.COMPUTE, phase=Phase.BACKWARD, name=COMPILED, seconds=backward_s / graphs
+                    )
                 )
             pieces.append(replace(piece, name="AccumulateGrad", seconds=1e-5) if piece.ready else piece)
         programs[rank] = tuple(pieces)

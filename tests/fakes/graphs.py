@@ -7,11 +7,21 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.replayer import NEVER, Activity, Edge, Graph, Load, Node, Phase, Server, Work
+from sirtaki.autotune.model.replayer import (
+    NEVER,
+    Activity,
+    Edge,
+    Load,
+    Phase,
+    ReplayGraph,
+    ReplayNode,
+    ResourceDemand,
+    SharedResource,
+)
 
 
-def node(lane: int, fixed_s: float = 0.0, *works: Work, name: str = "") -> Node:
-    return Node(
+def node(lane: int, fixed_s: float = 0.0, *works: ResourceDemand, name: str = "") -> ReplayNode:
+    return ReplayNode(
         lane=lane,
         activity=Activity.COMPUTE,
         phase=Phase.OTHER,
@@ -23,12 +33,14 @@ def node(lane: int, fixed_s: float = 0.0, *works: Work, name: str = "") -> Node:
     )
 
 
-def graph(nodes: Sequence[Node], edges: Sequence[Edge] = (), servers: Sequence[Server] = ()) -> Graph:
+def graph(
+    nodes: Sequence[ReplayNode], edges: Sequence[Edge] = (), servers: Sequence[SharedResource] = ()
+) -> ReplayGraph:
     lanes = [f"lane {number}" for number in range(1 + max(one.lane for one in nodes))]
-    return Graph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)
+    return ReplayGraph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)
 
 
-def longest_path_s(one: Graph, *, alone: bool = True) -> float:
+def longest_path_s(one: ReplayGraph, *, alone: bool = True) -> float:
     """What no order of events can beat: the longest chain of edges, every node with its servers to itself."""
     end_s: list[float] = []
     before: dict[int, list[tuple[int, float]]] = {}
@@ -40,7 +52,7 @@ def longest_path_s(one: Graph, *, alone: bool = True) -> float:
     return max(end_s)
 
 
-def brute_force(one: Graph, dt_s: float) -> list[float]:
+def brute_force(one: ReplayGraph, dt_s: float) -> list[float]:
     """When each node ends, in steps of `dt_s`; wrong by a few of them for each node on a path."""
     count = len(one.nodes)
     end_s = [-1.0] * count
@@ -88,7 +100,7 @@ def brute_force(one: Graph, dt_s: float) -> list[float]:
 
 
 @st.composite
-def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True, slowed: bool = False) -> Graph:
+def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True, slowed: bool = False) -> ReplayGraph:
     """Up to twelve nodes on up to four lanes; edges lead forwards.
 
     Args:
@@ -98,10 +110,10 @@ def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True,
     """
     durations = st.integers(0, 12).map(lambda count: count / 4)
     servers = (
-        Server(name="processors", totals=(1.0, 2.0), speed=(lambda load: 1 / (1 + load)) if slowed else None),
-        Server(name="link", totals=(1.0, 1.5), is_link=True),
+        SharedResource(name="processors", totals=(1.0, 2.0), speed=(lambda load: 1 / (1 + load)) if slowed else None),
+        SharedResource(name="link", totals=(1.0, 1.5), is_link=True),
     )
-    nodes: list[Node] = []
+    nodes: list[ReplayNode] = []
     edges: list[Edge] = []
     last: dict[int, int] = {}
     for place in range(draw(st.integers(1, 12))):
@@ -109,7 +121,7 @@ def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True,
         works = []
         if shared:
             works = [
-                Work(server=server, seconds=draw(durations), jobs=draw(st.sampled_from((0.5, 1, 2))))
+                ResourceDemand(server=server, seconds=draw(durations), jobs=draw(st.sampled_from((0.5, 1, 2))))
                 for server in sorted(draw(st.sets(st.integers(0, 1))))
             ]
         loads: tuple[Load, ...] = ()
@@ -123,4 +135,4 @@ def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True,
             edges.append((last[lane], place, 0.0))
         last[lane] = place
     lanes = [f"lane {number}" for number in range(4)]
-    return Graph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)
+    return ReplayGraph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)

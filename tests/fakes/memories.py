@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sirtaki.analysis.job_model import JobModel, Piece, Program
+from sirtaki.analysis.job_model import JobModel, Program, ThreadInterval
 from sirtaki.analysis.recording import Allocation, Holds, Module, ModuleCall, Recording, StepMemory
 from sirtaki.autotune.model.replayer import Activity, Phase
 
@@ -97,7 +97,7 @@ def job(blocks: int = 4, *, forward_s: float = 0.1, backward_s: float = 0.2, gap
     return replace(plain, iterations=(replace(each, programs=programs),))
 
 
-def _of_blocks(program: Program, blocks: int, forward_s: float, gap_s: float) -> Iterator[Piece]:
+def _of_blocks(program: Program, blocks: int, forward_s: float, gap_s: float) -> Iterator[ThreadInterval]:
     left = list(range(blocks))
     for piece in program:
         if piece.name == "forward":
@@ -105,7 +105,7 @@ def _of_blocks(program: Program, blocks: int, forward_s: float, gap_s: float) ->
                 module = (0, f"blocks.{number}.linear")
                 for _ in range(2):
                     yield replace(piece, name="mm", seconds=forward_s / 2, module=module)
-                    yield Piece(Activity.COMPUTE, Phase.FORWARD, gap_s / 2)
+                    yield ThreadInterval(Activity.COMPUTE, Phase.FORWARD, gap_s / 2)
         elif piece.name and piece.phase is Phase.BACKWARD and piece.activity is Activity.COMPUTE:
             yield replace(piece, module=(0, f"blocks.{left.pop()}.linear"))
         else:

@@ -13,10 +13,10 @@ from sirtaki.analysis.global_graph import global_graph
 from sirtaki.analysis.job_model import (
     Iteration,
     JobModel,
-    Operation,
-    Piece,
+    JobOperation,
     Processors,
     Program,
+    ThreadInterval,
     link_server,
     unit_fields,
 )
@@ -24,7 +24,7 @@ from sirtaki.analysis.recording import (
     Buffer,
     Copy,
     Detail,
-    JobRecord,
+    JobInfo,
     Module,
     ModuleKey,
     Operator,
@@ -84,7 +84,7 @@ def made_job(
         forward_s, data_s, update_s, copy_s: of the other things in a step; a copy comes before each unit.
         hosts: of each rank.
         capacity: processors of each host.
-        busy: see `Operation`.
+        busy: see `JobOperation`.
         iterations: all alike.
     """
     ranks = tuple(durations_s)
@@ -94,14 +94,14 @@ def made_job(
     knobs = Knobs(unit_bytes=1, streams=plan.streams, transport=plan.transport)
     buffer = Buffer(number=0, reducer=(0, 0), ranks=ranks, layout=layout, plan=plan, knobs=knobs)
 
-    def operation(unit: Unit) -> Operation:
+    def operation(unit: Unit) -> JobOperation:
         n_bytes = unit.numel * 4
         costs: dict[str, float] = {"processor_s": n_bytes * seconds_per_byte, "busy": busy}
         if link is not None:
             costs = {"fixed_s": link.alpha_s, "link_s": n_bytes * link.beta_s_per_byte, "host_s": link.host_s}
             costs["busy"] = busy
         fields = unit_fields((0, unit.start, unit.stop), layout, route, unit.stream)
-        return Operation(**fields, ranks=ranks, **costs)
+        return JobOperation(**fields, ranks=ranks, **costs)
 
     def program(rank: int) -> Program:
         took_s = (data_s or {}).get(rank, 0.0), (forward_s or {}).get(rank, 0.02), copy_s, update_s
@@ -137,19 +137,23 @@ def _program(
     update_s: float,
 ) -> Program:
     found = [
-        Piece(Activity.DATA, Phase.DATA, data_s, "next", computes=False),
-        Piece(Activity.COMPUTE, Phase.FORWARD, forward_s, "forward"),
+        ThreadInterval(Activity.DATA, Phase.DATA, data_s, "next", computes=False),
+        ThreadInterval(Activity.COMPUTE, Phase.FORWARD, forward_s, "forward"),
     ]
     for index, seconds in enumerate(durations_s):
-        found.append(Piece(Activity.COMPUTE, Phase.BACKWARD, seconds, f"backward {index}", ready=((0, index),)))
+        found.append(
+            ThreadInterval(Activity.COMPUTE, Phase.BACKWARD, seconds, f"backward {index}", ready=((0, index),))
+        )
         left = [(0, unit.start, unit.stop) for unit in plan.units if unit.stop == layout.offsets[index + 1]]
-        found += [Piece(Activity.COPY, Phase.BACKWARD, copy_s, "copy gradients", issues=(key,)) for key in left]
+        found += [
+            ThreadInterval(Activity.COPY, Phase.BACKWARD, copy_s, "copy gradients", issues=(key,)) for key in left
+        ]
     last = {unit.stream: (0, unit.start, unit.stop) for unit in plan.units}
     waits = tuple((key, 0.0) for key in last.values())
     return (
         *found,
-        Piece(Activity.COMPUTE, Phase.BACKWARD, 0.0, waits=waits),
-        Piece(Activity.COMPUTE, Phase.UPDATE, update_s, "step"),
+        ThreadInterval(Activity.COMPUTE, Phase.BACKWARD, 0.0, waits=waits),
+        ThreadInterval(Activity.COMPUTE, Phase.UPDATE, update_s, "step"),
     )
 
 
@@ -234,7 +238,7 @@ def record(
         )
         for rank in job.ranks
     )
-    record = JobRecord(
+    record = JobInfo(
         job="made", n_iterations=len(numbers), placement=placement, buffers=job.buffers, links=dict(job.links)
     )
     return Recording(job=record, ranks=ranks)

@@ -12,7 +12,7 @@ from sirtaki.analysis.recording import (
     Collective,
     Copy,
     Detail,
-    JobRecord,
+    JobInfo,
     Operator,
     PhaseSpan,
     Placement,
@@ -48,8 +48,8 @@ def placement(rank: int, *, host: int = 0) -> Placement:
     )
 
 
-def job(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> JobRecord:
-    return JobRecord(
+def job(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> JobInfo:
+    return JobInfo(
         job="1.2",
         n_iterations=n_iterations,
         placement=tuple(placement(rank, host=rank - rank % ranks_per_host) for rank in range(n_ranks)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from fakes.played_jobs import made_job, plan_of
 
-from sirtaki.analysis.global_graph import StepTimes, global_graph, replayed
+from sirtaki.analysis.global_graph import MeanStepTimes, global_graph, replayed
 from sirtaki.analysis.job_model import JobModel
 from sirtaki.autotune.model.replayer import Replay, replay
 from sirtaki.measures import LinkModel
@@ -22,7 +22,7 @@ def played(job: JobModel) -> Replay:
     return replay(global_graph(job))
 
 
-def times(job: JobModel) -> StepTimes:
+def times(job: JobModel) -> MeanStepTimes:
     return replayed(played(job))
 
 

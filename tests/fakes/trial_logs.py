@@ -3,7 +3,7 @@
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
-from sirtaki.autotune.sparse import SparseSummary, Way
+from sirtaki.autotune.sparse import SparseAlternative, SparseSummary
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.measures import LinkModel
 
@@ -64,8 +64,8 @@ TABLE = {
         union=9000.0,
         plan="gather",
         ways=(
-            Way(plan="gather", predicted_s=0.05, measured_s=0.06, n_bytes=2.34e6),
-            Way(plan="owner", predicted_s=0.04, measured_s=0.07, n_bytes=2.5e6),
+            SparseAlternative(plan="gather", predicted_s=0.05, measured_s=0.06, n_bytes=2.34e6),
+            SparseAlternative(plan="owner", predicted_s=0.04, measured_s=0.07, n_bytes=2.5e6),
         ),
         curve=((1, 0.01), (300, 0.4), (30_000, 1.0)),
         popular_rows=300,

@@ -14,7 +14,7 @@ from rank_jobs import cases
 
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.waiting import wait_for
-from sirtaki.comm.control.watchdog import Courier, Tag
+from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.settings import Settings
 
@@ -127,7 +127,7 @@ def neighbours_exchange_arrays_of_all_lengths() -> None:
 
 
 def short_messages_keep_their_order_and_wait_for_nobody() -> None:
-    courier = Courier(world.duplicate())
+    courier = MessageBoard(world.duplicate())
     for number in range(200):
         courier.send((world.rank + 1) % world.size, Tag.ITERATION, (world.rank, number))
     courier.send_all(Tag.JOINED, "x" * 50_000)

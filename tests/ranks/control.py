@@ -8,7 +8,7 @@ import pytest
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.control.watchdog import Courier, Tag
+from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import ConfigError, MismatchError
@@ -46,7 +46,7 @@ assert control.all_gather(prefixes) == [prefixes] * size
 control.barrier()
 
 # Messages beside the collectives: nobody waits for them, each reader gets its own, and those of one rank in order.
-courier = Courier(control.duplicate())
+courier = MessageBoard(control.duplicate())
 assert courier.receive(Tag.JOINED) == []
 control.barrier()
 courier.send_all(Tag.JOINED, rank)

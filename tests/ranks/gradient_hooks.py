@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError, GradientError
 from sirtaki.torch import fsdp
-from sirtaki.torch.ddp import AtRest
+from sirtaki.torch.ddp import IdleReducer
 
 SHARDS: list[Callable[[nn.Module], object]] = []
 """`fully_shard` and `replicate`; none with older versions of PyTorch."""
@@ -480,7 +480,7 @@ def distributed_autograd_is_averaged_as_by_ddp() -> None:
                     assert (found is None) == (wanted is None)
                     if found is not None:
                         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-            assert isinstance(call.reducer, AtRest)
+            assert isinstance(call.reducer, IdleReducer)
 
 
 def distributed_autograd_that_cannot_be_averaged_is_refused() -> None:

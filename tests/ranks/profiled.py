@@ -15,7 +15,7 @@ from rank_jobs import cases
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.analysis.alignment import Known, align
+from sirtaki.analysis.alignment import OffsetSource, align
 from sirtaki.analysis.recording import Detail, Holds, RecordedIteration, Recording
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.autotune.model.replayer import Phase
@@ -234,7 +234,7 @@ def an_error_is_recovered() -> bool:
         told = recordings.shifted(own, by_s=by_s, drift=drift)
         aligned = align(replace(true, job=job, ranks={**true.ranks, 1: told}))
         line = aligned.lines[1]
-        assert line.known is Known.UNITS
+        assert line.known is OffsetSource.UNITS
         for one, other in zip(told.iterations, own.iterations, strict=True):
             for there, here in zip(one.units, other.units, strict=True):
                 if abs(aligned.at(1, there.done_s) - here.done_s) > line.error_s:

@@ -47,7 +47,7 @@ def break_transport(fault: str) -> None:
             SharedMemoryTransport.visit = lambda self, _, **how: visit(self, broken, **how)  # type: ignore[method-assign]
             shared_memory.reduce_share = broken
         case "waiting":
-            gloo._GlooWork.wait = broken_connection  # type: ignore[method-assign]
+            gloo._GlooUnitWork.wait = broken_connection  # type: ignore[method-assign]
             GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 import sirtaki.torch.distributed  # noqa: F401
-from sirtaki.torch.ddp import AtRest
+from sirtaki.torch.ddp import IdleReducer
 
 
 def me() -> int:
@@ -98,7 +98,7 @@ def beside_gloo(play: Play, **options: object) -> nn.Module:
         play(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for found, wanted in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    assert not isinstance(models[1].reducer, AtRest)
+    assert not isinstance(models[1].reducer, IdleReducer)
     return models[0]
 
 
@@ -120,11 +120,11 @@ def steps(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, used
 def ddp_models_attach_themselves() -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
         model = beside_gloo(steps, **options)
-        assert isinstance(model.reducer, AtRest) == ATTACHES, options
+        assert isinstance(model.reducer, IdleReducer) == ATTACHES, options
     model = beside_gloo(
         lambda *each: steps(*each, used=lambda step: (0, (me() + step) % 3)), find_unused_parameters=True
     )
-    assert isinstance(model.reducer, AtRest) == ATTACHES
+    assert isinstance(model.reducer, IdleReducer) == ATTACHES
 
 
 def one_rank_may_look_at_a_model_first() -> None:
@@ -137,7 +137,7 @@ def one_rank_may_look_at_a_model_first() -> None:
         twin = copy.deepcopy(model.module)
         assert len(list(twin.parameters())) == 6
 
-    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def one_rank_may_look_at_a_model_while_another_one_trains() -> None:
@@ -149,9 +149,9 @@ def one_rank_may_look_at_a_model_while_another_one_trains() -> None:
         steps(model, optimizer)
         steps(other, against)
         if model.process_group is dist.group.WORLD:
-            assert isinstance(other.reducer, AtRest) == ATTACHES
+            assert isinstance(other.reducer, IdleReducer) == ATTACHES
 
-    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def one_rank_may_look_at_a_model_between_steps_that_others_do_not_wait_for() -> None:
@@ -164,7 +164,7 @@ def one_rank_may_look_at_a_model_between_steps_that_others_do_not_wait_for() -> 
                 model(batch(100 + step))
             dist.barrier()
 
-    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, IdleReducer) == ATTACHES
 
 
 def two_ddp_models_attach_themselves_in_turns() -> None:
@@ -179,7 +179,7 @@ def two_ddp_models_attach_themselves_in_turns() -> None:
             model(other(batch(step)).repeat(1, 2)).square().mean().backward()  # adds to the other one's, too
             optimizer.step()
 
-    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def ranks_that_join_from_the_beginning_keep_ddp() -> None:
@@ -194,7 +194,7 @@ def ranks_that_join_from_the_beginning_keep_ddp() -> None:
         optimizer.state.clear()
         steps(model, optimizer)
 
-    assert not isinstance(beside_gloo(play).reducer, AtRest)
+    assert not isinstance(beside_gloo(play).reducer, IdleReducer)
 
 
 def parameters_may_be_frozen_in_the_first_step() -> None:
@@ -205,7 +205,7 @@ def parameters_may_be_frozen_in_the_first_step() -> None:
             model(batch(step)).square().mean().backward()
             optimizer.step()
 
-    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play, find_unused_parameters=True).reducer, IdleReducer) == ATTACHES
 
 
 def attached_models_may_join() -> None:
@@ -217,7 +217,7 @@ def attached_models_may_join() -> None:
                 model(batch(step)).square().mean().backward()
                 optimizer.step()
 
-    assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+    assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def models_with_a_communication_hook_keep_ddp() -> None:
@@ -230,7 +230,7 @@ def models_with_a_communication_hook_keep_ddp() -> None:
         steps(model, optimizer)
 
     for each in (play, play_built_in):
-        assert not isinstance(beside_gloo(each).reducer, AtRest)
+        assert not isinstance(beside_gloo(each).reducer, IdleReducer)
 
 
 def models_may_be_compiled_with_ddp() -> None:
@@ -243,7 +243,7 @@ def models_may_be_compiled_with_ddp() -> None:
 
     with warnings.catch_warnings():  # of PyTorch's own
         warnings.simplefilter("ignore")
-        assert isinstance(beside_gloo(play).reducer, AtRest) == ATTACHES
+        assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def optimizer_states_may_be_sharded_under_ddp() -> None:

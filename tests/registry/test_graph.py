@@ -28,7 +28,7 @@ from sirtaki.registry.graph import (
     WIDTH,
     GraphJson,
     ModelGraph,
-    Node,
+    OperationLabel,
     assignment_bound,
     canonical_json,
     digest,
@@ -55,7 +55,7 @@ from sirtaki.registry.graph import (
 )
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
-A, B = Node("A"), Node("B", "3x3", 9)
+A, B = OperationLabel("A"), OperationLabel("B", "3x3", 9)
 TINY = 1e-9
 
 
@@ -203,11 +203,13 @@ def test_json_that_is_no_graph_is_refused_with_the_part_named(change: dict[str, 
 
 
 def test_a_signature_counts_nodes_and_edges_and_each_node_once_by_kind_and_once_by_label() -> None:
-    counts = signature(model_graph([*[Node("Add", "", 3)] * 3, Node("Addmm", "2x2", 4)], [(0, 1), (1, 2)]))
+    counts = signature(
+        model_graph([*[OperationLabel("Add", "", 3)] * 3, OperationLabel("Addmm", "2x2", 4)], [(0, 1), (1, 2)])
+    )
     assert counts.shape == (WIDTH,)
     assert counts[:2].tolist() == [4, 2]
     assert counts[2 : 2 + KIND_BINS].sum() == counts[2 + KIND_BINS :].sum() == 4
-    one, *others = (signature(model_graph([Node("Add", *rest)])) for rest in (("", 3), ("x", 3), ("", 4)))
+    one, *others = (signature(model_graph([OperationLabel("Add", *rest)])) for rest in (("", 3), ("x", 3), ("", 4)))
     for other in others:
         assert (one[: 2 + KIND_BINS] == other[: 2 + KIND_BINS]).all()
         assert (one[2 + KIND_BINS :] != other[2 + KIND_BINS :]).any()
@@ -275,7 +277,10 @@ def test_the_exact_distance_lies_between_the_bounds_up_to_seven_nodes(first: Mod
 
 
 def random_graph(rng: np.random.Generator, n_nodes: int) -> ModelGraph:
-    nodes = [Node("ABC"[rng.integers(3)], ["", "x"][rng.integers(2)], [0, 9][rng.integers(2)]) for _ in range(n_nodes)]
+    nodes = [
+        OperationLabel("ABC"[rng.integers(3)], ["", "x"][rng.integers(2)], [0, 9][rng.integers(2)])
+        for _ in range(n_nodes)
+    ]
     return model_graph(nodes, [(a, b) for b in range(n_nodes) for a in range(b) if rng.random() < 0.4])
 
 
@@ -313,7 +318,9 @@ def test_the_normalised_exact_distance_keeps_the_triangle_inequality(
 
 
 @given(NODES, NODES, NODES)
-def test_relabelling_is_a_metric_and_cheaper_than_replacing(a: Node, b: Node, c: Node) -> None:
+def test_relabelling_is_a_metric_and_cheaper_than_replacing(
+    a: OperationLabel, b: OperationLabel, c: OperationLabel
+) -> None:
     assert (node_cost(a, b) == 0.0) == (a == b)
     assert node_cost(a, b) == node_cost(b, a) <= 2 * NODE_COST
     assert node_cost(a, c) <= node_cost(a, b) + node_cost(b, c) + TINY
@@ -330,7 +337,7 @@ def test_a_deeper_or_wider_model_is_nearer_than_one_of_other_kinds() -> None:
     model, deeper, wider = chain_graph([64] * 30), chain_graph([64] * 33), chain_graph([128] * 30)
     grown = 3 * NODE_COST + 3 * EDGE_COST
     assert grown <= upper_bound(model, deeper) <= grown + 2 * EDGE_COST  # cut where the new layers go in
-    other = model_graph([Node("Scan", "64", 64)] * 30, edges_of(model))
+    other = model_graph([OperationLabel("Scan", "64", 64)] * 30, edges_of(model))
     assert 0 < distance(model, wider) < distance(model, other)
 
 
@@ -353,7 +360,9 @@ def test_a_picture_names_both_sides_and_labels_what_can_be_read(tmp_path: Path) 
 def test_a_node_stands_one_step_below_the_last_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[Any] = []
     monkeypatch.setattr(nx, "draw_networkx_nodes", lambda graph, where, **_: places.append(where))
-    graph = model_graph([Node("Add", "", size) for size in range(5)], [(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)])
+    graph = model_graph(
+        [OperationLabel("Add", "", size) for size in range(5)], [(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)]
+    )
     draw_match(graph, model_graph(()), tmp_path / "match.svg", titles=TITLES, caption="")
     assert places == [{0: (0, 0), 4: (1, 0), 1: (0, -1), 2: (1, -1), 3: (0, -2)}, {}]
 

@@ -18,7 +18,16 @@ from sirtaki.comm.plan import Algorithm, NcclWay, TransportKind
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 from sirtaki.registry import warm_start
 from sirtaki.registry.cluster import LinkClass, Topology
-from sirtaki.registry.graph import EDGE_COST, NODE_COST, ModelGraph, Node, distance, fingerprint, node_cost, normalised
+from sirtaki.registry.graph import (
+    EDGE_COST,
+    NODE_COST,
+    ModelGraph,
+    OperationLabel,
+    distance,
+    fingerprint,
+    node_cost,
+    normalised,
+)
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import JobRecord
 from sirtaki.registry.store import Store
@@ -144,9 +153,13 @@ CLUSTERS = st.builds(
 def host_graph(topology: Topology) -> "nx.Graph[int]":
     """A node a host, all joined to the network's one node."""
     shape = topology.shape()
-    hosts = [Node(kind="host", detail=detail, size=ranks) for detail, ranks, count in shape.hosts for _ in range(count)]
+    hosts = [
+        OperationLabel(kind="host", detail=detail, size=ranks)
+        for detail, ranks, count in shape.hosts
+        for _ in range(count)
+    ]
     made = nx.Graph()
-    for index, node in enumerate([*hosts, Node(kind="network")]):
+    for index, node in enumerate([*hosts, OperationLabel(kind="network")]):
         made.add_node(index, label=node)
     made.add_edges_from((index, len(hosts), {"label": shape.network}) for index in range(len(hosts)))
     return made

@@ -11,7 +11,7 @@ from simulation.network import Address, End, Message, Process
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
 from sirtaki.comm.control.members import Member
-from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
+from sirtaki.comm.control.mesh import BEATS, FrameKind, Header, Inbox, Sending
 from sirtaki.engine.generations import LONG_S, AgentNews
 from sirtaki.engine.membership import Change, Dismissal, Finished, Formed, Join, Patience
 from sirtaki.torch.elastic.state import Commits, HeldCommits, RankStatus, plan_recovery
@@ -83,7 +83,7 @@ class Mesh:
             self._heard = True
         if message["kind"] == "data":
             payload = memoryview(message["payload"])
-            header = Header(Kind.DATA, 0, message["sequence"], 0, len(payload))
+            header = Header(FrameKind.DATA, 0, message["sequence"], 0, len(payload))
             self._inboxes[other].take(header, payload)
         elif message["kind"] == "lost":
             self.failure = self.failure or message["why"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from conformance.transport import DTYPES, assert_close, expected, values
 
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from sirtaki.comm.nccl_streams.transport import (
     CommunicatorPool,
     NcclHierarchicalTransport,
@@ -23,7 +23,7 @@ MARGIN = 128
 """Elements on both sides of a range; a multiple of the 256 bytes to which units are aligned, in every dtype."""
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Open two communicators with different limits, use and close them, twice."""
     place = run.place
     opener: Opener | None = None
@@ -71,7 +71,7 @@ def run(run: Run) -> None:
     page_locked(run)
 
 
-def reduces(run: Run, transport: NcclTransport, stream: StreamSpec, dtype: torch.dtype) -> None:
+def reduces(run: RankRun, transport: NcclTransport, stream: StreamSpec, dtype: torch.dtype) -> None:
     """Reduce by every operation, with and without a factor, and compare with float64 on the host."""
     device, control = run.place.device, run.control
     for numel in (1, 1021, 65536):
@@ -89,7 +89,7 @@ def reduces(run: Run, transport: NcclTransport, stream: StreamSpec, dtype: torch
                 assert outside.count_nonzero().item() == 0, "elements outside the range were written"
 
 
-def page_locked(run: Run) -> None:
+def page_locked(run: RankRun) -> None:
     """Page-lock memory that is there already, and go on after CUDA has refused to."""
     place = run.place
     memory = torch.zeros(1 << 22)

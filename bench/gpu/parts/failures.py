@@ -16,13 +16,13 @@ import torch
 import sirtaki.torch as hvd
 from bench.gpu.contenders import Optimizer
 from bench.gpu.models import small_mlp
-from bench.gpu.runner import End, Run
+from bench.gpu.runner import ProcessEnd, RankRun
 
 EXIT_S = 10.0
 """Bar: rank 0 has ended so long after rank 1's death."""
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Train, capture, train on; then rank 1 dies."""
     place = run.place
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def run(run: Run) -> None:
     print("rank 0 goes on training without rank 1", flush=True)
 
 
-def judge(line: dict[str, Any], ends: Sequence[End]) -> None:
+def judge(line: dict[str, Any], ends: Sequence[ProcessEnd]) -> None:
     """Add a check: rank 0 has ended with an error that names rank 1, soon after rank 1 was killed."""
     first, second = ends
     seconds, told = first.at_s - second.at_s, first.output.partition("rank 1 is killed now")[2]

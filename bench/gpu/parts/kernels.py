@@ -18,7 +18,7 @@ import torch
 from bench.gpu.contenders import Optimizer
 from bench.gpu.models import models_for, small_mlp
 from bench.gpu.place import Kernel
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from sirtaki.comm.nccl_streams.transport import ctas_for
 from sirtaki.comm.plan import CommPlan, NcclWay, TransportKind, Unit
 from sirtaki.comm.router import Router
@@ -47,7 +47,7 @@ def overlap_s(ours: Sequence[tuple[float, float]], others: Sequence[tuple[float,
     return together
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Check one plan after another, then a training step."""
     log = run.place.logs / "nccl.%p.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": str(log)}
@@ -112,7 +112,7 @@ Line = tuple[str, str, int]
 """Algorithm, protocol and number of channels, as NCCL's log tells them."""
 
 
-def reduced(run: Run, router: Router, buffer: object, plan: CommPlan, log: Path) -> tuple[list[Kernel], list[Line]]:
+def reduced(run: RankRun, router: Router, buffer: object, plan: CommPlan, log: Path) -> tuple[list[Kernel], list[Line]]:
     """Reduce by a plan; return NCCL's kernels and what its log says of them. Collective.
 
     Raises:

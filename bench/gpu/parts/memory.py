@@ -8,22 +8,22 @@ from __future__ import annotations
 import gc
 import statistics
 
-from bench.gpu.contenders import Attached, Ddp, OneRank, Optimizer, open_group
+from bench.gpu.contenders import GpuAttached, GpuDdp, OneRank, Optimizer, open_group
 from bench.gpu.models import models_for, small_mlp
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from sirtaki.comm.nccl_streams.transport import CommunicatorKey
 
 STEPS = 5
 COMMUNICATORS = 4
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Measure one contender after the other, so that each has the GPU for itself."""
     place = run.place
     open_group(place, run.rank, run.size)
     name, make = list(models_for(dry=place.dry).items())[1]  # a transformer: its activations are small
     peaks: dict[str, int] = {}
-    for who, contender in {"none": OneRank, "ddp": Ddp, "optimizer": Optimizer, "attached": Attached}.items():
+    for who, contender in {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}.items():
         with run.check(f"{name}: peak of {who}") as found:
             loop = contender(place, make(place.torch_device))
             gradients = 4 * sum(param.numel() for param in loop.model.parameters())

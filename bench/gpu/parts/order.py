@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -75,7 +75,7 @@ SCENARIOS = (
 class Backward:
     """The gradients of one scenario: writes them late, has them reduced, reads them late."""
 
-    def __init__(self, run: Run, scenario: Scenario, opener: Opener) -> None:
+    def __init__(self, run: RankRun, scenario: Scenario, opener: Opener) -> None:
         """Open a synchroniser."""
         self.place, self.device, self.scenario = run.place, run.place.device, scenario
         self.router = run.place.router(run.control, None if scenario.staged else opener)
@@ -160,7 +160,7 @@ class Backward:
         self.router.close()
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Run all scenarios, each for its share of the time."""
     opener = run.place.opener(run.control)
     for position, scenario in enumerate(SCENARIOS):

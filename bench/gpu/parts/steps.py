@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.gpu.contenders import Attached, Contender, Ddp, OneRank, Optimizer, open_group
+from bench.gpu.contenders import Contender, GpuAttached, GpuDdp, OneRank, Optimizer, open_group
 from bench.gpu.models import GpuModel, models_for
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 from bench.lib.harness import ratios
 from sirtaki.comm.plan import alignment
 
-CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": Ddp, "optimizer": Optimizer, "attached": Attached}
+CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}
 STEPS = 5
 """Steps of a sample."""
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Measure the models one after the other, each for its share of the time."""
     place, models = run.place, models_for(dry=run.place.dry)
     torch.set_float32_matmul_precision("high")  # TF32, as most trainings of such models run
@@ -36,7 +36,7 @@ def run(run: Run) -> None:
 
 
 def measure(
-    run: Run, name: str, make: Callable[[torch.device], GpuModel], goes_on: Callable[[], bool], *, fewest: int = 3
+    run: RankRun, name: str, make: Callable[[torch.device], GpuModel], goes_on: Callable[[], bool], *, fewest: int = 3
 ) -> None:
     """Time contenders in turns; a round has one sample of each, so that ratios are between neighbours."""
     place, report = run.place, run.report
@@ -63,7 +63,7 @@ def measure(
         loop.close()
 
 
-def pack(run: Run, name: str, model: torch.nn.Module) -> None:
+def pack(run: RankRun, name: str, model: torch.nn.Module) -> None:
     """Time packing all gradients of a model, and unpacking, against a copy of as many bytes.
 
     Gradients are aligned as in Sirtaki's flat buffers. "misaligned" packs them without gaps, the first one 4 bytes off.

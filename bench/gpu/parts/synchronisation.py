@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 
-from bench.gpu.contenders import Attached, Optimizer, open_group
+from bench.gpu.contenders import GpuAttached, Optimizer, open_group
 from bench.gpu.models import small_mlp
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 
 QUEUED_S = 0.2
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """Check the optimizer's way and DDP's, each after the steps in which the order of gradients is learned."""
     place = run.place
     open_group(place, run.rank, run.size)
-    for name, contender in (("optimizer", Optimizer), ("attached", Attached)):
+    for name, contender in (("optimizer", Optimizer), ("attached", GpuAttached)):
         with run.check(f"{name}: three steps without a synchronising call") as found:
             loop = contender(place, small_mlp(place.torch_device))
             loop.warm_up()

@@ -6,12 +6,12 @@ import torch
 from conformance.on_streams import Streams, conform, train, train_two, ways
 
 import sirtaki.torch as hvd
-from bench.gpu.runner import Run
+from bench.gpu.runner import RankRun
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 
 
-def run(run: Run) -> None:
+def run(run: RankRun) -> None:
     """What matters most comes first, as each check has a share of the time that is left."""
     place, control = run.place, run.control
     dry, opener = place.dry, place.opener(control)
@@ -40,7 +40,7 @@ def same(there: torch.Tensor, here: torch.Tensor) -> None:
     torch.testing.assert_close(there.cpu(), here)
 
 
-def eager(run: Run, place: torch.device) -> None:
+def eager(run: RankRun, place: torch.device) -> None:
     """Every eager collective of every dtype, against the same on the host."""
     rank, size = run.rank, run.size
     for dtype in DTYPES:
@@ -79,7 +79,7 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(*layers).double()
 
 
-def tuned(run: Run, iterations: int, goes_on: object) -> dict[str, object]:
+def tuned(run: RankRun, iterations: int, goes_on: object) -> dict[str, object]:
     """Train while the tuner tries settings, and compare with one process that has the joined batch."""
     place = run.place.torch_device
     torch.manual_seed(0)

@@ -42,8 +42,8 @@ import torch.utils.checkpoint
 
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import RankSet
-from sirtaki.comm.collectives.operations import Kind, Signature
-from sirtaki.comm.control.watchdog import Wait
+from sirtaki.comm.collectives.operations import CollectiveKind, Signature
+from sirtaki.comm.control.watchdog import PendingWait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
@@ -723,7 +723,7 @@ class GradientHooks:
         signature = Signature.of(
             [tensor],
             name=name,
-            kind=Kind.ALLREDUCE,
+            kind=CollectiveKind.ALLREDUCE,
             op=reduction.op.value,
             factors=(reduction.prescale, reduction.postscale),
             by_all=True,
@@ -816,7 +816,7 @@ def _version(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _current_wait(this: weakref.ref[GradientHooks]) -> Wait | None:
+def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
     """Return what this rank waits for. The watchdog's thread calls it.
 
     Raises:
@@ -831,7 +831,7 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> Wait | None:
         iteration = pipeline.iteration
         if since_s is None and (stalled := pipeline.in_flight.stalled()):
             iteration, since_s = stalled
-    return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+    return None if since_s is None else PendingWait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
 
 def _progress_of(this: weakref.ref[GradientHooks], participants: ActiveReducers) -> str:

@@ -38,7 +38,7 @@ from sirtaki.watch.watchers import Decision, TrialEnded
 from .cache import CacheHit, TuningCache, condition_of
 from .plans import Carried, traffic
 from .report import describe_change, describe_result, describe_retune
-from .trial_log import StepTimes, TrialLogWriter
+from .trial_log import StepTimer, TrialLogWriter
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class KnobSearch:
         self.retuning = False
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # by the generation before
-        self.times = StepTimes()
+        self.times = StepTimer()
         self._log = TrialLogWriter(settings.trial_log)
 
     def recall(
@@ -166,7 +166,7 @@ class KnobSearch:
         self._bandit, self.model, self._planners, self._learner = None, None, (), None
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
-        self.times = StepTimes()
+        self.times = StepTimer()
         self.times.cold_between_s = cold_between_s
         self._log.retunes(running, ratio, iteration=iteration)
 

@@ -55,7 +55,7 @@ class StepTime:
         return Profile(ready_s=ready_s, compute_s=compute_s, forward_s=forward_s)
 
 
-class StepTimes:
+class StepTimer:
     """Collects them.
 
     Attributes:
@@ -251,7 +251,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": 
         return math.isfinite(self.span_s)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": "best_span_s"}):
+class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": "best_span_s"}):
     """What the warm-up kept, or the best so far where it did not end.
 
     Attributes:
@@ -292,7 +292,7 @@ class Retune(msgspec.Struct, kw_only=True):
     ratio: Seconds | None = None
     running: Knobs
     measurements: list[Measurement] = []
-    result: Outcome | None = None
+    result: LoggedResult | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -309,7 +309,7 @@ class TrialLog:
     """
 
     measurements: list[Measurement] = field(default_factory=list)
-    result: Outcome | None = None
+    result: LoggedResult | None = None
     model: PlanningModel | None = None
     retunes: list[Retune] = field(default_factory=list)
     process: str = ""
@@ -341,13 +341,13 @@ class TrialLog:
         return min(self.model.bound_s, self.fastest_s)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LoggedResult:
         """The result, or without one the last new best."""
         if self.result is not None:
             return self.result
         succeeded = [m for m in self.measurements if m.succeeded]
         winners = [m for m in succeeded if m.was_best] or [min(succeeded, key=lambda m: m.span_s)]
-        return Outcome(
+        return LoggedResult(
             knobs=winners[-1].knobs,
             arm=winners[-1].arm,
             span_s=winners[-1].span_s,
@@ -420,7 +420,7 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
     if data.get("event") == "retune":
         log.retunes.append(msgspec.convert(data, Retune))
     elif data.get("event") == "result":
-        part.result = msgspec.convert(data, Outcome)
+        part.result = msgspec.convert(data, LoggedResult)
     elif data.get("event") == "sparse":
         summary = SparseSummary.from_json(data)
         log.sparse[summary.name] = summary

@@ -725,7 +725,7 @@ def _leave_with_input(arrived: threading.Event) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Needing:
+class _AgentRequirements:
     """Part of `AgentConfig` that all versions can decode."""
 
     need: Need
@@ -735,7 +735,7 @@ def main() -> int:
     """Run the agent. Exit code 1 if the host cannot be used or the driver cannot be reached."""
     line = sys.stdin.buffer.readline()
     # check before the rest is decoded, because versions may differ
-    if problem := problem_here(msgspec.json.decode(line, type=_Needing).need):
+    if problem := problem_here(msgspec.json.decode(line, type=_AgentRequirements).need):
         print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
         return 1
     config = msgspec.json.decode(line, type=AgentConfig)

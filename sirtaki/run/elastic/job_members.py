@@ -516,7 +516,7 @@ class Crew(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class JobEnd:
     """End of the job. `text`: why it ended. "" if it completed."""
 
     exit_code: int
@@ -750,7 +750,7 @@ class JobMembers:
         self.policy, self.pool = policy, HostPool(policy, rng)
         self._crew, self._print = crew, say
         self.member_list = MemberList()
-        self.end: End | None = None
+        self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
         self._notified = Change(0)  # changes that members of this generation were notified of
         self._lost = self._notified_lost = ""  # how the first dead member ended
@@ -985,18 +985,18 @@ class JobMembers:
                 worker = self.member_list.add(host, slot, now_s)
                 self._send(worker, StartRank(worker=worker.number, slot=slot))
 
-    def _reached_end(self) -> End | None:
+    def _reached_end(self) -> JobEnd | None:
         """Return the end of the job, if no rank is left or all have completed what they can."""
         member_list, slots = self.member_list, sum(self.pool.usable.values())
         if member_list.generation:
             if member_list.of_generation(ProcessPhase.MEMBER, ProcessPhase.FINISHED):
                 return None
             if member_list.has_succeeded:
-                return End(exit_code=0)
+                return JobEnd(exit_code=0)
             if not member_list.of_generation(ProcessPhase.WAITING) and self._failure is not None:
                 return self._failed("all ranks of the job have failed")
         elif self._host_problem and self.policy.hosts_stay and slots < self.policy.start_ranks:
-            return End(
+            return JobEnd(
                 exit_code=1,
                 text=f"the job needs {self.policy.start_ranks} ranks to start, but the remaining hosts have {slots} "
                 f"slots: repair the host{f', or use -np {slots}' if slots >= self.policy.min_ranks else ''}",
@@ -1005,9 +1005,9 @@ class JobMembers:
             if self._ended_badly:
                 return self._failed("no rank was able to join the job")
             if self._ended_well:
-                return End(exit_code=0)
+                return JobEnd(exit_code=0)
             if self._host_problem and not self.agents and not slots:
-                return End(exit_code=1, text=f"{self._host_problem}; no host is left")
+                return JobEnd(exit_code=1, text=f"{self._host_problem}; no host is left")
         return None
 
     def _wait_for_others(self, now_s: float) -> None:
@@ -1035,7 +1035,7 @@ class JobMembers:
                 f"{came} of at least {least} ranks were ready within {self.policy.timeout_s:g} s; --elastic-timeout "
                 f"waits longer, --min-np continues with fewer ranks{problem}"
             )
-            self._end(End(exit_code=1, text=text))
+            self._end(JobEnd(exit_code=1, text=text))
 
     def _gone(self, now_s: float) -> list[str]:
         """Return the hosts that are excluded permanently."""
@@ -1047,12 +1047,12 @@ class JobMembers:
         slots = sum(slots for host, slots in self.pool.known.items() if host not in gone)
         return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
 
-    def _failed(self, text: str) -> End:
+    def _failed(self, text: str) -> JobEnd:
         """Return an end for this reason, with the exit code of the first failure."""
         if self._failure is None:
-            return End(exit_code=1, text=text)
+            return JobEnd(exit_code=1, text=text)
         label, end = self._failure
-        return End(exit_code=end.exit_code or 1, text=f"{text}; the first failure: {label} {end.text}")
+        return JobEnd(exit_code=end.exit_code or 1, text=f"{text}; the first failure: {label} {end.text}")
 
     def _left_out(self, host: str, now_s: float) -> str:
         """Exclude a host, and return for how long, as a clause."""
@@ -1097,7 +1097,7 @@ class JobMembers:
             return  # wait for the end of dismissed processes
         if self.policy.reset_limit is not None and listed.generation > self.policy.reset_limit:
             text = f"--reset-limit {self.policy.reset_limit}: the job would need one more reset"
-            self._end(End(exit_code=1, text=text))
+            self._end(JobEnd(exit_code=1, text=text))
             return
         self._form(candidates, now_s)
 
@@ -1125,7 +1125,7 @@ class JobMembers:
         self._enough_since_s = None
         self._failure, self._host_problem = None, ""
 
-    def _end(self, end: End | None) -> None:
+    def _end(self, end: JobEnd | None) -> None:
         if end is not None:
             self.end = end
             for worker in self.member_list.present(ProcessPhase.WAITING):

@@ -549,7 +549,7 @@ FAULT_LOOK_S = 0.1
 """How often a wait for Gloo looks whether the group has failed."""
 
 
-class GlooWork(FillingWork):
+class InnerGroupWork(FillingWork):
     """A collective of the inner group, which that would wait for though a rank cannot come any more."""
 
     def __init__(self, lanes: GroupLanes, work: Work) -> None:
@@ -1198,7 +1198,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _watched(self, work: Work) -> Work:
         """A collective of Gloo's that ends when the group fails."""
-        return lasting(GlooWork(self._lanes, work)) if self._lanes is not None else work
+        return lasting(InnerGroupWork(self._lanes, work)) if self._lanes is not None else work
 
     @shown
     def barrier(self, opts: Any = None) -> Work | None:

@@ -26,10 +26,10 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
-G = TypeVar("G", bound="Shown")
+G = TypeVar("G", bound="PythonProcessGroup")
 
 
-class Shown(Protocol):
+class PythonProcessGroup(Protocol):
     """A process group written in Python."""
 
     @property
@@ -65,7 +65,7 @@ def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concaten
 
 
 def _show(
-    group: Shown, name: str, call: Callable[[], Work | None], args: Sequence[Any], kwargs: dict[str, Any]
+    group: PythonProcessGroup, name: str, call: Callable[[], Work | None], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Work | None:  # Any: arguments of a collective
     if getattr(_inside, "here", False):
         return call()

@@ -210,7 +210,7 @@ class HostsUpdatedInterrupt(Exception):
         self.skip_sync = skip_sync
 
 
-class _Report(NamedTuple):
+class _CommitReport(NamedTuple):
     """Report of a rank to all ranks at a commit.
 
     Attributes:
@@ -314,7 +314,9 @@ class State(_KeepsNoCommits, ABC):
         change = Change(0) if current.elastic is None else current.elastic.change()
         leaves = kept is not None and kept.leaving
         due = kept is not None and kept.due and current.rank == SYNC_ROOT
-        reports = [_Report(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))]
+        reports = [
+            _CommitReport(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))
+        ]
         self._complete([each.news for each in reports])
         if current.elastic is not None:
             # so that all ranks have all reports before any rank returns: otherwise a report could be lost with its rank

@@ -9,10 +9,19 @@ from fakes.graphs import brute_force, drawn_graphs, graph, longest_path_s, node
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.replayer import START, FairShare, Graph, Load, Server, SharedHost, Work, replay
+from sirtaki.autotune.model.replayer import (
+    START,
+    FairShare,
+    Load,
+    ReplayGraph,
+    ResourceDemand,
+    SharedHost,
+    SharedResource,
+    replay,
+)
 from sirtaki.errors import ReplayError, TuningError
 
-LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)
+LINK = SharedResource(name="link", totals=(1.0, 1.5), is_link=True)
 
 
 def test_two_ranks_meet_at_a_barrier_and_go_on_after_gaps() -> None:
@@ -33,22 +42,22 @@ def test_a_lane_takes_what_was_ready_first_one_at_a_time() -> None:
 
 def test_units_share_a_link_after_their_start_up() -> None:
     # Both move from 1 to 3 at 0.75; then the first, which needs 1.5, is done, and the other has 1.5 of 3 to go.
-    nodes = [node(0, 1.0, Work(server=0, seconds=1.5)), node(1, 1.0, Work(server=0, seconds=3.0))]
+    nodes = [node(0, 1.0, ResourceDemand(server=0, seconds=1.5)), node(1, 1.0, ResourceDemand(server=0, seconds=3.0))]
     assert replay(graph(nodes, servers=[LINK])).end_s == pytest.approx((3.0, 4.5))
 
 
 def test_what_puts_load_on_a_server_slows_down_what_that_serves() -> None:
-    slow = Server(name="processors", totals=(1.0,), speed=lambda load: 1 / (1 + load))
+    slow = SharedResource(name="processors", totals=(1.0,), speed=lambda load: 1 / (1 + load))
     loading = replace(node(1, 2.0), loads=(Load(server=0, amount=1.0),))
     # Half the speed for 2, in which half of 2 is done; two of 3 come later.
-    found = replay(graph([node(0, 0.0, Work(server=0, seconds=3.0)), loading], servers=[slow]))
+    found = replay(graph([node(0, 0.0, ResourceDemand(server=0, seconds=3.0)), loading], servers=[slow]))
     assert found.end_s == pytest.approx((4.0, 2.0))
 
 
 def test_an_end_relieves_what_is_under_way_and_what_comes_later() -> None:
-    relieved = Work(server=0, seconds=3.0, relieved_by=0, relief=0.5)
+    relieved = ResourceDemand(server=0, seconds=3.0, relieved_by=0, relief=0.5)
     nodes = [node(0, 1.0), node(1, 0.0, relieved), node(2, 2.0, relieved)]
-    alone = Server(name="link", totals=(1.0, 2.0))
+    alone = SharedResource(name="link", totals=(1.0, 2.0))
     assert replay(graph(nodes, servers=[alone])).end_s == pytest.approx((1.0, 2.0, 3.5))
 
 
@@ -63,7 +72,7 @@ def test_nodes_that_wait_for_each_other_are_refused() -> None:
         ([node(0, -1.0)], [], "finite time that is not negative"),
         ([node(0, 1.0)], [(0, 0, 0.0)], "edge from node 0 to 0"),
         ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "gap of nan"),
-        ([node(0, 1.0, Work(server=1, seconds=1.0))], [], "server that is not there"),
+        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server that is not there"),
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:
@@ -73,13 +82,13 @@ def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[
 
 def test_a_server_needs_a_throughput() -> None:
     with pytest.raises(ReplayError, match="positive throughput"):
-        Server(name="none", totals=(1.0, 0.0))
+        SharedResource(name="none", totals=(1.0, 0.0))
 
 
 @pytest.mark.lengthy
 @settings(max_examples=30, deadline=None)
 @given(drawn_graphs(chained=True, slowed=True))
-def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:
+def test_brute_force_in_small_steps_comes_to_the_same(one: ReplayGraph) -> None:
     dt_s = 1 / 64
     expected = brute_force(one, dt_s)
     assert replay(one).end_s == pytest.approx(expected, abs=dt_s * 4 * (len(one.nodes) + 1))
@@ -87,7 +96,7 @@ def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(drawn_graphs())
-def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one: Graph) -> None:
+def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one: ReplayGraph) -> None:
     found = replay(one)
     assert found.total_s >= longest_path_s(one) - 1e-9
     in_turn_s = sum(each.fixed_s + sum(work.seconds * max(1, work.jobs) for work in each.works) for each in one.nodes)
@@ -109,7 +118,7 @@ def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one
 
 @settings(max_examples=40, deadline=None)
 @given(drawn_graphs(), st.integers(1, 50))
-def test_time_has_no_unit(one: Graph, factor: int) -> None:
+def test_time_has_no_unit(one: ReplayGraph, factor: int) -> None:
     nodes = [
         replace(
             each,
@@ -124,7 +133,7 @@ def test_time_has_no_unit(one: Graph, factor: int) -> None:
 
 
 def test_parts_of_jobs_leave_nothing_behind() -> None:
-    share = FairShare(Server(name="processors", totals=(1.0, 2.0)))
+    share = FairShare(SharedResource(name="processors", totals=(1.0, 2.0)))
     for turn in range(100):
         for job in range(7):
             share.begin(float(turn), job, 0.1, 0.1 * (job + 1))
@@ -134,21 +143,21 @@ def test_parts_of_jobs_leave_nothing_behind() -> None:
 
 
 def test_rounding_late_in_a_job_holds_nothing_up() -> None:
-    share = FairShare(Server(name="processors", totals=(1.0,)))
+    share = FairShare(SharedResource(name="processors", totals=(1.0,)))
     now_s = 1e6 + 1 / 3
     share.begin(now_s, 1, 0.1, 3)
     assert share.take_ended(share.next_s) == [1]
 
 
 def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:
-    link = Server(name="link", totals=(1.0, 1.5))
+    link = SharedResource(name="link", totals=(1.0, 1.5))
     assert [link.share(jobs) for jobs in (1, 2, 3)] == [1.0, 0.75, 0.5]
 
 
 def test_a_part_of_a_job_is_on_the_line_between() -> None:
-    processors = Server(name="processors", totals=(1.0, 2.0))
+    processors = SharedResource(name="processors", totals=(1.0, 2.0))
     assert [processors.share(jobs) for jobs in (0.5, 1.5, 2.5)] == [1.0, 1.0, 0.8]
-    assert Server(name="link", totals=(1.0, 1.5)).share(1.5) == pytest.approx(1.25 / 1.5)
+    assert SharedResource(name="link", totals=(1.0, 1.5)).share(1.5) == pytest.approx(1.25 / 1.5)
 
 
 def test_computation_was_measured_while_all_ranks_computed() -> None:

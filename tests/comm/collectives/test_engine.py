@@ -14,7 +14,7 @@ from fakes.meshes import among, at_once, until
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine as engine_module
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, tell_of_operations
-from sirtaki.comm.collectives.operations import Kind, Signature
+from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import CommError
 
@@ -22,7 +22,9 @@ SIZE = 3
 
 
 def signature(name: str, **rest: Any) -> Signature:
-    return Signature(name=name, kind=Kind.ALLREDUCE, shapes=((2,),), dtypes=("float32",), **{"op": "sum", **rest})
+    return Signature(
+        name=name, kind=CollectiveKind.ALLREDUCE, shapes=((2,),), dtypes=("float32",), **{"op": "sum", **rest}
+    )
 
 
 def submit(engine: EagerEngine, name: str, value: float = 1.0, *, wake: bool = True) -> EagerWork:
@@ -216,12 +218,12 @@ def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None
 
 def work(name: str) -> EagerWork:
     tensors = [torch.zeros(2)]
-    return EagerWork(Signature.of(tensors, name=name, kind=Kind.ALLREDUCE, op="sum"), tensors)
+    return EagerWork(Signature.of(tensors, name=name, kind=CollectiveKind.ALLREDUCE, op="sum"), tensors)
 
 
 def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
     pending = Pending("")
-    unable = EagerWork(Signature(name="unable", kind=Kind.ALLREDUCE, problem="no such rows"), [])
+    unable = EagerWork(Signature(name="unable", kind=CollectiveKind.ALLREDUCE, problem="no such rows"), [])
     pending.add(unable, wake=False)
     pending.add(work("able"), wake=False)
     pending.close()
@@ -271,7 +273,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
 
 def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
     mine = work("a")
-    others = Signature.of([torch.zeros(2)], name="b", kind=Kind.ALLREDUCE, op="sum")
+    others = Signature.of([torch.zeros(2)], name="b", kind=CollectiveKind.ALLREDUCE, op="sum")
     tell_of_operations([mine.signature, others], [mine, None], 0.0)
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3

@@ -16,7 +16,7 @@ from sirtaki.comm.collectives.operations import (
     FUSED_BYTES,
     FUSIBLE_BYTES,
     LANE_BYTES,
-    Kind,
+    CollectiveKind,
     Ranks,
     Signature,
     adasum_,
@@ -35,7 +35,7 @@ SIZE = 3
 Tensors = list[torch.Tensor]
 
 
-def run(kind: Kind, tensors_of: Any, *, size: int = SIZE, **rest: Any) -> list[Tensors]:
+def run(kind: CollectiveKind, tensors_of: Any, *, size: int = SIZE, **rest: Any) -> list[Tensors]:
     """What each rank gets of one operation, to which rank r contributes `tensors_of(r)`, which stay as they are."""
 
     def act(comm: Communicator) -> Tensors:
@@ -80,7 +80,7 @@ def test_large_all_reduces_take_lanes_that_are_opened_once_and_do_without_where_
         ):
             tensor = torch.ones(numel).to(dtype)
             signature = Signature.of(
-                [tensor], name="x", kind=Kind.ALLREDUCE, op="max" if dtype is torch.bool else "sum"
+                [tensor], name="x", kind=CollectiveKind.ALLREDUCE, op="max" if dtype is torch.bool else "sum"
             )
             ((result,),) = perform([(signature, [tensor])], ranks)
             assert bool((result == (1 if dtype is torch.bool else SIZE)).all())
@@ -91,7 +91,9 @@ def test_large_all_reduces_take_lanes_that_are_opened_once_and_do_without_where_
 
 def test_halves_are_added_in_more_digits_and_rounded_once() -> None:
     # 2048 + 1 is 2048 in float16, and so is 2048 + 1 + 1 if each sum is rounded.
-    for (result,) in run(Kind.ALLREDUCE, lambda rank: [torch.tensor([2048.0 if not rank else 1.0]).half()], op="sum"):
+    for (result,) in run(
+        CollectiveKind.ALLREDUCE, lambda rank: [torch.tensor([2048.0 if not rank else 1.0]).half()], op="sum"
+    ):
         assert result.tolist() == [2050.0]
 
 
@@ -101,11 +103,11 @@ def test_tensors_need_not_be_contiguous_nor_resolved_nor_without_a_graph() -> No
         return [whole.t(), whole[:, 1], whole[0:1, ::2], whole.clone().requires_grad_()]
 
     wanted = [6 * tensor for tensor in tensors_of(0)]
-    for results in run(Kind.ALLREDUCE, tensors_of, op="sum"):
+    for results in run(CollectiveKind.ALLREDUCE, tensors_of, op="sum"):
         assert all(torch.equal(one, other) for one, other in zip(results, wanted, strict=True))
         assert not any(result.requires_grad for result in results)
     conjugated = torch.tensor([1 + 2j, 3 - 1j])
-    for (result,) in run(Kind.BROADCAST, lambda rank: [rank * conjugated.conj()], root=1):
+    for (result,) in run(CollectiveKind.BROADCAST, lambda rank: [rank * conjugated.conj()], root=1):
         assert torch.equal(result, torch.tensor([1 - 2j, 3 + 1j]))
 
 
@@ -116,7 +118,7 @@ def test_a_group_of_several_dtypes_comes_back_in_its_order_with_memory_of_its_ow
         return [values(rank + 10 * number, (number, 2), dtype) for number, dtype in enumerate(dtypes)]
 
     wanted = [torch.stack(each).double().sum(0) for each in zip(*map(tensors_of, range(SIZE)), strict=True)]
-    for results in run(Kind.ALLREDUCE, tensors_of, op="sum"):
+    for results in run(CollectiveKind.ALLREDUCE, tensors_of, op="sum"):
         assert [result.dtype for result in results] == dtypes
         assert all(torch.equal(one.double(), other) for one, other in zip(results, wanted, strict=True))
         storages = [result.untyped_storage() for result in results]
@@ -128,7 +130,7 @@ def test_operations_in_one_message_give_each_its_own_tensors() -> None:
         batch = []
         for name, numels in (("a", [2]), ("b", [1, 3]), ("c", []), ("d", [0, 1])):
             tensors = [torch.full((numel,), float(comm.rank + numel)) for numel in numels]
-            batch.append((Signature.of(tensors, name=name, kind=Kind.ALLREDUCE, op="sum"), tensors))
+            batch.append((Signature.of(tensors, name=name, kind=CollectiveKind.ALLREDUCE, op="sum"), tensors))
         return perform(batch, Ranks(comm, comm.failures))
 
     for results in among(SIZE, act):
@@ -144,7 +146,9 @@ def test_adasum_combines_each_tensor_of_a_group_by_itself() -> None:
     def tensors_of(rank: int) -> Tensors:
         return [torch.eye(2)[rank], torch.tensor([[2.0, 2.0]]), torch.eye(2)[rank].half()]
 
-    for right_angled, parallel, half in run(Kind.ALLREDUCE, tensors_of, size=2, op=ADASUM, factors=(1.0, 3.0)):
+    for right_angled, parallel, half in run(
+        CollectiveKind.ALLREDUCE, tensors_of, size=2, op=ADASUM, factors=(1.0, 3.0)
+    ):
         assert right_angled.tolist() == [3.0, 3.0]
         assert parallel.tolist() == [[6.0, 6.0]]
         assert half.dtype is torch.float16
@@ -152,21 +156,24 @@ def test_adasum_combines_each_tensor_of_a_group_by_itself() -> None:
 
 
 def test_a_dimension_of_one_row_with_a_stride_of_its_own_travels_right() -> None:
-    for (result,) in run(Kind.ALLGATHER, lambda rank: [torch.arange(8.0).reshape(4, 2)[rank : rank + 1, :]]):
+    for (result,) in run(CollectiveKind.ALLGATHER, lambda rank: [torch.arange(8.0).reshape(4, 2)[rank : rank + 1, :]]):
         assert torch.equal(result, torch.arange(6.0).reshape(3, 2))
 
 
-REDUCE = Signature(name="a", kind=Kind.ALLREDUCE, shapes=((3, 4),), dtypes=("float32",), op="sum")
-GATHER = Signature(name="a", kind=Kind.ALLGATHER, shapes=((3, 4),), dtypes=("float32",))
+REDUCE = Signature(name="a", kind=CollectiveKind.ALLREDUCE, shapes=((3, 4),), dtypes=("float32",), op="sum")
+GATHER = Signature(name="a", kind=CollectiveKind.ALLGATHER, shapes=((3, 4),), dtypes=("float32",))
 
 
 def floats(name: str, numel: int, **rest: Any) -> Signature:
     fields = {"shapes": ((numel,),), "dtypes": ("float32",), "op": "sum", **rest}
-    return Signature(name=name, kind=Kind.ALLREDUCE, **fields)
+    return Signature(name=name, kind=CollectiveKind.ALLREDUCE, **fields)
 
 
 DIFFERENT = {
-    "kind": ({"kind": Kind.BROADCAST}, "collective operations of 'a': ranks 0, 1 have ALLREDUCE, rank 2 has BROADCAST"),
+    "kind": (
+        {"kind": CollectiveKind.BROADCAST},
+        "collective operations of 'a': ranks 0, 1 have ALLREDUCE, rank 2 has BROADCAST",
+    ),
     "device": ({"device": "cuda"}, "CPU/GPU device selection of 'a': ranks 0, 1 have cpu, rank 2 has cuda"),
     "dtypes": ({"dtypes": ("int64",)}, "data types of 'a': ranks 0, 1 have float32, rank 2 has int64"),
     "op": ({"op": "max"}, "ALLREDUCE reduce operations of 'a': ranks 0, 1 have sum, rank 2 has max"),
@@ -192,8 +199,8 @@ def test_what_only_this_rank_needs_to_know_is_no_difference(change: dict[str, An
     assert other.digest == REDUCE.digest
 
 
-@pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.ALLTOALL])
-def test_where_each_rank_may_have_its_own_number_of_rows_only_the_rest_must_be_the_same(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL])
+def test_where_each_rank_may_have_its_own_number_of_rows_only_the_rest_must_be_the_same(kind: CollectiveKind) -> None:
     one = replace(GATHER, kind=kind)
     rows, columns, scalar = (replace(one, shapes=(shape,)) for shape in ((0, 4), (3, 5), ()))
     assert mismatch({0: one, 1: rows}) is None
@@ -236,7 +243,7 @@ def test_what_is_large_or_no_element_wise_reduction_goes_alone() -> None:
         floats("c", FUSIBLE_BYTES // 4 + 1),
         floats("d", 1, op=ADASUM),
         replace(GATHER, name="e"),
-        Signature(name="f", kind=Kind.BARRIER),
+        Signature(name="f", kind=CollectiveKind.BARRIER),
         floats("g", 1, op=ADASUM),
     )
     assert sorted(found) == [["a", "b"], ["c"], ["d"], ["e"], ["f"], ["g"]]

@@ -8,7 +8,7 @@ import torch
 from fakes.meshes import on_planes
 
 from sirtaki.comm.collectives.engine import GLOBAL, EagerEngine, RankSets
-from sirtaki.comm.collectives.operations import Kind, Signature
+from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, MismatchError
 
@@ -42,7 +42,7 @@ def on_sets(act: Callable[[RankSets, ControlPlane, Watchdog], Any], *, size: int
 
 def total(engine: EagerEngine, value: float, name: str = "x") -> float:
     tensor = torch.tensor([value])
-    work = engine.submit(Signature.of([tensor], name=name, kind=Kind.ALLREDUCE, op="sum"), [tensor])
+    work = engine.submit(Signature.of([tensor], name=name, kind=CollectiveKind.ALLREDUCE, op="sum"), [tensor])
     engine.finish(work)
     return float(work.results[0])
 
@@ -98,7 +98,7 @@ def test_a_set_in_use_is_not_removed() -> None:
         if control.rank == 2:
             assert engine is not None
             tensor = torch.ones(1)
-            work = engine.submit(Signature.of([tensor], name="x", kind=Kind.ALLREDUCE, op="sum"), [tensor])
+            work = engine.submit(Signature.of([tensor], name="x", kind=CollectiveKind.ALLREDUCE, op="sum"), [tensor])
         with pytest.raises(CommError, match=r"process set 1 has operations under way on rank 2; synchronize\(\) them"):
             sets.remove(1, lambda number: pytest.fail("nothing has ended"))
         if control.rank == 0:

@@ -10,7 +10,7 @@ from fakes.meshes import among
 
 from sirtaki.comm.collectives import engine
 from sirtaki.comm.collectives.engine import CAPACITY, EagerWork, NameSlots, Pending, Rounds
-from sirtaki.comm.collectives.operations import CARRIED_BYTES, Kind, Signature
+from sirtaki.comm.collectives.operations import CARRIED_BYTES, CollectiveKind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
@@ -40,9 +40,13 @@ class Rank:
 
         self.rounds._exchange = counting  # type: ignore[method-assign]
 
-    def submit(self, name: str, value: float = 1.0, *, kind: Kind = Kind.ALLREDUCE, **rest: Any) -> EagerWork:
-        tensors = [] if kind is Kind.BARRIER else [torch.full((2,), value, dtype=rest.pop("dtype", torch.float32))]
-        op = {"op": "sum"} if kind is Kind.ALLREDUCE else {}
+    def submit(
+        self, name: str, value: float = 1.0, *, kind: CollectiveKind = CollectiveKind.ALLREDUCE, **rest: Any
+    ) -> EagerWork:
+        tensors = (
+            [] if kind is CollectiveKind.BARRIER else [torch.full((2,), value, dtype=rest.pop("dtype", torch.float32))]
+        )
+        op = {"op": "sum"} if kind is CollectiveKind.ALLREDUCE else {}
         work = EagerWork(Signature.of(tensors, name=name, kind=kind, **{**op, **rest}), tensors)
         self.pending.add(work, wake=False)
         return work
@@ -106,15 +110,15 @@ def test_small_operations_take_no_message_of_their_own_where_ranks_are_few(
     wanted = wanted.amax(0) if dtype is torch.bool else wanted.sum(0)
 
     def act(rank: Rank) -> None:
-        def submit(name: str, kind: Kind, **rest: Any) -> EagerWork:
-            mine = [] if kind is Kind.BARRIER else [strided[rank.rank]]
+        def submit(name: str, kind: CollectiveKind, **rest: Any) -> EagerWork:
+            mine = [] if kind is CollectiveKind.BARRIER else [strided[rank.rank]]
             work = EagerWork(Signature.of(mine, name=name, kind=kind, **rest), mine)
             rank.pending.add(work, wake=False)
             return work
 
-        reduced = submit("reduced", Kind.ALLREDUCE, op=op, factors=factors)
-        copied = submit("copied", Kind.BROADCAST, root=1)
-        met = submit("met", Kind.BARRIER)
+        reduced = submit("reduced", CollectiveKind.ALLREDUCE, op=op, factors=factors)
+        copied = submit("copied", CollectiveKind.BROADCAST, root=1)
+        met = submit("met", CollectiveKind.BARRIER)
         assert rank.round()
         assert met.wait(0.0)
         for work, value in ((reduced, wanted), (copied, tensors[1].to(exact))):
@@ -130,7 +134,7 @@ def test_small_operations_take_no_message_of_their_own_where_ranks_are_few(
 def test_what_does_not_fit_into_the_message_is_performed_and_so_is_what_comes_with_it() -> None:
     def act(rank: Rank) -> None:
         tensors = [torch.full((CARRIED_BYTES // 4,), float(rank.rank))]
-        large = EagerWork(Signature.of(tensors, name="large", kind=Kind.ALLREDUCE, op="sum"), tensors)
+        large = EagerWork(Signature.of(tensors, name="large", kind=CollectiveKind.ALLREDUCE, op="sum"), tensors)
         rank.pending.add(large, wake=False)
         small = rank.submit("small")
         halves = rank.submit("halves", dtype=torch.bfloat16)
@@ -244,12 +248,12 @@ def test_a_disagreement_is_the_same_error_on_all_ranks_and_the_rest_goes_on() ->
 def test_a_rank_that_submits_a_refused_operation_later_gets_the_same_error() -> None:
     def act(rank: Rank) -> None:
         if rank.rank < 2:
-            odd = rank.submit("odd", root=rank.rank, kind=Kind.BROADCAST)
+            odd = rank.submit("odd", root=rank.rank, kind=CollectiveKind.BROADCAST)
         else:
             rank.submit("other")
         assert not rank.round()
         if rank.rank == 2:
-            odd = rank.submit("odd", root=0, kind=Kind.BROADCAST)
+            odd = rank.submit("odd", root=0, kind=CollectiveKind.BROADCAST)
             assert "odd" not in rank.pending
         with pytest.raises(MismatchError, match="root ranks"):
             odd.wait(0.0)
@@ -348,7 +352,7 @@ def test_after_all_have_joined_unnamed_operations_have_the_same_names_again() ->
 def test_while_a_rank_has_joined_what_needs_its_data_is_refused(known: bool) -> None:
     def act(rank: Rank) -> None:
         if known:
-            rank.submit("a", kind=Kind.ALLGATHER)
+            rank.submit("a", kind=CollectiveKind.ALLGATHER)
             rank.round()
         if rank.rank == 0:
             rank.pending.join((0,))
@@ -357,7 +361,7 @@ def test_while_a_rank_has_joined_what_needs_its_data_is_refused(known: bool) -> 
         assert rank.round()  # all know that it has joined
         if rank.rank:
             assert value(other) == SIZE - 1
-        work = rank.submit("a", kind=Kind.ALLGATHER) if rank.rank else None
+        work = rank.submit("a", kind=CollectiveKind.ALLGATHER) if rank.rank else None
         rank.round()
         if work is not None:
             with pytest.raises(MismatchError, match="Allgather is not supported with Join"):

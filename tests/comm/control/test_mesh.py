@@ -21,9 +21,9 @@ from sirtaki.comm.control.mesh import (
     COPIED_BYTES,
     MAX_PAYLOAD_BYTES,
     Connection,
+    FrameKind,
     Header,
     Inbox,
-    Kind,
     Links,
     MeshCommunicator,
     Sending,
@@ -198,7 +198,7 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 
 def frame(sequence: int, payload: bytes) -> list[memoryview]:
-    return [memoryview(encode(Kind.DATA, sequence=sequence, length=len(payload))), memoryview(payload)]
+    return [memoryview(encode(FrameKind.DATA, sequence=sequence, length=len(payload))), memoryview(payload)]
 
 
 def test_frames_of_all_lengths_arrive_in_order(ends: tuple[Connection, Connection]) -> None:
@@ -237,7 +237,7 @@ def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connecti
     while not sender.backlogged:
         sender.send(frame(0, bytes(MAX_PAYLOAD_BYTES)))
     mine = bytearray(b"x" * 100)
-    header = memoryview(encode(Kind.DATA, sequence=1, length=len(mine)))
+    header = memoryview(encode(FrameKind.DATA, sequence=1, length=len(mine)))
     assert len(mine) < COPIED_BYTES
     assert sender.send([header, memoryview(mine)]).done
     mine[:] = b"y" * 100
@@ -435,7 +435,7 @@ def test_a_forked_process_does_not_keep_its_parents_connections_open() -> None:
 
 
 def arrive(inbox: Inbox, sequence: int, data: bytes) -> None:
-    header = Header(Kind.DATA, 0, sequence, 5, len(data))
+    header = Header(FrameKind.DATA, 0, sequence, 5, len(data))
     payload = inbox.place(header)
     payload[:] = data
     inbox.take(header, payload)

@@ -21,7 +21,7 @@ from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
 from sirtaki.comm.control.waiting import wait_for
-from sirtaki.comm.control.watchdog import Courier, Tag
+from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
 from sirtaki.machine import interface_addresses, own_addresses, serve_store
 
@@ -109,7 +109,7 @@ def meet(comm: Communicator) -> None:
 
 def test_what_is_about_something_else_is_kept_until_somebody_asks() -> None:
     def act(comm: Communicator) -> None:
-        courier = Courier(comm.duplicate())
+        courier = MessageBoard(comm.duplicate())
         if comm.rank == 0:
             courier.send(1, Tag.WHERE)
             courier.send(1, Tag.LOST, "rank 2")
@@ -129,7 +129,7 @@ def test_several_threads_lose_no_message_between_them() -> None:
     each, threads_a_rank = 50, 3
 
     def act(comm: Communicator) -> None:
-        courier, found, lock = Courier(comm.duplicate()), list[tuple[int, object]](), threading.Lock()
+        courier, found, lock = MessageBoard(comm.duplicate()), list[tuple[int, object]](), threading.Lock()
 
         def work(thread: int) -> None:
             for number in range(each):

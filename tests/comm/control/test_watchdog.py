@@ -13,7 +13,7 @@ from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MOST_FAILURES, Courier, Wait, Watchdog
+from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MOST_FAILURES, MessageBoard, PendingWait, Watchdog
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 
@@ -21,7 +21,7 @@ from sirtaki.errors import CommError, PeerLostError, StallError
 def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     """One that nobody has started: there is one rank only."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.001)
-    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown=lambda: None)
+    return Watchdog(MessageBoard(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown=lambda: None)
 
 
 def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:
@@ -80,8 +80,8 @@ class Pack:
 
     def __init__(self, *, warning_s: float = 60.0, shutdown_s: float | None = None) -> None:
         self._links, self.shutdown_s = connected(3), shutdown_s
-        self.couriers = [Courier(MeshCommunicator(links)) for links in self._links]
-        self.waits: list[Wait | CommError | None] = [None] * 3
+        self.couriers = [MessageBoard(MeshCommunicator(links)) for links in self._links]
+        self.waits: list[PendingWait | CommError | None] = [None] * 3
         self.progress = [""] * 3
         self.boards = [FailureBoard() for _ in range(3)]
         self.dogs = [
@@ -92,8 +92,8 @@ class Pack:
         for dog, (wait, progress) in zip(self.dogs, self.watched, strict=True):
             dog.watch(wait, progress)
 
-    def _wait(self, rank: int) -> Callable[[], Wait | None]:
-        def wait() -> Wait | None:
+    def _wait(self, rank: int) -> Callable[[], PendingWait | None]:
+        def wait() -> PendingWait | None:
             now = self.waits[rank]
             if isinstance(now, CommError):
                 raise now
@@ -128,8 +128,8 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Packs]:
         pack.close()
 
 
-def since(seconds: float, what: str = WHAT) -> Wait:
-    return Wait(what=what, since_s=time.monotonic() - seconds)
+def since(seconds: float, what: str = WHAT) -> PendingWait:
+    return PendingWait(what=what, since_s=time.monotonic() - seconds)
 
 
 def test_a_long_wait_is_a_warning_once_that_names_who_is_missing_and_where(

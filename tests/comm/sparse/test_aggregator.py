@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from sirtaki.comm.sparse.aggregator import (
     AggregatorClient,
     HeatLayout,
-    Kind,
+    PacketKind,
     StepRegisters,
     Wire,
     ask_status,
@@ -380,7 +380,7 @@ def test_it_tells_what_it_has_counted_to_whoever_asks_with_as_long_a_packet() ->
         told = ask_status(wire) or {}
         assert (told["jobs"], told["ranks"], told["sums"]) == (1, 1, SMALL.packets)
         assert 0 < told["memory_bytes"] < told["memory_limit_bytes"]
-        wire.send(packet(Kind.STATUS))
+        wire.send(packet(PacketKind.STATUS))
         assert not wire.wait(0.3)
         wire.close()
         client.close()
@@ -390,11 +390,11 @@ def test_it_tells_what_it_has_counted_to_whoever_asks_with_as_long_a_packet() ->
 
 
 SEEDS = [
-    packet(Kind.PART, rank=0, ranks=2, job=1, count=4, body=bytes(32)),
-    packet(Kind.PART, rank=1, ranks=2, job=1, count=16, seq=1, body=bytes(32)),
-    packet(Kind.SUM, rank=1, ranks=2, job=1, step=1, count=4, body=bytes(32)),
-    packet(Kind.BYE, rank=0, job=1),
-    packet(Kind.STATUS, body=bytes(1440)),
+    packet(PacketKind.PART, rank=0, ranks=2, job=1, count=4, body=bytes(32)),
+    packet(PacketKind.PART, rank=1, ranks=2, job=1, count=16, seq=1, body=bytes(32)),
+    packet(PacketKind.SUM, rank=1, ranks=2, job=1, step=1, count=4, body=bytes(32)),
+    packet(PacketKind.BYE, rank=0, job=1),
+    packet(PacketKind.STATUS, body=bytes(1440)),
 ]
 CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 255)), max_size=4))
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.transports import gloo
-from sirtaki.comm.transports.gloo import GlooTransport, WatchfulStore, _GlooWork
+from sirtaki.comm.transports.gloo import GlooTransport, WatchfulStore, _GlooUnitWork
 from sirtaki.errors import CommError, PeerLostError
 
 
@@ -31,8 +31,8 @@ class Late:
             raise RuntimeError("Connection closed by peer")
 
 
-def work(late: Late) -> _GlooWork:
-    return _GlooWork(late, torch.ones(2), 0.5, "elements [0, 2) on stream 0")  # type: ignore[arg-type]
+def work(late: Late) -> _GlooUnitWork:
+    return _GlooUnitWork(late, torch.ones(2), 0.5, "elements [0, 2) on stream 0")  # type: ignore[arg-type]
 
 
 def test_a_reduction_that_ends_just_when_the_time_is_up_has_not_failed() -> None:

@@ -18,7 +18,7 @@ from sirtaki.analysis.job_model import (
     JobModel,
     Marks,
     Stretch,
-    Wait,
+    WaitInterval,
     barriers,
     histories,
     job_model,
@@ -81,10 +81,10 @@ def test_neighbours_that_seem_to_overlap_and_other_lanes_leave_no_hole() -> None
 
 def test_a_gap_in_which_a_result_comes_is_waiting_until_then() -> None:
     full = stretches(iteration(operator("mm", 3.0, 4.0)), same)
-    wait = Wait(begin_s=4.5, end_s=7.0, keys=(UNIT,), until_backward_ends=True)
+    wait = WaitInterval(begin_s=4.5, end_s=7.0, keys=(UNIT,), until_backward_ends=True)
     found = [(one.begin_s, one.end_s) for one in with_waits(full, [wait]) if one.waits]
     assert found == [(4.5, 7.0)]
-    outside = Wait(begin_s=8.5, end_s=9.0, keys=(UNIT,), until_backward_ends=True)
+    outside = WaitInterval(begin_s=8.5, end_s=9.0, keys=(UNIT,), until_backward_ends=True)
     assert [one.phase for one in with_waits(full, [outside]) if one.waits] == [Phase.BACKWARD]
     assert sum(one.end_s - one.begin_s for one in with_waits(full, [wait])) == pytest.approx(10.0)
 
@@ -92,7 +92,7 @@ def test_a_gap_in_which_a_result_comes_is_waiting_until_then() -> None:
 def test_a_result_that_comes_while_something_is_done_is_needed_when_backward_returns() -> None:
     full = stretches(iteration(operator("mm", 3.0, 4.0), operator("add", 5.0, 7.0)), same)
     for end_s in (3.5, 4.5, 6.0):
-        found = with_waits(full, [Wait(begin_s=3.2, end_s=end_s, keys=(UNIT,), until_backward_ends=True)])
+        found = with_waits(full, [WaitInterval(begin_s=3.2, end_s=end_s, keys=(UNIT,), until_backward_ends=True)])
         (seen,) = (one for one in found if one.waits)
         assert seen.begin_s == seen.end_s == 7.0
 

@@ -34,7 +34,7 @@ from sirtaki.analysis.page import (
     sentences,
 )
 from sirtaki.analysis.recording import JOB_FILE, Detail, RankRecording, Recording, rank_path
-from sirtaki.analysis.step_parts import Kind, exposures, late_units, step_parts
+from sirtaki.analysis.step_parts import TimeKind, exposures, late_units, step_parts
 from sirtaki.cli.__main__ import main
 from sirtaki.errors import ConfigError, RecordingError, ReplayError
 
@@ -50,9 +50,9 @@ def test_the_parts_of_each_rank_are_what_the_job_was_made_of_and_add_up_to_its_m
         iterations = recording.ranks[one.rank].iterations
         assert one.step_s == pytest.approx(sum(each.end_s - each.begin_s for each in iterations) / len(iterations))
     if detail is Detail.OPERATORS:
-        parts_s = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.08, Kind.COPY: 0.003, Kind.UPDATE: 0.01}
+        parts_s = {TimeKind.FORWARD: 0.02, TimeKind.BACKWARD: 0.08, TimeKind.COPY: 0.003, TimeKind.UPDATE: 0.01}
         assert {kind: found[0].seconds[kind] for kind in parts_s} == pytest.approx(parts_s)
-        assert found[0].seconds[Kind.EXPOSED] > 0.01
+        assert found[0].seconds[TimeKind.EXPOSED] > 0.01
 
 
 # ── exposure ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from sirtaki.analysis.plan_search import (
     INDIFFERENCE,
     MOST_RIVALS,
     STREAMS_ON_ONE_HOST,
-    Search,
+    PlanSearch,
     as_it_ran,
     optimize,
     planned,
@@ -51,7 +51,7 @@ def test_knobs_that_ran_cut_a_buffer_as_it_was_cut(unit_bytes: int | None) -> No
 @given(st.integers(0, 10_000), st.integers(14, 20), st.integers(1, 4))
 def test_the_smaller_job_tells_of_another_plan_what_the_whole_one_does(seed: int, octave: int, streams: int) -> None:
     job = drawn_job(seed)
-    search = Search(job, {})
+    search = PlanSearch(job, {})
     knobs = Knobs(unit_bytes=1 << octave, streams=streams, transport=job.buffers[0].plan.transport)
     whole_s = times(search.planned(knobs, whole=True)).iteration_s
     assert replayed(play(search.planned(knobs))).iteration_s == pytest.approx(whole_s, rel=0.02)
@@ -59,19 +59,19 @@ def test_the_smaller_job_tells_of_another_plan_what_the_whole_one_does(seed: int
 
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_ranks_that_are_alike_are_replayed_once_and_of_many_different_ones_few_are_left(ranks: int) -> None:
-    assert len(Search(over_a_link(ranks=ranks), {}).small.ranks) == 1
+    assert len(PlanSearch(over_a_link(ranks=ranks), {}).small.ranks) == 1
     durations = {rank: tuple((1 + rank / 40) * seconds for seconds in (0.02, 0.01, 0.03, 0.02)) for rank in range(20)}
     job = made_job(durations_s=durations, sizes=SIZES, plan=plan_of(SIZES, (4,)), link=LINK)
-    assert len(Search(job, {}).small.ranks) <= FEW_RANKS
+    assert len(PlanSearch(job, {}).small.ranks) <= FEW_RANKS
 
 
 def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay() -> None:
     job = on_one_host()
     (buffer,) = job.buffers
     small = replace(buffer, number=1, reducer=(0, 1), layout=replace(buffer.layout, sizes=(10,), names=("b",)))
-    assert Search(replace(job, buffers=(small, buffer)), {}).buffers == (buffer,)
+    assert PlanSearch(replace(job, buffers=(small, buffer)), {}).buffers == (buffer,)
     with pytest.raises(ReplayError, match="no gradients were exchanged"):
-        Search(replace(job, buffers=()), {})
+        PlanSearch(replace(job, buffers=()), {})
 
 
 def fastest_grouping_s(job: JobModel) -> float:
@@ -91,7 +91,7 @@ def fastest_grouping_s(job: JobModel) -> float:
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_never_slower_than_what_ran_and_hardly_than_the_best_grouping_of_gradients(seed: int) -> None:
     job = drawn_job(seed, gradients=5, ranks=2)
-    search = Search(job, {})
+    search = PlanSearch(job, {})
     knobs = search.run(least_bytes=SMALL)
     assert search.in_time
     assert search.step_s[knobs] <= (1 + INDIFFERENCE) * min(search.step_s.values())
@@ -101,7 +101,7 @@ def test_it_is_never_slower_than_what_ran_and_hardly_than_the_best_grouping_of_g
 
 @pytest.mark.lengthy
 def test_planners_are_asked_and_named() -> None:
-    searches = [Search(drawn_job(seed), {}) for seed in range(6)]
+    searches = [PlanSearch(drawn_job(seed), {}) for seed in range(6)]
     found = [optimize(Baseline.of(drawn_job(seed)), least_bytes=SMALL) for seed in range(6)]
     for search in searches:
         search.run(least_bytes=SMALL)
@@ -113,7 +113,7 @@ def test_another_route_is_taken_where_it_was_probed_and_is_faster() -> None:
     job = drawn_job(3)
     assert job.link is not None
     faster = replace(next(iter(job.links.values())), throughput=(1e8,), alpha_s=1e-5)
-    assert Search(replace(job, links={**job.links, MPI: faster}), {}).run(least_bytes=SMALL).route == MPI
+    assert PlanSearch(replace(job, links={**job.links, MPI: faster}), {}).run(least_bytes=SMALL).route == MPI
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_another_route_is_taken_where_it_was_probed_and_is_faster() -> None:
 )
 def test_what_variables_fix_is_not_changed(variables: Mapping[str, str], routes: object, streams: int) -> None:
     job = over_a_link()
-    search = Search(replace(job, links={**job.links, MPI: job.links[GLOO]}), variables)
+    search = PlanSearch(replace(job, links={**job.links, MPI: job.links[GLOO]}), variables)
     assert (search.routes, search.streams[-1]) == (routes, streams)
     assert all(knobs.streams in search.streams or knobs == search.recorded for knobs in search.step_s)
 
 
 def test_on_one_host_there_are_as_many_streams_as_shared_memory_has() -> None:
-    assert Search(on_one_host(), {}).streams[-1] == STREAMS_ON_ONE_HOST
-    assert Search(on_one_host(), {"SIRTAKI_TRANSPORT": "gloo"}).streams[-1] == 24
+    assert PlanSearch(on_one_host(), {}).streams[-1] == STREAMS_ON_ONE_HOST
+    assert PlanSearch(on_one_host(), {"SIRTAKI_TRANSPORT": "gloo"}).streams[-1] == 24
 
 
 def test_when_the_time_is_up_what_was_found_until_then_is_the_result() -> None:
@@ -157,7 +157,7 @@ def test_a_thousand_operators_on_sixty_four_ranks_are_searched_in_a_minute() -> 
     job = job.changed(program=lambda _, program: _finer(program))
     assert len(job.iterations[0].programs[0]) > 1000
     begin_s = time.process_time()
-    search = Search(job, {})
+    search = PlanSearch(job, {})
     search.run()
     assert time.process_time() - begin_s < 60.0
     assert min(search.step_s.values()) < search.step_s[search.recorded]

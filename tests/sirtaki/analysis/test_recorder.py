@@ -30,16 +30,16 @@ from sirtaki.analysis.operators import (
     UNSEEN,
     ZEROING,
     ClockMap,
-    Event,
     LiveStorage,
     Mark,
     MemoryEvent,
     ModuleCalls,
+    ProfilerEvent,
+    ProfilerTrace,
     Reader,
-    Seen,
-    Step,
     StepOperators,
     StepWatch,
+    StepWindow,
     TensorWatch,
     address_of,
     borrowed,
@@ -146,9 +146,9 @@ def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None
     lender, borrower = draft(), draft()
     lender.slowed = True
     borrower.begin_s = 0.0  # its forward pass took six times as long as that of the lender
-    backward = Event(f"{BACKWARD}AddmmBackward0", 1, 1.15, 1.45)
-    seen = Seen(
-        events=[Event("aten::linear", 1, 1.02, 1.12), backward],
+    backward = ProfilerEvent(f"{BACKWARD}AddmmBackward0", 1, 1.15, 1.45)
+    seen = ProfilerTrace(
+        events=[ProfilerEvent("aten::linear", 1, 1.02, 1.12), backward],
         thread=1,
         clock=ClockMap(origin_ns=0, origin_s=0.0, error_s=1e-6),
     )
@@ -286,15 +286,15 @@ TRAINS, ENGINE = 1, 7
 CLOCK = ClockMap(origin_ns=0, origin_s=0.0, error_s=0.0)
 
 
-def event(name: str, begin_s: float, end_s: float, *, thread: int = TRAINS, **more: object) -> Event:
-    return Event(name, thread, begin_s, end_s, **more)  # type: ignore[arg-type]
+def event(name: str, begin_s: float, end_s: float, *, thread: int = TRAINS, **more: object) -> ProfilerEvent:
+    return ProfilerEvent(name, thread, begin_s, end_s, **more)  # type: ignore[arg-type]
 
 
-def named(name: str, begin_s: float, end_s: float) -> Event:
+def named(name: str, begin_s: float, end_s: float) -> ProfilerEvent:
     return event(name, begin_s, end_s, annotation=True)
 
 
-STEP = Step(begin_s=0.0, end_s=10.0, updates=((8.0, 9.0),), cuts=())
+STEP = StepWindow(begin_s=0.0, end_s=10.0, updates=((8.0, 9.0),), cuts=())
 
 USUAL = [
     named(LOADER + "_next", 0.5, 1.0),
@@ -312,8 +312,8 @@ USUAL = [
 ]
 
 
-def only(events: list[Event], step: Step = STEP) -> StepOperators:
-    (found,), _ = operators_of(Seen(events=events, thread=TRAINS, clock=CLOCK), [step])
+def only(events: list[ProfilerEvent], step: StepWindow = STEP) -> StepOperators:
+    (found,), _ = operators_of(ProfilerTrace(events=events, thread=TRAINS, clock=CLOCK), [step])
     return found
 
 
@@ -345,7 +345,7 @@ def test_data_that_is_fetched_between_the_passes_leaves_the_forward_pass_before_
 
 
 def test_an_operator_is_cut_around_copies() -> None:
-    step = Step(begin_s=0.0, end_s=10.0, updates=(), cuts=((4.6, 4.7), (5.0, 5.5), (5.9, 7.0)))
+    step = StepWindow(begin_s=0.0, end_s=10.0, updates=(), cuts=((4.6, 4.7), (5.0, 5.5), (5.9, 7.0)))
     pieces = [(one.begin_s, one.end_s) for one in only(USUAL, step).operators if one.name == "AccumulateGrad"]
     assert pieces == [(4.5, 4.6), (4.7, 5.0), (5.5, 5.9)]
 
@@ -358,7 +358,7 @@ def test_threads_and_streams_are_lanes_and_kernels_have_the_phase_of_who_launche
         event("gemm", 2.5, 6.5, thread=20, on_device=True, launch=42),
         event("memset", 6.6, 6.7, thread=20, on_device=True, launch=43),
     ]
-    found, lanes = operators_of(Seen(events=events, thread=TRAINS, clock=CLOCK), [STEP])
+    found, lanes = operators_of(ProfilerTrace(events=events, thread=TRAINS, clock=CLOCK), [STEP])
     assert lanes == ("training thread", "thread 7", "stream 20 of the device")
     by_name = {one.name: one for one in found[0].operators}
     assert (by_name["MulBackward0"].lane, by_name["MulBackward0"].phase) == (1, Phase.BACKWARD)
@@ -625,7 +625,7 @@ SPANS = (
     PhaseSpan(phase=Phase.UPDATE, begin_s=8.0, end_s=9.0),
 )
 
-ADDING = Event(BACKWARD + ACCUMULATING, 1, 5.5, 6.0)
+ADDING = ProfilerEvent(BACKWARD + ACCUMULATING, 1, 5.5, 6.0)
 
 
 def event_in_step(at_s: float, address: int, n_bytes: int, *, accumulating: bool = False) -> MemoryEvent:
@@ -633,7 +633,7 @@ def event_in_step(at_s: float, address: int, n_bytes: int, *, accumulating: bool
 
 
 def memory_seen(*memory: MemoryEvent, storages: tuple[LiveStorage, ...] = ()) -> StepMemory:
-    seen = Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory, storages=storages)
+    seen = ProfilerTrace(events=[ADDING], thread=1, clock=CLOCK, memory=memory, storages=storages)
     return memory_of_step(seen, number=7, begin_s=0.0, end_s=10.0, spans=SPANS)
 
 

@@ -19,7 +19,7 @@ from fakes.played_jobs import written as write
 from fakes.replays import on_one_host
 
 from sirtaki.analysis import recording as folder
-from sirtaki.analysis.alignment import Known, align, headlines, rank_rows, trace_entries, write_trace
+from sirtaki.analysis.alignment import OffsetSource, align, headlines, rank_rows, trace_entries, write_trace
 from sirtaki.analysis.global_graph import path_spans, play
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.recording import (
@@ -310,7 +310,7 @@ def test_an_injected_error_is_recovered_within_half_the_smallest_round_trip(
     bound_s = smallest_round_trip_s(true, 0, 1) / 2
     assert largest_error_s(true, told, 1) <= bound_s
     line = align(told).lines[1]
-    assert line.known is Known.UNITS
+    assert line.known is OffsetSource.UNITS
     assert line.error_s == pytest.approx(bound_s, rel=0.5)
 
 
@@ -327,10 +327,10 @@ def test_several_hosts_whose_ranks_share_clocks_are_aligned_with_each_other() ->
 def test_a_rank_without_units_is_aligned_as_when_the_recording_began() -> None:
     silent = recordings.with_iterations(drawn(3, seed=3), lambda one: replace(one, units=()), 2)
     aligned = align(recordings.with_ranks(silent, lambda rank: replace(rank, offset_s=-0.05, round_trip_s=4e-5), 2))
-    assert aligned.lines[2].known is Known.START
+    assert aligned.lines[2].known is OffsetSource.START
     assert aligned.at(2, 1000.0) == pytest.approx(999.95)
     assert aligned.lines[2].error_s == pytest.approx(2e-5)
-    assert aligned.lines[1].known is Known.UNITS
+    assert aligned.lines[1].known is OffsetSource.UNITS
 
 
 def test_ranks_that_meet_only_through_another_are_aligned() -> None:
@@ -344,7 +344,7 @@ def test_ranks_that_meet_only_through_another_are_aligned() -> None:
     true = recordings.with_iterations(true, every_other(1), 2)
     told = wrong(true, {1: (0.03, 0.0), 2: (-0.05, 0.0)})
     bound_s = (smallest_round_trip_s(drawn(3, seed=5), 0, 1) + smallest_round_trip_s(drawn(3, seed=5), 1, 2)) / 2
-    assert align(told).lines[2].known is Known.UNITS
+    assert align(told).lines[2].known is OffsetSource.UNITS
     assert largest_error_s(true, told, 2) <= 1.5 * bound_s  # a chain knows less, and has fewer units
 
 
@@ -352,7 +352,7 @@ def test_without_rank_0_the_first_that_is_there_has_the_clock_of_all() -> None:
     true = drawn(3)
     aligned = align(replace(true, ranks={rank: true.ranks[rank] for rank in (1, 2)}))
     assert aligned.reference == 1
-    assert aligned.lines[1].known is Known.REFERENCE
+    assert aligned.lines[1].known is OffsetSource.REFERENCE
 
 
 # ── summary ───────────────────────────────────────────────────────────────────────────────────────────────────────

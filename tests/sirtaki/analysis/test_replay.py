@@ -24,7 +24,7 @@ from sirtaki.analysis.global_graph import (
     parts,
     symmetric,
 )
-from sirtaki.analysis.job_model import JobModel, Piece, Program, histories, job_model
+from sirtaki.analysis.job_model import JobModel, Program, ThreadInterval, histories, job_model
 from sirtaki.analysis.what_if import (
     BETWEEN_HOSTS,
     COMPILED,
@@ -80,7 +80,7 @@ def test_ranks_begin_as_far_apart_as_they_did_and_a_streams_next_unit_waits_for_
 def finer(job: JobModel, parts: int) -> JobModel:
     """Each piece cut into so many."""
 
-    def cut(piece: Piece) -> list[Piece]:
+    def cut(piece: ThreadInterval) -> list[ThreadInterval]:
         part = replace(piece, seconds=piece.seconds / parts, waits=(), ready=(), issues=())
         found = [part] * parts
         found[0] = replace(part, waits=piece.waits)

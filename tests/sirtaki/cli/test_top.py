@@ -9,7 +9,7 @@ from rich.console import Console
 
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.top import row, table
-from sirtaki.watch.watchers import Presence
+from sirtaki.watch.watchers import JobBeacon
 
 JOB = {
     "script": "train.py", "pid": 12, "rank": 0, "ranks": 4, "generation": 2, "began_s": 0.0, "iteration": 120,
@@ -35,7 +35,7 @@ def test_jobs_are_found_and_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    presence = Presence(lambda: dict(JOB))
+    presence = JobBeacon(lambda: dict(JOB))
     try:
         assert main(["top", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == [JOB]

@@ -16,7 +16,7 @@ import pytest
 from sirtaki.engine import console
 from sirtaki.engine.console import TuningProgress, log_progress, start_logging
 from sirtaki.engine.settings import Settings
-from sirtaki.run.output import Bar, Console
+from sirtaki.run.output import Console, ProgressBar
 
 DEFAULTS = Settings(log_time=False)
 PROGRESS = TuningProgress(
@@ -134,7 +134,7 @@ def test_what_is_no_terminal_gets_lines(terminal: Terminal) -> None:
 
 
 def test_a_launchers_bar_stays_below_the_lines_of_both_streams(terminal: Terminal) -> None:
-    bar = Bar()
+    bar = ProgressBar()
     stdout, stderr = Console(terminal, "stdout", bar), Console(terminal, "stderr", bar)
     stderr.show_bar("tuning")
     stdout.write(b"[0] epoch 1\n")

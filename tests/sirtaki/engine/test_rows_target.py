@@ -17,8 +17,8 @@ from sirtaki.autotune.sparse import (
     LEAST_WATCHED,
     N_CANDIDATES,
     TRIAL_BUDGET,
-    Pace,
-    Seen,
+    AccessSample,
+    CollectiveCosts,
     TouchCounts,
     VolumeModel,
 )
@@ -32,13 +32,15 @@ OWNER = SparsePlan(path=SparsePath.OWNER)
 
 
 def quick(counts: TouchCounts) -> VolumeModel:
-    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
+    pace = CollectiveCosts(
+        exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
+    )
     return VolumeModel(FORM, 4, counts, pace)
 
 
-def seen(hot: int = 0, n: int = 120) -> Seen:
+def seen(hot: int = 0, n: int = 120) -> AccessSample:
     rows = np.arange(n // 4)
-    return Seen(n, hot, n // 4 + 10, [rows] * 4)
+    return AccessSample(n, hot, n // 4 + 10, [rows] * 4)
 
 
 def made(fixed: SparsePath | None = None, *, tries: bool = True) -> RowsTarget:
@@ -103,7 +105,7 @@ def test_noise_hardly_ever_replaces_the_plan_that_was_predicted() -> None:
 def test_iterations_that_touch_nothing_teach_nothing() -> None:
     target = made()
     for _ in range(5 * LEARNING_ITERATIONS):
-        target.note_accesses(Seen(0, 0, 0, [np.arange(0)] * 4))
+        target.note_accesses(AccessSample(0, 0, 0, [np.arange(0)] * 4))
     assert not target.has_learned
     learned(target)
 
@@ -127,12 +129,14 @@ def test_hot_rows_are_learned_also_where_their_path_is_fixed_and_nothing_is_trie
 
 def test_what_is_hopeless_is_not_tried() -> None:
     target = learned(made())
-    slow = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1.0, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
+    slow = CollectiveCosts(
+        exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1.0, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
+    )
     target.choose(replace(quick(target.learned), pace=slow))
     assert {plan.path for plan in target.decision.candidates} == {SparsePath.GATHER, SparsePath.OWNER}
 
 
-def iterations_until_it_learns_again(target: RowsTarget, now: Seen) -> int | None:
+def iterations_until_it_learns_again(target: RowsTarget, now: AccessSample) -> int | None:
     for number in range(1, 200):
         target.note_accesses(now)
         if not target.kept:

@@ -20,7 +20,7 @@ from sirtaki.autotune.sparse import (
     LEAST_WATCHED,
     N_CANDIDATES,
     TRIAL_BUDGET,
-    Pace,
+    CollectiveCosts,
     SparseSummary,
     TouchCounts,
 )
@@ -325,7 +325,9 @@ def on_training_ranks(size: int, act: Callable[[Trains], Any], names: str = "a",
 @pytest.fixture
 def _several_ways_promise_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: probes on a busy one may leave a single way, which is not tried."""
-    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e9, reduce_s=1e-4, reduce_bytes_per_s=1e9, add_bytes_per_s=1e9)
+    pace = CollectiveCosts(
+        exchange_s=1e-4, exchange_bytes_per_s=1e9, reduce_s=1e-4, reduce_bytes_per_s=1e9, add_bytes_per_s=1e9
+    )
     monkeypatch.setattr(module, "measure", lambda *_, **__: pace)
 
 
@@ -410,7 +412,7 @@ def test_parameters_that_change_are_learned_anew() -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("kind", "streams"), [(TransportKind.GLOO, None), (TransportKind.GLOO, 3), (None, None)])
 def test_all_ranks_measure_the_same_pace(kind: TransportKind | None, streams: int | None) -> None:
-    def act(control: ControlPlane) -> tuple[Pace, int, int]:
+    def act(control: ControlPlane) -> tuple[CollectiveCosts, int, int]:
         lanes = SparseLanes(control, timeout_s=20.0, kind=kind, streams=streams or 4)
         pace = measure(control, lanes, streams=streams)
         lanes.close()

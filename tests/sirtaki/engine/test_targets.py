@@ -12,7 +12,7 @@ from conformance.tunable import TUNABLE_CHECKS, MakeTarget
 
 from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import KIB, KnobSpace
-from sirtaki.autotune.sparse import LEARNING_ITERATIONS, Pace, Seen, VolumeModel
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, AccessSample, CollectiveCosts, VolumeModel
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.trace import IterationReport
@@ -33,8 +33,10 @@ def rows(control: ControlPlane) -> RowsTarget:
     form = RowFormat(1000, 16, torch.float32)
     target = RowsTarget("table", form, control, fixed=None, tries=True)
     for _ in range(LEARNING_ITERATIONS):
-        target.note_accesses(Seen(120, 0, 40, [np.arange(30)] * 4))
-    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
+        target.note_accesses(AccessSample(120, 0, 40, [np.arange(30)] * 4))
+    pace = CollectiveCosts(
+        exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
+    )
     assert target.choose(VolumeModel(form, 4, target.learned, pace))
     return target
 

@@ -17,7 +17,7 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
-from sirtaki.engine.tuning.trial_log import StepTime, StepTimes, TrialLogWriter, read_log
+from sirtaki.engine.tuning.trial_log import StepTime, StepTimer, TrialLogWriter, read_log
 from sirtaki.errors import ConfigError
 from sirtaki.measures import LinkModel
 
@@ -188,7 +188,7 @@ def test_a_cold_profile_keeps_its_shape_at_the_pace_of_warm_iterations() -> None
 def test_only_scheduled_iterations_that_follow_on_another_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 11.0, 21.0, 22.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    times = StepTimes()
+    times = StepTimer()
     times.note(IterationReport(span_s=0.5, backward_s=9.0, ready_s=(0.0,)))
     times.note(IterationReport(span_s=0.5, backward_s=9.0, ready_s=(0.0,)))
     assert times.usual is None

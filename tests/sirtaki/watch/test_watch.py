@@ -22,7 +22,7 @@ from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
 from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer
-from sirtaki.watch.watchers import RECENT, Presence, Totals, look, run_folder
+from sirtaki.watch.watchers import RECENT, JobBeacon, Totals, look, run_folder
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
 DECISION = Decision(
@@ -252,7 +252,7 @@ def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
 
 
 def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
-    presence = Presence(lambda: {"iteration": 7}, folder=tmp_path)
+    presence = JobBeacon(lambda: {"iteration": 7}, folder=tmp_path)
     assert list(look(tmp_path)) == [{"iteration": 7}]
     assert list(look(tmp_path)) == [{"iteration": 7}]
     presence.close()
@@ -264,8 +264,8 @@ def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
 def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "strange").touch()
     job = (
-        "import os, pathlib, sys; from sirtaki.watch.watchers import Presence\n"
-        "presence = Presence(lambda: {}, folder=pathlib.Path(sys.argv[1])); os._exit(0)"
+        "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
+        "presence = JobBeacon(lambda: {}, folder=pathlib.Path(sys.argv[1])); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", job, tmp_path], check=True)
     assert len(list(tmp_path.iterdir())) == 2
@@ -275,8 +275,8 @@ def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
 
 def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path) -> None:
     job = (
-        "import os, pathlib, sys; from sirtaki.watch.watchers import Presence\n"
-        "presence = Presence(lambda: {}, folder=pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
+        "presence = JobBeacon(lambda: {}, folder=pathlib.Path(sys.argv[1]))\n"
         "if os.fork():\n"
         "    os._exit(0)\n"
         "print('.', flush=True)\n"
@@ -300,7 +300,7 @@ def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> N
             raise RuntimeError("just beginning")
         return said
 
-    presence = Presence(answer, folder=tmp_path)
+    presence = JobBeacon(answer, folder=tmp_path)
     try:
         assert list(look(tmp_path)) == []
         assert list(look(tmp_path)) == [{"iteration": 1}]

@@ -13,10 +13,10 @@ from sirtaki.comm.control.members import Member
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, Join, Patience
 from sirtaki.run.elastic.job_members import (
     AgentMessage,
-    End,
     FormGeneration,
     FromAgent,
     HostPool,
+    JobEnd,
     JobMembers,
     KillRank,
     Lost,
@@ -286,7 +286,7 @@ def test_horovods_policy_drops_the_host_for_good() -> None:
 def test_all_have_failed_is_the_failure_of_the_first() -> None:
     story = running({"a": 2})
     story.end(2, RAISED)
-    (end,) = of(End, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
+    (end,) = of(JobEnd, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
     assert end.exit_code == 3
     assert "the first failure: rank 1 (host a, slot 1) failed (ValueError: a bad batch)" in end.text
 
@@ -294,10 +294,10 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
 def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
     story = running({"a": 3})
     story.hear(1, Relayed(1, Finished()))
-    assert of(End, story.end(1, WELL)) == []
+    assert of(JobEnd, story.end(1, WELL)) == []
     story.end(2, KILLED)
     assert len(of(StartRank, story.all)) == 3  # nobody is started for a job that is nearly over
-    assert of(End, story.join(3, has_state=True)) == [End(exit_code=0)]
+    assert of(JobEnd, story.join(3, has_state=True)) == [JobEnd(exit_code=0)]
     assert dismissed(story.all) == [3]
 
 
@@ -306,7 +306,7 @@ def test_the_limit_of_resets_holds() -> None:
     story.end(1, KILLED)
     assert of(FormGeneration, story.join(2, 3, has_state=True))
     story.end(2, KILLED)
-    (end,) = of(End, story.join(3, has_state=True))
+    (end,) = of(JobEnd, story.join(3, has_state=True))
     assert "--reset-limit 1: the job would need one more reset" in end.text
 
 
@@ -321,9 +321,9 @@ def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
 
 def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting_and_without_any_the_job_ends() -> None:
     story = Story({"a": 1, "b": 1}, start_ranks=1, min_ranks=1)
-    assert of(End, story.lose("a", "ssh ended with exit code 255")) == []
-    (end,) = of(End, story.lose("b", "ssh ended with exit code 255"))
-    assert end == End(exit_code=1, text="host b is lost (ssh ended with exit code 255); no host is left")
+    assert of(JobEnd, story.lose("a", "ssh ended with exit code 255")) == []
+    (end,) = of(JobEnd, story.lose("b", "ssh ended with exit code 255"))
+    assert end == JobEnd(exit_code=1, text="host b is lost (ssh ended with exit code 255); no host is left")
 
 
 def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
@@ -384,7 +384,7 @@ def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> N
 def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_had_the_state() -> None:
     story, goes_on = taken_over(dict.fromkeys((2, 3), (ProcessPhase.MEMBER, 5)), (1, 2, 3), has_state=False)
     assert goes_on
-    (end,) = of(End, story.join(2, 3))
+    (end,) = of(JobEnd, story.join(2, 3))
     assert "no remaining rank holds the state" in end.text
 
 
@@ -410,17 +410,17 @@ def test_who_takes_over_believes_the_newest_generation_and_leaves_out_what_the_l
 
 def test_waiting_has_an_end_which_running_puts_off() -> None:
     story = running({"a": 2}, timeout_s=10.0)
-    assert of(End, story.wait(99.0)) == []
+    assert of(JobEnd, story.wait(99.0)) == []
     story.end(2, KILLED)
     story.join(1, has_state=True)
-    assert of(End, story.wait(9.9)) == []
-    assert "1 of at least 2 ranks were ready within 10 s" in of(End, story.wait(0.6))[0].text
+    assert of(JobEnd, story.wait(9.9)) == []
+    assert "1 of at least 2 ranks were ready within 10 s" in of(JobEnd, story.wait(0.6))[0].text
 
 
 def test_where_no_other_rank_can_come_nobody_waits_and_the_end_says_what_would_have_helped() -> None:
     story = running({"a": 2}, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
     story.end(2, KILLED)
-    (end,) = of(End, story.join(1, has_state=True))
+    (end,) = of(JobEnd, story.join(1, has_state=True))
     assert "1 of at least 2 ranks are ready, and no more can start: a is excluded permanently" in end.text
     assert all(f" --{option} " in end.text for option in ("on-failure", "host-discovery-script", "min-np"))
     assert "the first failure: rank 1 (host a, slot 1) was killed by SIGKILL" in end.text
@@ -432,12 +432,12 @@ def test_nobody_waits_for_a_host_that_is_lost_for_good_either_before_or_after_th
     story = running({"a": 2, "b": 2}, start_ranks=4, min_ranks=3, **drop)
     story.lose("b", "its connection broke")
     story.join(1, has_state=True)
-    (end,) = of(End, story.join(2, has_state=True))
+    (end,) = of(JobEnd, story.join(2, has_state=True))
     assert "b is excluded permanently" in end.text
     assert "host b failed (its connection broke)" in end.text
     story = Story({"a": 1, "b": 1}, start_ranks=2, min_ranks=1, **drop)
     story.join(1)
-    (end,) = of(End, story.end(2, RAISED))
+    (end,) = of(JobEnd, story.end(2, RAISED))
     assert "1 of at least 2 ranks are ready" in end.text
     assert end.exit_code == 3
 
@@ -454,8 +454,8 @@ def test_nobody_waits_for_a_host_that_is_lost_for_good_either_before_or_after_th
 def test_where_others_may_come_they_are_waited_for(policy: dict[str, Any]) -> None:
     story = running({"a": 1, "b": 1}, timeout_s=10.0, **policy)
     story.end(2, KILLED)
-    assert of(End, [*story.join(1, has_state=True), *story.wait(9.9)]) == []
-    (end,) = of(End, story.wait(0.6))
+    assert of(JobEnd, [*story.join(1, has_state=True), *story.wait(9.9)]) == []
+    (end,) = of(JobEnd, story.wait(0.6))
     assert "1 of at least 2 ranks were ready within 10 s; --elastic-timeout waits longer" in end.text
 
 
@@ -464,13 +464,13 @@ def test_ranks_that_hand_their_state_over_count_though_their_host_is_left_out_fo
         {"a": 2, "b": 2}, start_ranks=4, min_ranks=3, hosts_stay=True, on_failure=OnFailure.DROP_HOST, max_ranks=4
     )
     story.lose("b", "its connection broke")
-    assert of(End, story.all) == []
+    assert of(JobEnd, story.all) == []
     story = running({"a": 3, "b": 1}, start_ranks=4, min_ranks=2, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
     story.end(4, KILLED)
     story.end(3, KILLED)  # both hosts are out, and two ranks live
     (form,) = of(FormGeneration, story.join(1, 2, has_state=True))
     assert form.workers == (1, 2)
-    assert of(End, story.all) == []
+    assert of(JobEnd, story.all) == []
 
 
 def test_failures_of_generations_before_are_forgotten() -> None:
@@ -479,7 +479,7 @@ def test_failures_of_generations_before_are_forgotten() -> None:
     story.join(3)
     story.join(2, has_state=True)
     story.end(2, KILLED)
-    assert of(End, story.end(3, KILLED))[0].exit_code == 137
+    assert of(JobEnd, story.end(3, KILLED))[0].exit_code == 137
 
 
 def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_killed() -> None:
