@@ -37,7 +37,16 @@ import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser, processes
 from bench.lib.landscapes import families, recorded
-from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, EQUAL_SHARES, OTHERS, SIRTAKI, SIRTAKIS
+from bench.lib.landscapes.contenders import (
+    ARMS,
+    CLOSE,
+    CONTENDERS,
+    EQUAL_SHARES,
+    HORIZONS,
+    OTHERS,
+    SIRTAKI,
+    SIRTAKIS,
+)
 from bench.lib.landscapes.landscape import Landscape
 
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
@@ -103,6 +112,12 @@ def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "ends within 3 %": statistics.fmean(row["regret"] <= CLOSE for row in mine),
         "median iterations to 3 %": statistics.median(found),
         "cost of the warm-up": statistics.fmean(row["cost"] for row in mine),
+        **{
+            f"job of {horizon} iterations": statistics.geometric_mean(row["cumulative"][horizon] for row in mine)
+            for horizon in HORIZONS
+        },
+        "slower than the default": statistics.fmean(row["slower"] for row in mine),
+        "false gains": statistics.fmean(row.get("false_gain", False) for row in mine),
         "regret of the first plan": statistics.fmean(planned) if planned else math.nan,
         "worst / default": max(row["over_default"] for row in mine),
         "runs": len(mine),

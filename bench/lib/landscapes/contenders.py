@@ -27,6 +27,12 @@ CLOSE = 0.03
 SEED = 0
 """Number of settings that a warm-up draws."""
 
+HORIZONS = (1_000, 10_000, 100_000)
+"""Lengths of jobs in training iterations, for which the time of the whole job is computed."""
+
+SLOWER = 1.02
+"""An iteration counts as slower than the default above this ratio of the two times."""
+
 MEASURED = 2
 """Measured iterations of a trial, after an unmeasured one, unless a contender chooses another number."""
 
@@ -43,6 +49,7 @@ class Course:
         spent_s: time of these iterations.
         default_s: time of these iterations with the untuned default.
         found_at: first iteration at which the kept setting would be close to the best; infinite if never.
+        slower: iterations that were slower than the default.
     """
 
     landscape: Landscape
@@ -52,13 +59,17 @@ class Course:
     spent_s: float = 0.0
     default_s: float = 0.0
     found_at: float = math.inf
+    slower: int = 0
 
     def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
         """Return measured spans of a setting."""
         spans_s = []
         for number in range(discarded + measured):
-            self.spent_s += self.landscape.span_s(knobs, self.iterations)
-            self.default_s += self.landscape.span_s(self.landscape.default, self.iterations)
+            span_s = self.landscape.span_s(knobs, self.iterations)
+            default_s = self.landscape.span_s(self.landscape.default, self.iterations)
+            self.spent_s += span_s
+            self.default_s += default_s
+            self.slower += span_s > SLOWER * default_s
             if number >= discarded:
                 spans_s.append(self.landscape.measure_s(knobs, self.iterations, self.noise, self.rng))
             self.iterations += 1
@@ -78,6 +89,26 @@ class Course:
         if math.isinf(self.found_at) and self.landscape.regret(knobs) <= CLOSE:
             self.found_at = self.iterations
 
+    def cumulative(self, kept: Knobs) -> dict[int, float]:
+        """Return the time of whole jobs that keep a setting from now on, over their time with the best setting.
+
+        The keys are `HORIZONS`. A job that is shorter than this course counts as a job of its length.
+        """
+        scape = self.landscape
+        varies = max(scape.changes_at, 100)  # the network may change until then
+
+        def total_s(knobs: Knobs, begin: int, end: int) -> float:
+            constant = max(begin, min(varies, end))
+            return sum(scape.span_s(knobs, number) for number in range(begin, constant)) + (
+                scape.span_s(knobs, varies) * (end - constant)
+            )
+
+        ends = {horizon: max(horizon, self.iterations) for horizon in HORIZONS}
+        return {
+            horizon: (self.spent_s + total_s(kept, self.iterations, end)) / total_s(scape.best, 0, end)
+            for horizon, end in ends.items()
+        }
+
     def outcome(self, kept: Knobs) -> dict[str, Any]:
         """Return the result of the run."""
         default_s = self.landscape.span_s(self.landscape.default)
@@ -87,6 +118,8 @@ class Course:
             "found_at": None if math.isinf(self.found_at) else self.found_at,
             "iterations": self.iterations,
             "cost": self.spent_s / self.default_s,
+            "cumulative": self.cumulative(kept),
+            "slower": self.slower,
             "kept": kept.describe(),
         }
 
@@ -144,7 +177,15 @@ def in_session(
                     planner.update_model(model)
         session.record(spans_s)
         course.would_keep(session.result.knobs)
-    return {**course.outcome(session.result.knobs), "first_plan": first_plan}
+    kept = session.result.knobs
+    gained = landscape.span_s(landscape.default) / landscape.span_s(kept)
+    claims = session.result.gain is not None
+    return {
+        **course.outcome(kept),
+        "first_plan": first_plan,
+        "claims": claims,
+        "false_gain": claims and gained <= 1.0,
+    }
 
 
 def _ensemble(
