@@ -16,7 +16,7 @@ import numpy as np
 from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
-from ..paired import FEWEST_PAIRS, FEWEST_PAIRS_KNOWN, USUAL_NOISE, PairedComparison, Verdict, pairs_wanted
+from ..paired import FEWEST_PAIRS, FEWEST_PAIRS_KNOWN, PairedComparison, Verdict, pairs_wanted
 from ..trial import Arm, Proposal, S, Space, Trial, TrialStatus
 from .bandit import opinion
 
@@ -297,8 +297,10 @@ class Remembered(Generic[S]):
         return gained - CLEAR * math.hypot(*errors) > math.log(OTHER_GAIN)
 
 
-MIN_RESERVE, MAX_RESERVE = 0.15, 0.35  # shares of the budget between which the final comparison gets what it needs
-LARGE_RESERVE = 0.5  # where compressors are allowed there are two of them; and where noise asks for many turns
+PROOF = 1.5
+"""Iterations of the final comparison, as a share of the budget of the search, in addition to it. Pairs of two fast
+settings cost a job next to nothing, whereas a fast setting that is not proved is lost."""
+
 REFINEMENT = 0.12  # share of the budget that is for neighbours of the fastest setting
 SHORT = 60  # iterations below which trials are too few to spend some on neighbours
 NOISY = 0.06  # noise from which on neighbours cannot be told apart
@@ -376,6 +378,7 @@ class TuningSession(Generic[S]):
             )
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
         self._iterations, self._spent = budget_iterations, 0
+        self._for_proof = 0  # iterations beyond the budget
         self._discarded, self._measured = discarded_iterations, measured_iterations
         self._turn = discarded_iterations + measured_iterations  # what a setting takes that did not run before
         self._most_finalists = 3 if budget_iterations >= 60 else 2
@@ -460,7 +463,7 @@ class TuningSession(Generic[S]):
     @property
     def iterations_at_most(self) -> int:
         """Training iterations until the end, those that have run included, if nothing ends it earlier."""
-        return self._iterations
+        return self._iterations + round(PROOF * self._iterations)
 
     def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
         """Goes on from `Purpose.SEARCH`, as if nothing had been found but with what was measured.
@@ -537,6 +540,7 @@ class TuningSession(Generic[S]):
         Returns:
             What is kept, the gain over `base` that is proved, and the verdict in words.
         """
+        self._for_proof = round(PROOF * self._iterations)
         kept, gain, verdict = base, None, f"nothing came near {called}"
         beaten: list[S] = []  # by the base, clearly: then another one has its turn
         while (challenger := (yield from self._select(base, beaten, lossy=lossy))) is not None:
@@ -595,7 +599,7 @@ class TuningSession(Generic[S]):
         """Runs trials until the budget, the patience or the proposals end; says which."""
         patience = max(8, self._iterations // (4 * self._turn))
         while True:
-            if self._left_for_trials - self._for_refinement < self._discarded + 1:
+            if self._left - self._for_refinement < self._discarded + 1:
                 return f"budget of {self._iterations} steps used"
             if self._since_best >= patience:
                 expected = opinion(self._arm, "expected_improvement")
@@ -608,7 +612,7 @@ class TuningSession(Generic[S]):
 
     def _refine(self) -> _Script[S]:
         """Runs what lies next to the fastest setting, until nothing new does or the iterations for trials are used."""
-        while self._left_for_trials > self._discarded:
+        while self._left > self._discarded:
             tried = [setting.knobs for setting in self._ledger.ranked()]
             beside = opinion(self._space, "around", tried[0], tried) if tried else None
             knobs = next((one for one in beside or () if self._accepts(one) and self._ledger.find(one) is None), None)
@@ -627,7 +631,7 @@ class TuningSession(Generic[S]):
             lead = self._ledger.lead(setting, rival) if rival else 0.0
             hopeless = setting.failed or lead < -PROMISING
             undecided = rival is not None and 0.0 <= lead <= CLEAR and len(setting.spans_s) < 2 * wanted
-            if hopeless or (enough and not undecided) or self._left_for_trials < 1:
+            if hopeless or (enough and not undecided) or self._left < 1:
                 break
         self._finish(proposal)
 
@@ -788,16 +792,7 @@ class TuningSession(Generic[S]):
 
     @property
     def _left(self) -> int:
-        return self._iterations - self._spent
-
-    @property
-    def _left_for_trials(self) -> int:
-        """The others are kept for the final comparison; negative where they are used already."""
-        needed = self._most_finalists * self._turn + self._for_pairs + self._for_lossy
-        more = getattr(self._space, "lossy", ()) or self._ledger.noise > USUAL_NOISE
-        most = LARGE_RESERVE if more else MAX_RESERVE
-        reserve = min(max(needed, round(MIN_RESERVE * self._iterations)), round(most * self._iterations))
-        return self._left - max(self._for_turns(FEWEST_PAIRS), reserve)
+        return self._iterations + self._for_proof - self._spent
 
     def _pairs_wanted(self, knobs: S, base: S | None = None) -> int:
         """Return how many pairs will probably prove the lead of a setting over the default, or over `base`."""
