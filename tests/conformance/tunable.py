@@ -1,8 +1,9 @@
 """What every target of tuning must do when `TuningController` runs it, whatever its settings are.
 
 Use: `@pytest.mark.parametrize("check", TUNABLE_CHECKS)` and call `check(make)`. `make` gets the control plane of a rank
-and returns a fresh target with at least two settings to choose from. Times are played: a target under test runs in a
-`Played`, which measures what the check says and passes all else on.
+and returns a fresh target with at least two settings to choose from. Times are simulated: a target under test runs in
+a `Played`, which measures what the check prescribes and passes all else on. The ranks are threads of this process. For
+a target whose ranks must be processes, each of two processes calls `check(make, run)`; see `RunRanks`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from sirtaki.errors import PlanError
 
 MakeTarget = Callable[[ControlPlane], Any]
 """Makes a target that is ready for a search. Collective."""
+
+RunRanks = Callable[[int, Callable[[ControlPlane], Any]], list[Any]]
+"""Runs a function on this number of ranks, each with its control plane. Returns the results of all ranks."""
 
 MOST_ITERATIONS = 1000
 
@@ -101,7 +105,7 @@ def search(
     return played, controller
 
 
-def the_default_is_measured_first_and_stays_where_nothing_is_faster(make: MakeTarget) -> None:
+def the_default_is_measured_first_and_stays_if_nothing_is_faster(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> None:
         played, _ = search(make, control, lambda setting, default, rank: 1.0)
         assert played.measured[0] == played.default
@@ -110,18 +114,18 @@ def the_default_is_measured_first_and_stays_where_nothing_is_faster(make: MakeTa
         assert played.kept
         assert played.reported == (control.rank == 0)
 
-    on_planes(2, on_rank)
+    run(2, on_rank)
 
 
-def a_setting_that_is_faster_is_kept(make: MakeTarget) -> None:
+def a_setting_that_is_faster_is_kept(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> None:
         played, _ = search(make, control, lambda setting, default, rank: 1.0 if setting == default else 0.5)
         assert played.ran[-1] != played.default
 
-    on_planes(2, on_rank)
+    run(2, on_rank)
 
 
-def ranks_that_measure_different_times_run_the_same_settings(make: MakeTarget) -> None:
+def ranks_that_measure_different_times_run_the_same_settings(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> tuple[list[Any], list[Any]]:
         def seconds(setting: Any, default: Any, rank: int) -> float:
             return (1.0 if setting == default else 0.6) * (1.0 + 0.3 * rank)
@@ -129,11 +133,11 @@ def ranks_that_measure_different_times_run_the_same_settings(make: MakeTarget) -
         played, _ = search(make, control, seconds)
         return played.ran, played.measured
 
-    first, second = on_planes(2, on_rank)
+    first, second = run(2, on_rank)
     assert first == second
 
 
-def one_settings_time_is_the_slowest_or_the_last_ranks(make: MakeTarget) -> None:
+def one_settings_time_is_the_slowest_or_the_last_ranks(make: MakeTarget, run: RunRanks = on_planes) -> None:
     """On one rank, any setting but the default is fast, on the other one slow."""
 
     def on_rank(control: ControlPlane) -> tuple[bool, bool]:
@@ -143,11 +147,11 @@ def one_settings_time_is_the_slowest_or_the_last_ranks(make: MakeTarget) -> None
         played, _ = search(make, control, seconds)
         return played.ran[-1] != played.default, played.slowest
 
-    for changed, slowest in on_planes(2, on_rank):
+    for changed, slowest in run(2, on_rank):
         assert changed is not slowest
 
 
-def what_cannot_be_run_is_not_kept(make: MakeTarget) -> None:
+def what_cannot_be_run_is_not_kept(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> None:
         played, controller = search(
             make,
@@ -159,10 +163,10 @@ def what_cannot_be_run_is_not_kept(make: MakeTarget) -> None:
         assert played.kept
         assert not controller.failed
 
-    on_planes(2, on_rank)
+    run(2, on_rank)
 
 
-def an_iteration_that_shows_nothing_on_one_rank_counts_on_none(make: MakeTarget) -> None:
+def an_iteration_that_shows_nothing_on_one_rank_counts_on_none(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> None:
         number = 0
 
@@ -176,10 +180,10 @@ def an_iteration_that_shows_nothing_on_one_rank_counts_on_none(make: MakeTarget)
         played, _ = search(make, control, seconds)
         assert played.ran[-1] == played.default  # which would be slow if those counted
 
-    on_planes(2, on_rank)
+    run(2, on_rank)
 
 
-def a_fault_on_rank_0_ends_tuning_and_not_training(make: MakeTarget) -> None:
+def a_fault_on_rank_0_ends_tuning_and_not_training(make: MakeTarget, run: RunRanks = on_planes) -> None:
     def on_rank(control: ControlPlane) -> tuple[Any, bool]:
         def seconds(setting: Any, default: Any, rank: int) -> float:
             return 0.5
@@ -201,7 +205,7 @@ def a_fault_on_rank_0_ends_tuning_and_not_training(make: MakeTarget) -> None:
         return played.kept, controller.failed
 
     with _quiet():
-        assert on_planes(2, on_rank) == [(True, True), (True, False)]
+        assert run(2, on_rank) == [(True, True), (True, False)]
 
 
 class _quiet:
@@ -215,7 +219,7 @@ class _quiet:
 
 
 TUNABLE_CHECKS = (
-    the_default_is_measured_first_and_stays_where_nothing_is_faster,
+    the_default_is_measured_first_and_stays_if_nothing_is_faster,
     a_setting_that_is_faster_is_kept,
     ranks_that_measure_different_times_run_the_same_settings,
     one_settings_time_is_the_slowest_or_the_last_ranks,

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from conformance.training import main, raises
+from conformance.tunable import TUNABLE_CHECKS
 from fakes.backward import Raises
 from rank_jobs import cases
 from torch import nn
@@ -31,6 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from sirtaki.autotune.sharded import ShardKnobs
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.torch import fsdp
 from sirtaki.torch.compression import Compression
@@ -658,6 +661,21 @@ def packed_shards_train_nearly_as_exact_ones_and_are_the_same_on_all_ranks() -> 
         outputs = [torch.empty(8, 64) for _ in ranks()]
         dist.all_gather(outputs, model(batch(0, 99, 8, 64, dtype=torch.float32)).detach())
         assert all(torch.equal(outputs[0], each) for each in outputs)
+
+
+def the_tuner_does_what_the_controller_of_all_tuning_expects() -> None:
+    model = sharded(Tower())
+    found = fsdp.attached(model)
+    if found is None or found.connections.control is None or len(ranks()) != 2:
+        return
+    loss(model, dist.get_rank(), 0).backward()  # shows in which order modules are used
+    control = found.connections.control
+
+    def run(size: int, on_rank: Callable[[ControlPlane], Any]) -> list[Any]:
+        return control.all_gather(on_rank(control))
+
+    for check in TUNABLE_CHECKS:
+        check(lambda _: target.ShardTarget(found, Settings(registry=REGISTRY_OFF, warmup_iterations=60)), run)
 
 
 def models_that_are_gone_hold_nobody_up() -> None:
