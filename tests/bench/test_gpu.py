@@ -25,7 +25,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, "tests")
-from bench.gpu.runner import Part, Runner
+from bench.gpu.runner import BenchPart, Runner
 
 def run(run):
     with run.check("first"):
@@ -34,7 +34,7 @@ def run(run):
 
 sys.modules["bench.gpu.parts.played"] = SimpleNamespace(run=run)
 runner = Runner(Path(sys.argv[1]), dry=True, slack=1.0)
-runner.run(Part(name="played", limit_s={limit_s}, ranks={ranks}))
+runner.run(BenchPart(name="played", limit_s={limit_s}, ranks={ranks}))
 """
 
 
