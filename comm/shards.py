@@ -45,7 +45,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import Deadline, wait_for, wait_for_work
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, ended
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, join_workers
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
 from sirtaki.comm.units import LATE_S, UNIT_BLAME_S
@@ -523,7 +523,7 @@ class _OverSockets(ShardLanes):
             tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
-                waits.append(self._sockets.trade(*parts, stream=number % self._streams, tag=tag))
+                waits.append(self._sockets.send_receive(*parts, stream=number % self._streams, tag=tag))
 
         def wait() -> None:
             for each in waits:
@@ -534,7 +534,7 @@ class _OverSockets(ShardLanes):
     def close(self) -> None:
         super().close()  # ends the waits of the threads
         # Wait for the threads, because PyTorch aborts the process if one returns from its wait at interpreter exit.
-        ended([self._gathers, self._scatters], within_s=END_S)
+        join_workers([self._gathers, self._scatters], within_s=END_S)
 
 
 SLOTS = 2
