@@ -270,8 +270,8 @@ class TopK:
 class PowerSgd:
     """Low-rank scheme (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
 
-    Each `MatrixSlice` is approximated as the product of two narrow matrices. Other elements, and matrices too small to gain
-    from this, are summed exactly.
+    Each `MatrixSlice` is approximated as the product of two narrow matrices. Other elements are summed exactly, and so
+    are matrices too small to gain from this.
 
     Attributes:
         rank: number of columns of the narrow matrices.
@@ -441,7 +441,7 @@ class CompressedUnits:
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
         self._workers: dict[int, Worker] = {}  # by stream
         self._residuals: dict[int, torch.Tensor] = {}
-        self._laid: dict[int, CompressibleGroup] = {}
+        self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
         self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
         self._uncompressed: set[tuple[int, int]] = set()  # units no longer compressed, with residuals that are not zero
@@ -451,7 +451,7 @@ class CompressedUnits:
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
         """Use these buffers and plans from now on. Nothing may be in flight."""
         self._feedback.factors.clear()  # because the pieces change
-        self._laid, self._plans = {id(group.buffer): group for group in groups}, list(plans)
+        self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
         for group, plan in zip(groups, plans, strict=True):
             if not group.buffer.tensor.is_floating_point():
@@ -470,7 +470,7 @@ class CompressedUnits:
         """Copy the residuals into one tensor per buffer. A buffer without residuals and compressed units has none."""
         feedback = self._feedback
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
-        for (key, group), plan in zip(self._laid.items(), self._plans, strict=True):
+        for (key, group), plan in zip(self._groups.items(), self._plans, strict=True):
             spans = _spans(group.layout)
             has_residuals = any(
                 bool(feedback.residuals[name].any()) for name, *_ in spans if name in feedback.residuals
@@ -522,7 +522,7 @@ class CompressedUnits:
 
         def reduce() -> None:
             scheme = self._schemes.get(key)
-            end = start if scheme is None else self._end(self._laid[id(buffer)], stop)
+            end = start if scheme is None else self._end(self._groups[id(buffer)], stop)
             rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
             if scheme is not None:
                 self._reduce(scheme, buffer, start, end, route, stream, scale)
@@ -584,7 +584,7 @@ class CompressedUnits:
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
         """Return the pieces of all parameters of which `[start, stop)` contains whole rows."""
-        group, pieces = self._laid[id(buffer)], []
+        group, pieces = self._groups[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
             if end <= start or first >= stop or first == end or place.dim() < 2:
                 continue
