@@ -47,13 +47,8 @@ def break_transport(fault: str) -> None:
             SharedMemoryTransport.visit = lambda self, _, **how: visit(self, broken, **how)  # type: ignore[method-assign]
             shared_memory.reduce_share = broken
         case "waiting":
-<<<<<<< HEAD
             gloo._GlooUnitWork.wait = broken_connection  # type: ignore[method-assign]
-            GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
-=======
-            gloo._GlooWork.wait = broken_connection  # type: ignore[method-assign]
             GlooTransport.send_receive = lambda *_, **__: broken_connection  # type: ignore[method-assign]
->>>>>>> ac6f3a48 (Transports and NCCL: each interface states who blocks, what is collective, and when memory may be written or freed)
 
 
 def train(model: torch.nn.Module) -> None:
