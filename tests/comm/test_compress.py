@@ -55,16 +55,16 @@ def test_an_object_with_the_two_methods_is_a_codec() -> None:
 
 def test_what_is_owed_goes_on_where_it_fits() -> None:
     before, now = Feedback(), Feedback()
-    before.owed |= {"kept": torch.ones(3), "other shape": torch.ones(2), "gone": torch.ones(1)}
+    before.residuals |= {"kept": torch.ones(3), "other shape": torch.ones(2), "gone": torch.ones(1)}
     before.factors["kept[0:]"] = torch.ones(2, 1)
-    now.owed |= {"kept": torch.zeros(3), "other shape": torch.full((4,), 5.0), "new": torch.full((2,), 5.0)}
-    lying = now.owed["kept"]  # in a flat buffer, which is written in place
+    now.residuals |= {"kept": torch.zeros(3), "other shape": torch.full((4,), 5.0), "new": torch.full((2,), 5.0)}
+    lying = now.residuals["kept"]  # in a flat buffer, which is written in place
     now.load_state_dict(before.state_dict())
-    before.owed["kept"].zero_()
+    before.residuals["kept"].zero_()
     assert torch.equal(lying, torch.ones(3))
-    assert not now.owed["other shape"].any()
-    assert not now.owed["new"].any()
-    assert torch.equal(now.owed["gone"], torch.ones(1))
+    assert not now.residuals["other shape"].any()
+    assert not now.residuals["new"].any()
+    assert torch.equal(now.residuals["gone"], torch.ones(1))
     assert torch.equal(now.factors["kept[0:]"], torch.ones(2, 1))
 
 
@@ -101,5 +101,5 @@ def test_compressors_are_known_by_one_name_each() -> None:
 
 @pytest.mark.parametrize("text", ["int4", "", "int8:2", "topk:0", "topk:nan", "topk:", "topk:1.5", "powersgd:0.5"])
 def test_what_is_no_compressor_is_refused_with_those_that_there_are(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no compressor; there are fp16, bf16, int8, fp8"):
+    with pytest.raises(ConfigError, match="is not a compressor; compressors are fp16, bf16, int8, fp8"):
         compressor_name(text)

@@ -82,7 +82,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
             return Transport(route, max_streams=most, threads=threads.get(route, ()), descriptors=stream_descriptors)
 
         monkeypatch.setattr(Router, "_possible", lambda self: routes)
-        monkeypatch.setattr(Router, "_make", transport)
+        monkeypatch.setattr(Router, "_create", transport)
         control: Any = SimpleNamespace(
             rank=0,
             size=2,
@@ -230,7 +230,7 @@ def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
     def agree(problem: str) -> None:
         asked.append(problem)
         if len(asked) == 2:
-            raise TransportError("rank 1: 10 more descriptors cannot be had")
+            raise TransportError("rank 1: 10 more descriptors cannot be opened")
 
     router._control.agree_on_success = agree  # type: ignore[method-assign]
     for streams in (2, 1, 2):  # after the first there is nothing more to have
@@ -341,7 +341,7 @@ def test_where_memory_cannot_be_shared_everything_goes_without(
         buffer = router.allocate(4, torch.float32)
     assert buffer.mirror is not None
     assert buffer.mirror.peers == ()
-    assert "no memory files here; MPI or Gloo carry gradients within the nodes, too" in caplog.text
+    assert "no memory files here; gradients within nodes are sent over MPI or Gloo, too" in caplog.text
     assert tried == [1, 16][: fails_at + 1]
     # What was made to go over shared memory is made anew.
     assert staged.closed == fails_at
@@ -452,7 +452,7 @@ def test_where_the_store_cannot_be_reached_gloo_is_left_out() -> None:
 def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wanted() -> None:
     opener = LoneOpener()
     made = job(NODES, nccl=opener, device=Streams())
-    flat, tree = (made._make((TransportKind.NCCL, algorithm)) for algorithm in Algorithm)
+    flat, tree = (made._create((TransportKind.NCCL, algorithm)) for algorithm in Algorithm)
     assert type(flat) is NcclTransport
     assert type(tree) is NcclHierarchicalTransport
     assert opener.opened == []

@@ -57,7 +57,7 @@ MUTANTS = (
                 "            if self._latest_stream is not None:",
                 "            if self._latest_stream:",
             ),
-            "the default stream is wrapped as an external one": ("if raw == 0:  # which", "if raw is None:  # which"),
+            "the default stream is wrapped as an external one": ("if raw == 0:", "if raw is None:"),
             "memory returns before the default stream waits for packing": (
                 "            self._noticed.add(raw)",
                 "            self._noticed |= {raw} - {0}",
@@ -115,10 +115,10 @@ MUTANTS = (
         STREAM_ORDER,
         {
             "threads that copy do not prepare for the GPU": ("worker.put(device.enter_thread)", "pass"),
-            "the way back is not awaited": ("        self._device.order_after(self.back)\n", ""),
+            "the way back is not awaited": ("        self._device.order_after(self.copied)\n", ""),
             "a copy out does not wait for packing": (
-                "            device.order_after(packed)\n            device.launch(copy_, away, here)",
-                "            device.launch(copy_, away, here)",
+                "            device.order_after(packed)\n            device.launch(copy_, on_host, on_gpu)",
+                "            device.launch(copy_, on_host, on_gpu)",
             ),
         },
     ),

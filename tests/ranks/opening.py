@@ -178,7 +178,7 @@ def shared_memory_needs_no_pidfd() -> None:
     said = []
     with (
         broken(os, "pidfd_open", OSError(38, "Function not implemented"), when=lambda _: True),
-        mock.patch.object(shared_memory, "_say_once", said.append),
+        mock.patch.object(shared_memory, "_warn_once", said.append),
     ):
         router = Router(control, timeout_s=30.0)
         router.open_plan(plan_of(SHARED, 2))

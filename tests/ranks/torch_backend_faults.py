@@ -41,14 +41,14 @@ def break_transport(fault: str) -> None:
     match fault:
         case "submitting":
             SharedMemoryTransport.all_reduce = GlooTransport.all_reduce = broken  # type: ignore[method-assign]
-            SharedMemoryTransport.visit = GlooTransport.trade = broken  # type: ignore[method-assign]
+            SharedMemoryTransport.visit = GlooTransport.send_receive = broken  # type: ignore[method-assign]
         case "in_thread":
             visit = SharedMemoryTransport.visit
             SharedMemoryTransport.visit = lambda self, _, **how: visit(self, broken, **how)  # type: ignore[method-assign]
             shared_memory.reduce_share = broken
         case "waiting":
             gloo._GlooUnitWork.wait = broken_connection  # type: ignore[method-assign]
-            GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
+            GlooTransport.send_receive = lambda *_, **__: broken_connection  # type: ignore[method-assign]
 
 
 def train(model: torch.nn.Module) -> None:

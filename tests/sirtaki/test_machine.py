@@ -204,7 +204,7 @@ OURS = {"machine.py", "rank.py"}
 LAUNCHERS = {"agent.py", "supervisor.py", "output.py", "executor.py"}
 """Of processes that run no script of a user's, whose children execute a program at once."""
 
-FOR_ONE_OPERATION = {"self._under_way", "self._following", "lock, done"}
+FOR_ONE_OPERATION = {"self._in_flight", "self._following", "lock, done"}
 """Locks of operations under way, for which a forked child does not wait: the failure board says so first."""
 
 

@@ -124,7 +124,7 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
         iterations: number of iterations measured.
         whose: ranks whose gradients were measured.
     """
-    left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
+    left = math.sqrt(cost.residual_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
     share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
     return (
         f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "

@@ -501,4 +501,4 @@ def test_what_a_job_that_compressed_owes_is_paid_once_by_one_that_does_not() -> 
     paid = [plain[0], [value + RANKS * owed for value, owed in zip(plain[1], (1.0, 2.0, 4.0), strict=True)]]
     assert seen.count(paid) == 1
     assert seen.count(plain) == 3
-    assert not reduction.feedback.owed
+    assert not reduction.feedback.residuals

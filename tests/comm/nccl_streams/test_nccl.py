@@ -32,7 +32,7 @@ from sirtaki.comm.nccl_streams.transport import (
     Scope,
     ask_for_launch_order,
     ctas_for,
-    ways_left,
+    tunable_ways,
 )
 from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import streams_of
@@ -131,7 +131,7 @@ def opener_of_one(monkeypatch: pytest.MonkeyPatch) -> NcclOpener:
         monkeypatch.delenv(name, raising=False)
     control: Any = ControlOfOne()
     device: Any = HOST
-    return NcclOpener(control, device, max_streams=2, timeout_s=1.0, ways=ways_left(control, {}))
+    return NcclOpener(control, device, max_streams=2, timeout_s=1.0, ways=tunable_ways(control, {}))
 
 
 def test_a_communicator_is_made_under_what_its_key_says_and_the_environment_is_as_before(
@@ -163,7 +163,7 @@ def test_a_way_that_nccl_refuses_makes_a_plan_impossible_and_ends_no_job(
 def test_nccl_is_told_nothing_where_the_user_has_decided(name: str, caplog: pytest.LogCaptureFixture) -> None:
     control: Any = ControlOfOne()
     with caplog.at_level(logging.INFO):
-        assert ways_left(control, {name: "Ring"}) == ()
+        assert tunable_ways(control, {name: "Ring"}) == ()
     assert f"{name} is set" in caplog.text
 
 

@@ -376,7 +376,7 @@ def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -
         control.all_gather = lambda value: gather(  # type: ignore[method-assign]
             (value[0], value[1], 12345, value[3]) if wrong and isinstance(value, tuple) else value
         )
-        with pytest.raises(TransportError, match="is not rank 1: they live in different containers"):
+        with pytest.raises(TransportError, match="is not rank 1: the ranks are in different containers"):
             open_peers(control, offered, os.O_RDONLY)
         control.barrier()
         if control.rank == 0:
@@ -398,7 +398,7 @@ def test_ringing_never_blocks_and_who_has_closed_the_bell_hurts_nobody() -> None
             bell.close()
         control.barrier()
         if control.rank == 0:
-            bell.ring_others()
+            bell.ring_peers()
             bell.close()
 
     on_planes(2, act)
