@@ -852,7 +852,7 @@ class RankSets:
         there = self._sets.pop(number)
         if there.engine is None or there.comm is None:
             return
-        self._watchdog.forget(there.engine.pending.oldest_wait, there.engine.pending.describe)
+        self._watchdog.unwatch(there.engine.pending.oldest_wait, there.engine.pending.describe)
         if there.engine.close() and number:
             if there.control is not None:
                 there.control.close()

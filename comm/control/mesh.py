@@ -913,11 +913,11 @@ class MeshCommunicator:
         """Start a broadcast along a binomial tree."""
         return self._start(broadcast(self._next(), array, root))
 
-    def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
+    def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
         """Copy this rank's part into `gathered`, and start an all-gather."""
-        counts = [mine.size] * self.size if counts is None else counts
+        counts = [own.size] * self.size if counts is None else counts
         whole, begin = gathered.reshape(-1), sum(counts[: self.rank])
-        whole[begin : begin + mine.size] = mine.reshape(-1)
+        whole[begin : begin + own.size] = own.reshape(-1)
         return self._start(gather(self._next(), whole, counts))
 
     def all_to_all(

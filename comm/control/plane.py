@@ -229,7 +229,7 @@ class ControlPlane:
         identities = self.all_gather((self._comm.same_host(), *host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
         if self.hosts.count(self.hosts[self.rank]) > len(allowed_processors()):
-            self.failures.crowded = True
+            self.failures.oversubscribed = True
         nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
         self.node_ranks = _like(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)

@@ -101,7 +101,7 @@ def wait_for(
         if condition():
             return True
         begun = time.perf_counter()
-        while not (failures and failures.crowded) and time.perf_counter() < begun + ALONE_S:
+        while not (failures and failures.oversubscribed) and time.perf_counter() < begun + ALONE_S:
             if condition():
                 return True
         give_up_spinning = begun + SPIN_S
@@ -197,7 +197,7 @@ def wait_for_work(
 
 def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAME_S) -> CommError:
     """Return the failure of the job that led to `error` and may become known later; `error` itself if none does."""
-    failures.suspicious = True
+    failures.connection_broken = True
     wait_for(lambda: failures.error is not None, Deadline.after(within_s), Poll.SLICES)
     return error if failures.error is None else fresh(failures.error)
 

@@ -182,7 +182,7 @@ class Collected:
     def place(self, source: int, header: Header) -> memoryview:
         return memoryview(bytearray(header.length))
 
-    def take(self, source: int, header: Header, payload: memoryview) -> None:
+    def deliver(self, source: int, header: Header, payload: memoryview) -> None:
         self.frames.append((header.sequence, bytes(payload)))
 
 
@@ -393,11 +393,11 @@ def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_u
 def test_silences_that_are_forgiven_do_not_add_up() -> None:
     links = connected(2, heartbeat_s=30.0)
     for _ in range(3):
-        links[0]._connections[1].heard_s -= 100.0
+        links[0]._connections[1].last_read_s -= 100.0
         for _ in range(BEATS - 1):
-            links[0]._beat()
-        links[0]._connections[1].heard_s = time.monotonic()
-        links[0]._beat()
+            links[0]._exchange_heartbeat()
+        links[0]._connections[1].last_read_s = time.monotonic()
+        links[0]._exchange_heartbeat()
     assert links[0].failures.error is None
     close(links)
 
@@ -409,7 +409,7 @@ def test_an_idle_mesh_sends_next_to_nothing() -> None:
         for connection in each._connections.values():
             write = connection._write
             connection._write = lambda parts, w=write: sent.append(sum(map(len, parts))) or w(parts)
-        each._beat()
+        each._exchange_heartbeat()
     assert sent == [24] * 4  # one heartbeat to one other rank, whatever their number
     close(links)
 
