@@ -54,7 +54,7 @@ class FailureBoard:
         return self._error
 
     def set_wait_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set the callback that threads of this rank call periodically while they wait for peers. None = no callback."""
+        """Set the callback that threads of this rank call regularly while they wait for peers. None = no callback."""
         self._wait_callback = callback
 
     def run_wait_callback(self) -> None:

@@ -203,7 +203,7 @@ def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAM
 
 
 def leave_together(comm: Communicator, within_s: float) -> bool:
-    """Collective. Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it.
+    """Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it. Collective.
 
     Returns:
         False if a rank has not entered the barrier in time.

@@ -487,7 +487,7 @@ MUTANTS = (
         HANDSHAKE,
         f"{MEETING} the_slow_and_the_many",
         {
-            "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),
+            "who does not prove itself in time holds its place": ("            self.handshakes.drop_expired()\n", ""),
         },
     ),
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────

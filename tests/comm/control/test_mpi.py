@@ -23,7 +23,7 @@ def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", version_of)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert mpi.os.environ["OMPI_MCA_btl"] == "^ofi"
 
 
@@ -34,7 +34,7 @@ def test_a_clusters_mpi_is_left_as_its_administrator_has_set_it_up(monkeypatch: 
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", none)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert "OMPI_MCA_btl" not in mpi.os.environ
 
 

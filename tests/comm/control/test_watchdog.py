@@ -200,7 +200,7 @@ def test_waiting_for_a_rank_that_has_left_ends_after_a_while_or_at_once_where_a_
 ) -> None:
     pack = packs(shutdown_s=120.0 if broken else 1.0)
     assert not pack.dogs[2].leave(0.01)
-    until(lambda: 2 in pack.dogs[0]._left)
+    until(lambda: 2 in pack.dogs[0]._ended_ranks)
     pack.boards[0].connection_broken = broken
     begin_s = time.monotonic()
     pack.waits[0] = since(0.0)
