@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_CALLBACK_PERIOD_S, FailureBoard
-from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
+from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, estimate_offset
 from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
@@ -85,7 +85,7 @@ def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
         (number, number + there + offset_s, number + there + back) for number, (there, back) in enumerate(delays)
     ]
     quickest = min(there + back for there, back in delays)
-    assert abs(offset_from(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
+    assert abs(estimate_offset(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
 
 
 def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
