@@ -1,8 +1,8 @@
 """Mutual authentication of the connections between processes of a job.
 
 Each end sends a random challenge, and proves its knowledge of the job's key by an HMAC-SHA256 over both challenges and
-both ranks. Neither end reads any data before the proofs. A recorded handshake cannot be replayed, because the challenges
-differ. Messages after the handshake are not encrypted.
+both ranks. Neither end reads any data before the proofs. A recorded handshake cannot be replayed, because the
+challenges differ. Messages after the handshake are not encrypted.
 
     connector → acceptor   hello: magic, from, to, challenge
     acceptor → connector   challenge, proof

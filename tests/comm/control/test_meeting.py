@@ -110,7 +110,9 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
 @pytest.mark.lengthy
 def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
     expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "cannot connect to rank 0 at 127.0.0.1", "MASTER_ADDR")
-    expect(together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "is not the name of a host")
+    expect(
+        together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "is not the name of a host"
+    )
 
 
 def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
@@ -145,7 +147,10 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("secrets", "words"),
-    [(["a", "b"], ["cannot authenticate each other", "SIRTAKI_SECRET"]), (["a", None], ["SIRTAKI_SECRET is set on only one"])],
+    [
+        (["a", "b"], ["cannot authenticate each other", "SIRTAKI_SECRET"]),
+        (["a", None], ["SIRTAKI_SECRET is set on only one"]),
+    ],
 )
 def test_ranks_with_different_secrets_are_told_so(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
