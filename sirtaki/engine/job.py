@@ -155,7 +155,7 @@ class JobObservers:
             "setting": "; ".join(dict.fromkeys(tuning.knobs.describe() for tuning in job.tunings)),
             "trials": totals.trials,
             "gain": gain if gain == gain else None,
-            **totals.now(),
+            **totals.recent_means(),
         }
 
     def close(self, *, for_good: bool) -> None:

@@ -455,7 +455,10 @@ MUTANTS = (
                 "            self._silent_beats = 0\n            return",
                 "            return",
             ),
-            "a rank that ends without a word": ("        self._send_lost(self.rank, reason, FAULT if fault else 0)\n", ""),
+            "a rank that ends without a word": (
+                "        self._send_lost(self.rank, reason, FAULT if fault else 0)\n",
+                "",
+            ),
             "a rank that gives up and wakes nobody": (
                 "connection.stop_sending()  # wakes",
                 "pass  # wakes",
