@@ -24,7 +24,7 @@ class Watchdog:
     def watch(self, *who: Any) -> None:
         self.watched.append(who)  # type: ignore[arg-type]
 
-    def forget(self, *who: Any) -> None:
+    def unwatch(self, *who: Any) -> None:
         self.watched.remove(who)  # type: ignore[arg-type]
 
 

@@ -32,10 +32,10 @@ from sirtaki.errors import CommError, ConfigError, PlanError
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"path": SparsePath.HOT_COLD}, "has 0 of them"),
-        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 of them"),
+        ({"path": SparsePath.HOT_COLD}, "has 0 hot rows"),
+        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
-        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not by dense"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not dense"),
         ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
     ],
 )
