@@ -222,14 +222,14 @@ class Pending:
             self._changed.notify()
             return self._join
 
-    def oldest_wait(self) -> Wait | None:
+    def oldest_wait(self) -> PendingWait | None:
         """Return the oldest pending operation, for the watchdog."""
         works = [work for work in list(self._works.values()) if not work.signature.problem]
         if works:
             oldest = min(works, key=lambda work: work.submitted_s)
             return PendingWait(what=f"operation {oldest.signature.name!r}{self.where}", since_s=oldest.submitted_s)
         if self._join is not None:
-            return Wait(what=f"join(){self.where}", since_s=self.last_progress_s)
+            return PendingWait(what=f"join(){self.where}", since_s=self.last_progress_s)
         return None
 
     def describe(self) -> str:
@@ -253,7 +253,7 @@ class Pending:
             with self._lock:
                 self._changed.notify()
 
-    def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], Presence] | None:
+    def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], PendingReport] | None:
         """Wait for at most `pause_s`, or until a new submission. Return the pending operations and this rank's state.
 
         Returns:
@@ -347,9 +347,9 @@ class Rounds:
         self._names = NameSlots()
         self._joined: dict[int, int] = {}  # rank → number of unnamed operations it had submitted
         self._join_announced = False  # True once an exchange has announced this rank's join
-        self._message = Message(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
+        self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
-    def run(self, works: Mapping[str, EagerWork], own: Presence) -> bool:
+    def run(self, works: Mapping[str, EagerWork], own: PendingReport) -> bool:
         """Run one round. Return True if an operation or a join was completed or rejected. Collective.
 
         Args:
@@ -380,7 +380,7 @@ class Rounds:
 
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
 
-    def _digest(self, works: Iterable[EagerWork], own: Presence) -> int:
+    def _digest(self, works: Iterable[EagerWork], own: PendingReport) -> int:
         """Return the digest of all pending operations. 0 = it must not compare as equal to any rank's."""
         if own.joined is not None or own.closing:
             return 0
@@ -391,7 +391,7 @@ class Rounds:
             digest += work.signature.digest
         return digest & _ALL_ONES
 
-    def _bits(self, works: Mapping[str, EagerWork], own: Presence) -> int:
+    def _bits(self, works: Mapping[str, EagerWork], own: PendingReport) -> int:
         """Return one bit for each known name, above a lowest bit that is set if the bits express all of its news."""
         bits, known = 0, not own.closing
         for work in works.values():
@@ -433,11 +433,11 @@ class Rounds:
         same = (1 << 2 * _DIGEST_BITS) - 1
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
-    def _exchange(self, works: Mapping[str, EagerWork], own: Presence) -> dict[str, Signature]:
+    def _exchange(self, works: Mapping[str, EagerWork], own: PendingReport) -> dict[str, Signature]:
         """Exchange pending operations. Return those that are pending on all ranks and match. Collective."""
         self._join_announced = own.joined is not None
         signatures = [work.signature for work in works.values()]
-        gathered: list[Presence] = gather(msgspec.structs.replace(own, signatures=signatures), comm=self._messages)
+        gathered: list[PendingReport] = gather(msgspec.structs.replace(own, signatures=signatures), comm=self._messages)
         self.ended = all(presence.closing for presence in gathered)
         presences = dict(zip(self._members, gathered, strict=True))
         newly_joined = [
@@ -515,7 +515,7 @@ class Rounds:
         for work in own_works:
             work.finish(error)
 
-    def _end_join(self, own: Presence) -> bool:
+    def _end_join(self, own: PendingReport) -> bool:
         """End the join after the last rank's `join()`. All ranks learn of it from one exchange."""
         if own.joined is None or len(self._joined) < self._size:
             return False

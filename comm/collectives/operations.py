@@ -48,8 +48,8 @@ FUSIBLE_BYTES = 256 * 1024
 """Size of the largest tensor that is fused. Larger tensors do not get faster by it."""
 
 
-class Kind(Enum):
-    """Kind of an eager operation."""
+class CollectiveKind(Enum):
+    """CollectiveKind of an eager operation."""
 
     ALLREDUCE = "ALLREDUCE"
     ALLGATHER = "ALLGATHER"
@@ -59,7 +59,7 @@ class Kind(Enum):
     BARRIER = "BARRIER"
 
 
-RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
+RAGGED = (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL)
 """Operations whose tensors may have different first dimensions on different ranks."""
 
 ADASUM = "adasum"
@@ -97,7 +97,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     problem: str = ""
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: Kind, **rest: Any) -> Signature:
+    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: CollectiveKind, **rest: Any) -> Signature:
         """Return the signature of an operation on these tensors. `rest` are further fields.
 
         Raises:
@@ -144,12 +144,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def needs_data(self) -> bool:
         """Return whether ranks cannot take part after `join()`."""
-        return self.kind is not Kind.ALLREDUCE and not self.by_all
+        return self.kind is not CollectiveKind.ALLREDUCE and not self.by_all
 
     @cached_property
     def may_be_carried(self) -> bool:
         """Return whether the messages of a round can carry the tensors, and suffice to compute the result."""
-        kinds = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.BARRIER)
+        kinds = (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.BARRIER)
         return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
 
     @cached_property
@@ -228,7 +228,7 @@ Progress = tuple[int, ...]
 """Position in the training. Of ranks that join in one round, the one with the highest progress counts as the last."""
 
 
-class Presence(msgspec.Struct, frozen=True, kw_only=True):
+class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
     """State of a rank, sent when the ranks exchange their pending operations.
 
     Attributes:
@@ -554,7 +554,7 @@ class Slot(NamedTuple):
     end: int
 
 
-class Message:
+class RoundMessage:
     """Buffers for the messages of a round: a head, followed by tensors.
 
     Attributes:

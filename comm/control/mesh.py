@@ -49,7 +49,7 @@ _HEADER = struct.Struct("<BBxxIQQ")
 HEADER_BYTES = _HEADER.size
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Purpose of a frame."""
 
     DATA = 1
@@ -71,7 +71,7 @@ class Header(NamedTuple):
     """Header of a frame.
 
     Attributes:
-        kind: a `Kind`.
+        kind: a `FrameKind`.
         tag: tag of a posted message.
         sequence: sequence number of the operation in its context.
         context: id of the communicator. 0 = the mesh itself.
@@ -85,7 +85,7 @@ class Header(NamedTuple):
     length: int
 
 
-def encode(kind: Kind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
+def encode(kind: FrameKind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
     """Return the header of a frame, packed."""
     return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
 
@@ -100,7 +100,7 @@ def decode(buffer: bytearray, offset: int) -> Header:
     if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
         raise CommError(
             f"invalid mesh frame: kind {header.kind}, {header.length} bytes "
-            f"(kinds are 1 to {len(Kind)}, a payload has at most {MAX_PAYLOAD_BYTES} bytes)"
+            f"(kinds are 1 to {len(FrameKind)}, a payload has at most {MAX_PAYLOAD_BYTES} bytes)"
         )
     return header
 
@@ -169,7 +169,7 @@ class Inbox:
         self._posted = posted
         while self._arrived and posted.filled < len(view):
             found, payload = self._arrived.popleft()
-            self.deliver(Header(Kind.DATA, 0, found, 0, len(payload)), payload)
+            self.deliver(Header(FrameKind.DATA, 0, found, 0, len(payload)), payload)
         return posted
 
 
@@ -203,15 +203,15 @@ class Mailbox:
 
     def place(self, source: int, header: Header) -> memoryview:
         """Return memory for the payload that follows `header`."""
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             return self.inbox(source).place(header)
         return memoryview(bytearray(header.length))
 
     def deliver(self, source: int, header: Header, payload: memoryview) -> None:
         """Store a complete frame."""
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             self.inbox(source).deliver(header, payload)
-        elif header.kind == Kind.POST:
+        elif header.kind == FrameKind.POST:
             self.posts.append((source, header.tag, bytes(payload)))
         else:
             raise CommError(
@@ -489,7 +489,9 @@ class Links:
         self._freed.add(context)
         self._mailboxes.pop(context, None)
 
-    def send(self, rank: int, kind: Kind, payload: memoryview, *, context: int, sequence: int, tag: int) -> Sending:
+    def send(
+        self, rank: int, kind: FrameKind, payload: memoryview, *, context: int, sequence: int, tag: int
+    ) -> Sending:
         """Send a message, in several frames if it is long. Its memory must not change until the `Sending` is done."""
         parts = []
         for start in range(0, len(payload) or 1, MAX_PAYLOAD_BYTES):
@@ -545,9 +547,9 @@ class Links:
         if header.context != MESH:
             if header.context not in self._freed:
                 self.open(header.context).deliver(source, header, payload)
-        elif header.kind == Kind.BYE:
+        elif header.kind == FrameKind.BYE:
             self._connections[source].received_bye = True
-        elif header.kind == Kind.LOST:
+        elif header.kind == FrameKind.LOST:
             kind = PeerFaultError if header.tag == FAULT else PeerLostError
             self.failures.report(kind(bytes(payload).decode(errors="replace")))
 
@@ -613,7 +615,7 @@ class Links:
         after = self._connections[(self.rank + 1) % self.size]
         before = self._connections[(self.rank - 1) % self.size]
         if not after.ended and not after.backlogged:
-            after.send([memoryview(encode(Kind.ALIVE))])
+            after.send([memoryview(encode(FrameKind.ALIVE))])
         if before.ended or time.monotonic() - before.last_read_s < 1.5 * self._beat_s:
             self._silent_beats = 0
             return

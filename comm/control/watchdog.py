@@ -1,7 +1,7 @@
 """Stall detection: name the ranks that a wait lacks, and end waits that cannot end.
 
 The watchdog runs in its own thread, because the main thread may hang. It polls for messages a few times a second, and
-sends questions only after a wait of this rank has exceeded the warning time. A `Courier` carries messages outside the
+sends questions only after a wait of this rank has exceeded the warning time. A `MessageBoard` carries messages outside the
 collectives: those of the watchdog and of `join()`.
 """
 
@@ -46,7 +46,7 @@ class Tag(IntEnum):
     """Description of a wait of the sender, which the receiver may have to end."""
 
 
-class Courier:
+class MessageBoard:
     """Sends and receives small picklable messages. Thread-safe, non-blocking."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -96,7 +96,7 @@ LIBRARIES = ("torch", "sirtaki", "importlib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class PendingWait:
     """A wait of this rank for its peers.
 
     Attributes:
@@ -141,7 +141,7 @@ class Watchdog:
         if courier.size > 1:
             self._thread.start()
 
-    def watch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+    def watch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
         """Register a source of waits and a source of progress descriptions. The watchdog's thread calls both.
 
         Args:
@@ -151,7 +151,7 @@ class Watchdog:
         self._waits.append(wait)
         self._progress.append(progress)
 
-    def unwatch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+    def unwatch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
         """Remove what `watch` registered."""
         self._waits.remove(wait)
         self._progress.remove(progress)
@@ -251,7 +251,7 @@ class Watchdog:
                 text, is_lowest = self._report(wait, waited_s)
                 logger.log(logging.WARNING if is_lowest else logging.DEBUG, "%s", text)
 
-    def _report(self, wait: Wait, waited_s: float) -> tuple[str, bool]:
+    def _report(self, wait: PendingWait, waited_s: float) -> tuple[str, bool]:
         """Ask all ranks what they are doing.
 
         Returns:

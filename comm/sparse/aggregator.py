@@ -63,8 +63,8 @@ MAX_FLOATS = (PACKET_BYTES - HEADER_BYTES) // 4
 _EQUAL_BYTES = HEADER_BYTES - 4
 
 
-class Kind(IntEnum):
-    """Kind of a packet. The comments name the sender."""
+class PacketKind(IntEnum):
+    """PacketKind of a packet. The comments name the sender."""
 
     PART = 1  # rank: values to sum
     SUM = 2  # aggregator: the sum; rank: a sum from the previous aggregator, which has failed
@@ -76,7 +76,7 @@ class Kind(IntEnum):
     COUNTERS = 8  # aggregator: counters as JSON
 
 
-def packet(kind: Kind, *, body: bytes = b"", **fields: int) -> bytes:
+def packet(kind: PacketKind, *, body: bytes = b"", **fields: int) -> bytes:
     """Return the bytes of a packet."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, VERSION, kind
@@ -85,7 +85,7 @@ def packet(kind: Kind, *, body: bytes = b"", **fields: int) -> bytes:
     return header.tobytes() + body
 
 
-def frames(packets: int, floats: int, kind: Kind, **fields: int) -> Bytes:
+def frames(packets: int, floats: int, kind: PacketKind, **fields: int) -> Bytes:
     """Return a matrix with one packet of `floats` values per row, numbered from 0: (packets, bytes)."""
     row = np.frombuffer(packet(kind, body=bytes(4 * floats), **fields), np.uint8)
     matrix = np.repeat(row[None], packets, axis=0)
@@ -325,12 +325,14 @@ FIRST_TIMEOUT_S, MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 0.005, 0.5
 MAX_RANKS = 65535
 
 
-class _Step:
+class _StepPackets:
     """Packets of one step: parts to send and sums received. Reused for every second step."""
 
     def __init__(self, packets: int, floats: int, **fields: int) -> None:
-        self._parts = frames(packets, floats, Kind.PART, **fields)
-        self._sums = frames(packets, floats, Kind.SUM, **fields)  # sent only to the next aggregator, after a failure
+        self._parts = frames(packets, floats, PacketKind.PART, **fields)
+        self._sums = frames(
+            packets, floats, PacketKind.SUM, **fields
+        )  # sent only to the next aggregator, after a failure
         self._received, self._acknowledged = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         self._sent_s, self._tries = np.zeros(packets), np.zeros(packets, np.int64)
         self.number, self._count, self.resent = -1, 0, 0
@@ -496,7 +498,7 @@ class AggregatorClient:
         """Leave the job. Call only after all ranks have received their last sums; see `linger`. Repeatable."""
         if self._wire is not None:
             for _ in range(3):  # three times, because packets may be lost and BYE has no answer
-                self._wire.send(packet(Kind.BYE, body=b"", **self._fields))
+                self._wire.send(packet(PacketKind.BYE, body=b"", **self._fields))
             self._wire.close()
             self._wire = None
 
@@ -550,10 +552,10 @@ class AggregatorClient:
         if int(first["job"]) != self._fields["job"]:
             return
         self._last_received_s = self._now_s
-        if kind == Kind.REFUSED:
+        if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
             raise AggregatorError(f"the aggregator at {self._names[self._current_address]} rejects this job: {reason}")
-        if kind == Kind.GONE and epoch == self._epoch:
+        if kind == PacketKind.GONE and epoch == self._epoch:
             self._move("ends")
         elif kind in (PacketKind.SUM, PacketKind.ACK):
             self._failures, self._window = 0, max(int(first["window"]), 1)
@@ -562,7 +564,7 @@ class AggregatorClient:
                     self._restart_steps()
                 self._epoch = epoch
             for step in (self._previous, self._current):
-                if kind == Kind.SUM and step.number == int(first["step"]):
+                if kind == PacketKind.SUM and step.number == int(first["step"]):
                     took_s = step.store(headers["seq"].astype(np.int64), floats_of(rows), self._now_s)
                     if took_s is not None:
                         self._progress_s = self._now_s
@@ -726,7 +728,7 @@ class StepRegisters:
         return seqs[self._final[seqs]]
 
 
-class Job:
+class AggregationJob:
     """A job, from its first packet until all ranks leave, or until a new job replaces it because it is silent."""
 
     def __init__(self, ranks: int, floats: int) -> None:
@@ -802,10 +804,10 @@ class Aggregator:
         first = headers[0]
         kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
         if (
-            kind == Kind.STATUS and rows.shape[1] >= PACKET_BYTES
+            kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES
         ):  # answer long requests only, so that forged ones cannot amplify traffic
-            self._wire.send(packet(Kind.COUNTERS, body=self._status_json()), address)
-        elif kind == Kind.BYE:
+            self._wire.send(packet(PacketKind.COUNTERS, body=self._status_json()), address)
+        elif kind == PacketKind.BYE:
             if (job := self._jobs.get(key)) is not None:
                 job.left.add(rank)
                 if len(job.left) == job.ranks:
@@ -829,7 +831,7 @@ class Aggregator:
 
     def _registers(
         self, key: int, ranks: int, floats: int, step: int, size: int
-    ) -> tuple[Job, StepRegisters] | str | None:
+    ) -> tuple[AggregationJob, StepRegisters] | str | None:
         """Return a job's registers of a step, and create them at its first packet.
 
         Returns:
@@ -843,7 +845,7 @@ class Aggregator:
                 self._jobs = {key: other for key, other in self._jobs.items() if key not in silent}
             if len(self._jobs) >= self._max_jobs:
                 return f"{len(self._jobs)} jobs are running, which is the limit"
-            job = Job(ranks, floats)
+            job = AggregationJob(ranks, floats)
         if (ranks, floats) != (job.ranks, job.floats):
             return "ranks of this job differ in their number of ranks or in layout"
         newest = max(job.steps, default=step)

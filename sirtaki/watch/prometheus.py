@@ -63,7 +63,7 @@ class _Handler(WSGIRequestHandler):
         logger.debug(format, *args)
 
 
-class _Server(ThreadingWSGIServer):
+class _MetricsHttpServer(ThreadingWSGIServer):
     """`prometheus_client`'s server with a connection limit, so that clients cannot exhaust threads or descriptors."""
 
     request_queue_size = 128  # connections waiting for `accept`; further clients retry after a second

@@ -321,7 +321,7 @@ def run_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"sirtaki-{os.getuid()}"
 
 
-class Presence:
+class JobBeacon:
     """A socket at which this process answers requests with the state of its job."""
 
     def __init__(self, answer: Callable[[], Answer], *, folder: Path | None = None) -> None:

@@ -83,7 +83,7 @@ class Mesh:
             self._heard = True
         if message["kind"] == "data":
             payload = memoryview(message["payload"])
-            header = Header(Kind.DATA, 0, message["sequence"], 0, len(payload))
+            header = Header(FrameKind.DATA, 0, message["sequence"], 0, len(payload))
             self._inboxes[other].deliver(header, payload)
         elif message["kind"] == "lost":
             self.failure = self.failure or message["why"]

@@ -14,7 +14,7 @@ from fakes.meshes import among, at_once, until
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine as engine_module
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, trace_operations
-from sirtaki.comm.collectives.operations import Kind, Signature
+from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import CommError
 
@@ -273,7 +273,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
 
 def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
     mine = work("a")
-    others = Signature.of([torch.zeros(2)], name="b", kind=Kind.ALLREDUCE, op="sum")
+    others = Signature.of([torch.zeros(2)], name="b", kind=CollectiveKind.ALLREDUCE, op="sum")
     trace_operations([mine.signature, others], [mine, None], 0.0)
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3

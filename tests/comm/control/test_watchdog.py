@@ -13,7 +13,7 @@ from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MAX_FAILURES, Courier, Wait, Watchdog
+from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MAX_FAILURES, MessageBoard, PendingWait, Watchdog
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 

@@ -22,7 +22,7 @@ from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
 from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer
-from sirtaki.watch.watchers import RECENT, Presence, Totals, run_folder, running_jobs
+from sirtaki.watch.watchers import RECENT, JobBeacon, Totals, run_folder, running_jobs
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
 DECISION = Decision(
@@ -252,7 +252,7 @@ def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
 
 
 def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
-    presence = Presence(lambda: {"iteration": 7}, folder=tmp_path)
+    presence = JobBeacon(lambda: {"iteration": 7}, folder=tmp_path)
     assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
     assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
     presence.close()
