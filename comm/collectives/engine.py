@@ -167,7 +167,7 @@ class Pending:
         self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
-        self._rejected: dict[str, deque[str]] = {}  # name → errors of operations that this rank has not submitted yet
+        self._rejected: dict[str, deque[str]] = {}  # name → errors, for when this rank submits it
         self._join: ThreadWork | None = None
         self._progress: Progress = ()
         self._unnamed = 0
@@ -785,9 +785,7 @@ class RankSets:
 
     def engines(self) -> list[tuple[int, EagerEngine]]:
         """Return the engines of the sets that include this rank, with the sets' ids."""
-        return [
-            (number, rank_set.engine) for number, rank_set in list(self._sets.items()) if rank_set.engine is not None
-        ]
+        return [(number, each.engine) for number, each in list(self._sets.items()) if each.engine is not None]
 
     def members(self, number: int) -> RankSet:
         """Return a set with its control plane, which is opened at the first call. Collective over the set."""

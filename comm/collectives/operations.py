@@ -143,7 +143,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def needs_data(self) -> bool:
-        """Return whether ranks cannot take part after `join()`."""
+        """Return whether the operation fails while a rank is in `join()`, because it needs data from all ranks."""
         return self.kind is not CollectiveKind.ALLREDUCE and not self.by_all
 
     @cached_property
@@ -361,12 +361,6 @@ class Ranks:
             self._failures.check()
             time.sleep(SLEEP_S)
 
-    def all_gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the small arrays of all ranks: `(size, *values.shape)`. Collective."""
-        gathered = np.empty((self.size, *values.shape), dtype=np.int64)
-        self.wait(self.comm.all_gather(values, gathered))
-        return gathered
-
 
 Batch = Sequence[tuple[Signature, Sequence[torch.Tensor]]]
 """Operations of this rank: signatures, and tensors of the same shapes."""
@@ -478,7 +472,9 @@ def _barrier(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     """Concatenate along dimension 0, which may differ between ranks."""
-    rows = ranks.all_gather(np.array([tensor.shape[0] for tensor in inputs], dtype=np.int64))
+    own = np.array([tensor.shape[0] for tensor in inputs], dtype=np.int64)
+    rows = np.empty((ranks.size, own.size), dtype=np.int64)
+    ranks.wait(ranks.comm.all_gather(own, rows))
     results = []
     for tensor, rows_of in zip(inputs, rows.T, strict=True):
         result = tensor.new_empty((int(rows_of.sum()), *tensor.shape[1:]))

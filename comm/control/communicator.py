@@ -20,10 +20,7 @@ Array = npt.NDArray[Any]
 """A contiguous array of a number type."""
 
 Test = Callable[[], bool]
-"""Test for completion of an operation, for `wait_for`. For one thread at a time.
-
-Calling it also makes progress. It keeps the operation's arrays alive.
-"""
+"""Completion test of an operation, which also makes progress and keeps the arrays alive. For one thread at a time."""
 
 
 class Backend(Enum):

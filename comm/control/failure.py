@@ -10,7 +10,7 @@ WAIT_CALLBACK_PERIOD_S = 2e-3
 """Shortest time between two calls of the wait callback, in seconds."""
 
 Timeout = Callable[[], float]
-"""Returns how many seconds to wait for peers. Called at each wait, because PyTorch may change a group's timeout."""
+"""Getter of the seconds to wait for peers. Called at each wait, because PyTorch may change a group's timeout."""
 
 FORKED = "this process was forked from a rank of the job: only the rank itself may communicate, not its child processes"
 

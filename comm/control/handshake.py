@@ -113,27 +113,24 @@ class UnprovedConnection:
             if magic != MAGIC or to != own:
                 raise ConnectionError("the hello is not for this process")
             self.hello = read
-            self._send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
+            self.send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
             return None
         if not hmac.compare_digest(read, _proof(key, b"connector", self.hello, self.challenge)):
             raise ConnectionError("wrong proof")
         return int(_HELLO.unpack(self.hello)[1])
 
-    def _send(self, message: bytes) -> None:
-        if self.sock.send(message) < len(message):  # a short message always fits into an empty buffer
-            raise ConnectionError("the remote end does not read")
-
-    def welcome(self) -> None:
-        """Send the last message of the handshake.
+    def send(self, message: bytes) -> None:
+        """Send a message of the handshake. Non-blocking.
 
         Raises:
             OSError: the connection broke.
         """
-        self._send(_WELCOME)
+        if self.sock.send(message) < len(message):  # a short message always fits into an empty buffer
+            raise ConnectionError("the remote end does not read")
 
 
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listen at a free port of each address, and at no address else.
+    """Listen at a free port of each address, and at no other address.
 
     Raises:
         OSError: an address cannot be bound.
@@ -203,7 +200,7 @@ class HandshakeListener:
                     return None
                 if not self._is_wanted(number):
                     raise ConnectionError("this process is connected already")
-                candidate.welcome()
+                candidate.send(_WELCOME)
             except BlockingIOError:  # the event belongs to a dropped connection whose descriptor is in use again
                 return None
             except OSError:
@@ -259,11 +256,6 @@ class Acceptor:
     def missing(self) -> list[int]:
         """Return the ranks that have not connected yet."""
         return sorted(self._expected - self._accepted.keys())
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s`. Return whether all ranks have connected."""
-        self._thread.join(timeout_s)
-        return not self.missing
 
     def close(self) -> dict[int, socket.socket]:
         """Stop listening. Return the connections by rank, which the caller owns."""

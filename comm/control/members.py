@@ -526,6 +526,4 @@ class StoreExchange:
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:
-            raise PeerLostError(
-                f"the store no longer answers; rank 0 or the launcher, which served it, has ended: {_first_line(err)}"
-            ) from err
+            raise PeerLostError(f"the store has ended, with rank 0 or the launcher: {_first_line(err)}") from err

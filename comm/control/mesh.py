@@ -98,10 +98,7 @@ def decode(buffer: bytearray, offset: int) -> Header:
     """
     header = Header._make(_HEADER.unpack_from(buffer, offset))
     if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
-        raise CommError(
-            f"invalid mesh frame: kind {header.kind}, {header.length} bytes "
-            f"(kinds are 1 to {len(FrameKind)}, a payload has at most {MAX_PAYLOAD_BYTES} bytes)"
-        )
+        raise CommError(f"invalid mesh frame: kind {header.kind}, {header.length} of at most {MAX_PAYLOAD_BYTES} bytes")
     return header
 
 
@@ -175,14 +172,9 @@ class Inbox:
 
 def _check(found: int, expected: int, length: int, room: int) -> None:
     if found != expected:
-        raise MismatchError(
-            f"ranks call different operations: a message of operation {found} arrived in operation {expected}; "
-            "all ranks must call the same operations in the same order"
-        )
+        raise MismatchError(f"ranks call different operations: a message of number {found} arrived in {expected}")
     if length > room:
-        raise MismatchError(
-            f"received at least {length} bytes, expected {room}; all ranks must pass arrays of the same size"
-        )
+        raise MismatchError(f"received at least {length} bytes instead of {room}: all ranks must pass equal sizes")
 
 
 class Mailbox:
@@ -214,9 +206,7 @@ class Mailbox:
         elif header.kind == FrameKind.POST:
             self.posts.append((source, header.tag, bytes(payload)))
         else:
-            raise CommError(
-                f"rank {source} sent a frame of kind {header.kind} to a communicator, which takes DATA or POST"
-            )
+            raise CommError(f"rank {source} sent a frame of kind {header.kind} to a communicator")
 
 
 _INBOUND_BYTES = 64 * 1024

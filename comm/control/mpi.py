@@ -73,7 +73,7 @@ def _exclude_fabric_component() -> None:
 
 
 def _finalize_mpi() -> None:
-    """Finalize MPI at exit, but not if the script raised, because MPI_Finalize would wait for ranks that hang."""
+    """Finalize MPI at exit, but not if the script raised, because an exit without it makes mpiexec end all ranks."""
     from mpi4py import MPI as mpi
 
     raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
@@ -236,8 +236,8 @@ def _test(request: MPI.Request, *arrays: object) -> Test:
 
 T = TypeVar("T")
 
-EXIT_INTERVAL_S, EXIT_LIMIT_S = 0.2, 2.0
-"""Seconds between the exits of two failing ranks with adjacent numbers, and the limit for all ranks together."""
+EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
+"""Seconds between the exits of failing ranks r and r + 1, and largest time between the first and the last exit."""
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
@@ -288,9 +288,8 @@ class Survivors:
         """
         size = self._mpi.COMM_WORLD.size
         if exit_code != 0:
-            wait_for(
-                self.is_alone, Deadline.after(min(EXIT_INTERVAL_S, EXIT_LIMIT_S / size) * self.origin), Poll.SLICES
-            )
+            deadline = Deadline.after(min(EXIT_GAP_S, EXIT_LIMIT_S / size) * self.origin)
+            wait_for(self.is_alone, deadline, Poll.SLICES)
         if exit_code == 0 or self.is_alone():
             os._exit(exit_code)
         while True:
@@ -319,9 +318,7 @@ class Survivors:
         thread.start()
         thread.join(timeout_s)
         if not results:
-            raise CommError(
-                f"MPI's survivors did not agree on the ranks that are alive within {time.monotonic() - begin_s:.0f} s"
-            )
+            raise CommError(f"MPI's survivors did not agree on their members within {time.monotonic() - begin_s:.0f} s")
         if isinstance(results[0], BaseException):
             raise CommError(f"MPI cannot continue without the lost ranks: {results[0]}") from results[0]
         self._alive = results[0]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
 from sirtaki.machine import LOOPBACK, allowed_processors, host_identity, own_addresses, serve_store
 
-from .communicator import Backend, Communicator, Op, Test
+from .communicator import Communicator, Op, Test
 from .failure import FailureBoard
 from .waiting import Deadline, retry, unless_failed, wait_for
 
@@ -178,7 +178,7 @@ def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
 
 
 def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStore:
-    """Connect to another process's store. Return early if the job fails, for which PyTorch's own connect would not.
+    """Connect to another process's store, and raise once the job fails, which PyTorch's own connect does not notice.
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -208,6 +208,8 @@ class ControlPlane:
     uses a communicator from `duplicate`.
 
     Attributes:
+        comm: communicator of this control plane, for the thread that calls the collective methods.
+        backend: library that carries the control plane.
         rank, size: rank of this process, and number of ranks.
         local_rank, local_size: position of this process on its node, and number of ranks there.
         cross_rank, cross_size: position of this node among the nodes that have a rank with this local rank, and their
@@ -230,12 +232,12 @@ class ControlPlane:
         """
         self.failures = comm.failures
         self._interface = interface
-        self._comm = comm.duplicate()
-        self.rank, self.size = self._comm.rank, self._comm.size
+        self.comm = comm.duplicate()
+        self.backend, self.rank, self.size = comm.backend, comm.rank, comm.size
         if local_size is not None and self.size % local_size:
             raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
         self.host_names: list[str] = self.all_gather(socket.gethostname())
-        identities = self.all_gather((self._comm.same_host(), *host_identity()))
+        identities = self.all_gather((self.comm.same_host(), *host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
         if self.hosts.count(self.hosts[self.rank]) > len(allowed_processors()):
             self.failures.oversubscribed = True
@@ -248,16 +250,11 @@ class ControlPlane:
             self.rank, [_peers_with_mark(rank, nodes).index(rank) for rank in range(self.size)]
         )
         self.cross_rank, self.cross_size = cross_ranks.index(self.rank), len(cross_ranks)
-        self.node, self.cross = self._comm.subset(self.node_ranks), self._comm.subset(cross_ranks)
+        self.node, self.cross = self.comm.subset(self.node_ranks), self.comm.subset(cross_ranks)
         self._rendezvous = _Rendezvous()
         self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
         self._close_collectively: Callable[[], None] | None = None  # of a scope: set once this rank has released it
-
-    @property
-    def backend(self) -> Backend:
-        """Return the library that carries the control plane."""
-        return self._comm.backend
 
     @property
     def is_homogeneous(self) -> bool:
@@ -269,20 +266,13 @@ class ControlPlane:
         """Return whether all ranks are on one (possibly simulated) node."""
         return self.local_size == self.size
 
-    @property
-    def comm(self) -> Communicator:
-        """Return the communicator of this control plane, for the thread that calls the collective methods."""
-        return self._comm
+    def duplicate(self, *, cross: bool = False) -> Communicator:
+        """Open a communicator for one more thread. `close` frees it. Collective.
 
-    def duplicate(self) -> Communicator:
-        """Open a communicator over the same ranks for one more thread. `close` frees it. Collective."""
-        comm = self._comm.duplicate()
-        self._owned.append(comm)
-        return comm
-
-    def duplicate_cross(self) -> Communicator:
-        """Open a communicator over the ranks with this local rank, one per node. `close` frees it. Collective."""
-        comm = self.cross.duplicate()
+        Args:
+            cross: True for the ranks with this local rank, one per node. False for all ranks.
+        """
+        comm = (self.cross if cross else self.comm).duplicate()
         self._owned.append(comm)
         return comm
 
@@ -311,7 +301,7 @@ class ControlPlane:
         self._close_collectively = close_collectively
 
     def reclaim(self) -> None:
-        """Free the resources of scopes that all ranks have released, in one order. Collective."""
+        """Free the resources of scopes that all ranks have released, in the same order on all ranks. Collective."""
         if not self._scopes:  # equal on all ranks, because they open scopes in step
             return
         released = self.minimum(np.array([float(scope._close_collectively is not None) for scope in self._scopes])) > 0
@@ -378,16 +368,16 @@ class ControlPlane:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, by rank. Collective."""
-        return gather(value, comm=self._comm)
+        return gather(value, comm=self.comm)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the picklable value of rank `root`. Collective."""
         data = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy() if self.rank == root else None
         length = np.array([0 if data is None else data.size], dtype=np.int64)
-        self._wait(self._comm.broadcast(length, root))
+        self._wait(self.comm.broadcast(length, root))
         if data is None:
             data = np.empty(int(length[0]), dtype=np.uint8)
-        self._wait(self._comm.broadcast(data, root))
+        self._wait(self.comm.broadcast(data, root))
         return value if self.rank == root else pickle.loads(data.tobytes())
 
     def minimum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -404,7 +394,7 @@ class ControlPlane:
 
     def _reduce(self, values: npt.NDArray[np.float64], op: Op) -> npt.NDArray[np.float64]:
         result = values.copy()
-        self._wait(self._comm.all_reduce(result, op))
+        self._wait(self.comm.all_reduce(result, op))
         return result
 
     def require_equal(self, value: str, what: str) -> None:
@@ -433,7 +423,7 @@ class ControlPlane:
 
     def barrier(self) -> None:
         """Return once all ranks have called this. Collective."""
-        self._wait(self._comm.barrier())
+        self._wait(self.comm.barrier())
 
     def _wait(self, test: Test) -> None:
         wait_for(test, failures=self.failures)
@@ -442,7 +432,7 @@ class ControlPlane:
         """Free all communicators except the one passed to the constructor. Collective."""
         self.reclaim()  # leaves scopes that a thread of some rank still uses
         self._free_owned()
-        for comm in (self.cross, self.node, self._comm):
+        for comm in (self.cross, self.node, self.comm):
             comm.free()
         self._rendezvous.store = None
 

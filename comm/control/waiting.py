@@ -1,6 +1,7 @@
-"""The wait loops: for a condition, for communication in flight, and for ranks that leave together.
+"""Wait loops: for a condition, for communication in flight, and for ranks that leave together.
 
-Each wait for other ranks reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all.
+Each wait for a peer reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all
+threads.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Poll(Enum):
     """Frequency of evaluating a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
 
     SPIN = 20e-6, 1e-3
-    """For messages of other ranks: spins before it sleeps."""
+    """For messages of peers: spins before it sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
     """For conditions that need a system call, and for threads."""
     SLOW = 50e-3, 100e-3

@@ -387,9 +387,7 @@ class _StepPackets:
         """Send new packets within the window, and lost ones again. If all are acknowledged, send a rare probe."""
         missing = np.flatnonzero(~self._acknowledged[: self._count])
         if not missing.size:
-            if (
-                self._count and now_s - self._sent_s[0] > PROBE_INTERVAL_S
-            ):  # probe: does it still run, with this job's state?
+            if self._count and now_s - self._sent_s[0] > PROBE_INTERVAL_S:  # probe: does it still have this state?
                 self._sent_s[0] = now_s
                 wire.send_rows(self._sums[:1])
             return
@@ -444,11 +442,10 @@ class AggregatorClient:
     ) -> None:
         if not addresses or not 0 <= rank < ranks <= MAX_RANKS:
             raise ConfigError(
-                f"rank {rank} of {ranks} ranks, {len(addresses)} aggregators: give at least one aggregator, and a rank "
-                f"below the number of ranks, which is at most {MAX_RANKS}"
+                f"rank {rank} of {ranks} at {len(addresses)} aggregators: rank, ranks or addresses are wrong"
             )
         self._addresses = [parse_address(text) for text in addresses]
-        self._names, self._connect, self._current_address = list(addresses), connect, 0
+        self._names, self._connect, self._index = list(addresses), connect, 0
         self._layout, self._lost_s, self._stall_s = layout, lost_s, stall_s
         key = int.from_bytes(blake2b(job.encode(), digest_size=8).digest(), "little")
         self._fields = {"job": key, "rank": rank, "ranks": ranks}
@@ -495,7 +492,7 @@ class AggregatorClient:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Leave the job. Call only after all ranks have received their last sums; see `linger`. Repeatable."""
+        """Leave the job, after all ranks have received their last sums (see `linger`). May be called twice."""
         if self._wire is not None:
             for _ in range(3):  # three times, because packets may be lost and BYE has no answer
                 self._wire.send(packet(PacketKind.BYE, body=b"", **self._fields))
@@ -514,9 +511,7 @@ class AggregatorClient:
                 step.send(wire, now_s, window=self._window, timeout_s=timeout_s)
             wire.wait(0.002)
             before_s, self._now_s = now_s, time.monotonic()
-            if (
-                self._now_s - before_s > SUSPENDED_S
-            ):  # this process was suspended, so the silence is no sign of a lost aggregator
+            if self._now_s - before_s > SUSPENDED_S:  # then the silence is no sign of a lost aggregator
                 self._last_received_s += self._now_s - before_s
             if not self._receive(wire):
                 continue
@@ -524,7 +519,7 @@ class AggregatorClient:
                 self._move("does not answer")
             elif self._now_s - self._progress_s > self._stall_s:
                 raise AggregatorError(
-                    f"no sum from the aggregator at {self._names[self._current_address]} for {self._stall_s:g} s: "
+                    f"no sum from the aggregator at {self._names[self._index]} for {self._stall_s:g} s: "
                     "a rank is slow or has exited"
                 )
 
@@ -540,7 +535,7 @@ class AggregatorClient:
     def _opened(self) -> Wire:
         if self._wire is None:
             try:
-                self._wire = self._connect(self._addresses[self._current_address])
+                self._wire = self._connect(self._addresses[self._index])
             except ConfigError as err:
                 raise AggregatorError(str(err)) from err
         return self._wire
@@ -554,7 +549,7 @@ class AggregatorClient:
         self._last_received_s = self._now_s
         if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
-            raise AggregatorError(f"the aggregator at {self._names[self._current_address]} rejects this job: {reason}")
+            raise AggregatorError(f"the aggregator at {self._names[self._index]} rejects this job: {reason}")
         if kind == PacketKind.GONE and epoch == self._epoch:
             self._move("ends")
         elif kind in (PacketKind.SUM, PacketKind.ACK):
@@ -582,17 +577,9 @@ class AggregatorClient:
         if self._failures >= len(self._addresses):
             names = ", ".join(self._names)
             raise AggregatorError(f"no aggregator answers ({names}); reduce the rows without one")
-        before, self._current_address = (
-            self._names[self._current_address],
-            (self._current_address + 1) % len(self._addresses),
-        )
-        logger.warning(
-            "the aggregator at %s %s; rank %d goes to %s",
-            before,
-            why,
-            self._fields["rank"],
-            self._names[self._current_address],
-        )
+        before, self._index = self._names[self._index], (self._index + 1) % len(self._addresses)
+        after = self._names[self._index]
+        logger.warning("the aggregator at %s %s; rank %d changes to %s", before, why, self._fields["rank"], after)
         assert self._wire is not None
         self._wire.close()
         self._wire, self._epoch, self._window, self.moves = None, 0, MIN_WINDOW, self.moves + 1
@@ -695,7 +682,9 @@ class StepRegisters:
         packets = -(-values // floats)
         self.frames = frames(packets, floats, PacketKind.SUM, ranks=ranks, count=values, **fields)
         self._sums = floats_of(self.frames)
-        self._seen = np.zeros((ranks, packets), np.bool_)  # the paper's guard against repeated writes
+        self._seen = np.zeros(
+            (ranks, packets), np.bool_
+        )  # parts added, by rank and packet; the paper's guard against repeated packets
         self._final = np.zeros(packets, np.bool_)
         self._add = table_sum if by_tables else np.add
         self.values, self.bytes = values, self.frames.nbytes + self._seen.nbytes
@@ -782,7 +771,7 @@ class Aggregator:
 
     def serve(self) -> None:
         """Serve until `stop` is called. Then notify all ranks, so that they change to a standby at once."""
-        with np.errstate(all="ignore"):  # because overflow and NaN are the ranks' own values
+        with np.errstate(all="ignore"):  # because overflow in the ranks' sums is no error here
             while not self._stopping:
                 self._wire.wait(0.2)
                 for rows, address in self._wire.batches():
@@ -803,9 +792,7 @@ class Aggregator:
         headers = headers_of(rows)
         first = headers[0]
         kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
-        if (
-            kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES
-        ):  # answer long requests only, so that forged ones cannot amplify traffic
+        if kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES:  # short requests could amplify traffic
             self._wire.send(packet(PacketKind.COUNTERS, body=self._status_json()), address)
         elif kind == PacketKind.BYE:
             if (job := self._jobs.get(key)) is not None:

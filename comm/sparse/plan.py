@@ -48,9 +48,7 @@ class SparsePlan:
 
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
-            raise PlanError(
-                f"the path {self.path.value} has {len(self.hot_rows)} hot rows; only hot_cold must have any"
-            )
+            raise PlanError(f"path {self.path.value} has {len(self.hot_rows)} hot rows; only hot_cold must have any")
         if any(low >= high for low, high in pairwise(self.hot_rows)):
             raise PlanError("hot rows must be in ascending order, each once")
         if self.cold not in COLD_PATHS:

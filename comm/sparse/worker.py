@@ -421,18 +421,15 @@ def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 
 
 def _dense_sum(
-    rows: Rows, positions: torch.Tensor, n_positions: int, form: RowFormat, lanes: SparseLanes
+    rows: Rows, positions: torch.Tensor, n: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum rows over all ranks in a dense buffer, each row at its position. Collective.
 
     Returns:
         The sums, and the number of ranks that had each row.
     """
-    buffer = torch.zeros(n_positions * (form.width + 1), dtype=form.dtype, device="cpu")
-    values, touched = (
-        buffer[: n_positions * form.width].view(n_positions, form.width),
-        buffer[n_positions * form.width :],
-    )
+    buffer = torch.zeros(n * (form.width + 1), dtype=form.dtype, device="cpu")
+    values, touched = buffer[: n * form.width].view(n, form.width), buffer[n * form.width :]
     values[positions] = rows.values
     touched[positions] = 1
     lanes.all_reduce_(buffer)

@@ -143,7 +143,7 @@ def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
 def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:
     survivors = Survivors()
     world.gate.clear()
-    with pytest.raises(CommError, match="did not agree on the ranks that are alive within 0 s"):
+    with pytest.raises(CommError, match="did not agree on their members within 0 s"):
         survivors.shrink(0.05)
     world.gate.set()
 
