@@ -45,16 +45,16 @@ class ClockOffset(NamedTuple):
     round_trip_s: float
 
 
-def estimate_offset(answers: Sequence[tuple[float, float, float]]) -> float:
-    """Return the seconds to add to this clock to get the remote one.
+def estimate_offset(answers: Sequence[tuple[float, float, float]]) -> ClockOffset:
+    """Estimate the difference of this clock and a remote one.
 
     Args:
         answers: samples (asked_s, answer_s, received_s). `answer_s` is read from the remote clock.
     """
     asked_s, answer_s, received_s = min(answers, key=lambda answer: answer[2] - answer[0])
-    offset_s = answer_s - (asked_s + received_s) / 2
+    offset_s, round_trip_s = answer_s - (asked_s + received_s) / 2, received_s - asked_s
     # Return 0 if the offset is within the error, because processes of one host share a clock.
-    return 0.0 if abs(offset_s) <= (received_s - asked_s) / 2 else offset_s
+    return ClockOffset(0.0 if abs(offset_s) <= round_trip_s / 2 else offset_s, round_trip_s)
 
 
 def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.perf_counter) -> ClockOffset:
@@ -78,10 +78,7 @@ def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.p
                 wait(comm.send(question, 0))
                 wait(comm.receive(answer, 0))
                 answers.append((asked_s, float(answer[0]), now_s()))
-    if not answers:
-        return ClockOffset(0.0, 0.0)
-    quickest_s = min(received_s - asked_s for asked_s, _, received_s in answers)
-    return ClockOffset(estimate_offset(answers), quickest_s)
+    return estimate_offset(answers) if answers else ClockOffset(0.0, 0.0)
 
 
 def align_clocks(control: ControlPlane) -> float:
@@ -215,7 +212,7 @@ class ControlPlane:
         cross_rank, cross_size: position of this node among the nodes that have a rank with this local rank, and their
             number.
         local_sizes: number of ranks on the node of each rank.
-        in_order: True if the ranks of each node are consecutive numbers.
+        nodes_in_order: True if the ranks of each node are consecutive numbers.
         host_names: host name of each rank, for display. Two hosts may have one name.
         hosts: lowest rank on the host of each rank, as an id of the host. Ignores simulated nodes.
         node_ranks: ranks of this node, by local rank.
@@ -245,7 +242,7 @@ class ControlPlane:
         self.node_ranks = _peers_with_mark(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
         self.local_sizes = [nodes.count(node) for node in nodes]
-        self.in_order = nodes == sorted(nodes)
+        self.nodes_in_order = nodes == sorted(nodes)
         cross_ranks = _peers_with_mark(
             self.rank, [_peers_with_mark(rank, nodes).index(rank) for rank in range(self.size)]
         )

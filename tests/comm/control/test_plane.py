@@ -85,7 +85,9 @@ def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
         (number, number + there + offset_s, number + there + back) for number, (there, back) in enumerate(delays)
     ]
     quickest = min(there + back for there, back in delays)
-    assert abs(estimate_offset(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
+    assert (
+        abs(estimate_offset(answers).offset_s - offset_s) <= quickest + 1e-9
+    )  # half for the way, half for "no difference"
 
 
 def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
