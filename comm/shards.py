@@ -351,7 +351,7 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
         return _InSharedMemory(control, router, shared, timeout=timeout)
     trees = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports  # nodes' memory can be shared
-    if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.nodes_in_order:
+    if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout=timeout)
     return _OverSockets(control, router, timeout=timeout)
 

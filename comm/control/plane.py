@@ -212,7 +212,7 @@ class ControlPlane:
         cross_rank, cross_size: position of this node among the nodes that have a rank with this local rank, and their
             number.
         local_sizes: number of ranks on the node of each rank.
-        nodes_in_order: True if the ranks of each node are consecutive numbers.
+        in_order: True if the ranks of each node are consecutive numbers.
         host_names: host name of each rank, for display. Two hosts may have one name.
         hosts: lowest rank on the host of each rank, as an id of the host. Ignores simulated nodes.
         node_ranks: ranks of this node, by local rank.
@@ -242,7 +242,7 @@ class ControlPlane:
         self.node_ranks = _peers_with_mark(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
         self.local_sizes = [nodes.count(node) for node in nodes]
-        self.nodes_in_order = nodes == sorted(nodes)
+        self.in_order = nodes == sorted(nodes)
         cross_ranks = _peers_with_mark(
             self.rank, [_peers_with_mark(rank, nodes).index(rank) for rank in range(self.size)]
         )

@@ -25,7 +25,7 @@ from sirtaki.machine import free_in_forked_children
 
 # ── streams for rows ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-INITIAL_REGION_BYTES = 1 << 20
+FIRST_REGION_BYTES = 1 << 20
 MAX_REGION_BYTES = 1 << 28
 """Largest shared region of the ranks of a node. Larger data is sent in several rounds."""
 
@@ -72,7 +72,7 @@ class SparseLanes:
         self.route, self.streams = self._open_best(kind, streams)
         self.exchange_streams = self.reduce_streams = self.streams
         if self._uses_shared_memory:
-            self._share(INITIAL_REGION_BYTES)
+            self._share(FIRST_REGION_BYTES)
 
     @property
     def _uses_shared_memory(self) -> bool:

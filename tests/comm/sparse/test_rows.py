@@ -130,7 +130,7 @@ def parcel(sender: int, receiver: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [SHARED, GLOO])
 @pytest.mark.parametrize("scale", [0, 1, 50_000])
 def test_parcels_arrive_as_they_were_sent(kind: TransportKind, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "INITIAL_REGION_BYTES", 1 << 16)  # several turns
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 16)  # several turns
     lengths = [[scale * (3 * sender + receiver) % 200_003 for receiver in range(3)] for sender in range(3)]
 
     def act(lanes: SparseLanes) -> None:
@@ -150,7 +150,7 @@ def test_parcels_arrive_as_they_were_sent(kind: TransportKind, scale: int, monke
 @pytest.mark.parametrize("kind", [SHARED, GLOO])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex128])
 def test_sums_of_any_size(kind: TransportKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "INITIAL_REGION_BYTES", 1 << 12)
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 12)
 
     def act(lanes: SparseLanes) -> None:
         for numel in (1, 1000, 70_001):
@@ -163,7 +163,7 @@ def test_sums_of_any_size(kind: TransportKind, dtype: torch.dtype, monkeypatch: 
 
 
 def test_shared_memory_needs_one_stream_and_grows_to_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "INITIAL_REGION_BYTES", 1 << 12)
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 12)
 
     def act(lanes: SparseLanes) -> tuple[int, ...]:
         lanes.all_reduce_(torch.zeros(10_000))
