@@ -848,7 +848,7 @@ class RankSets:
             return False
         assert number is not None
         if busy := [rank for rank, (_, count) in enumerate(gathered) if count]:
-            raise CommError(f"process set {number} has operations under way on rank {busy[0]}; synchronize() them")
+            raise CommError(f"process set {number} has operations in flight on rank {busy[0]}; synchronize() them")
         before(number)
         self._close(number)
         return True

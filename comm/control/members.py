@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AGAIN_S, _ASK_S = 0.05, 0.1
-_NAME_INTERFACE = "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+_NAME_INTERFACE = "set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
 _NOTICE_S = 10.0
 """Seconds after which a rank logs which ranks it waits for."""
 
@@ -429,7 +429,7 @@ def _wait_with_notice(
         return True
     if deadline.passed:
         return False
-    logger.warning("rank %d waits for %s", rank, what())
+    logger.warning("rank %d has waited %.0f s for %s", rank, _NOTICE_S, what())
     return wait_for(condition, deadline, poll)
 
 

@@ -172,7 +172,7 @@ class Inbox:
 
 def _check(found: int, expected: int, length: int, room: int) -> None:
     if found != expected:
-        raise MismatchError(f"ranks call different operations: a message of number {found} arrived in {expected}")
+        raise MismatchError(f"ranks call different operations: received number {found}, expected {expected}")
     if length > room:
         raise MismatchError(f"received at least {length} bytes instead of {room}: all ranks must pass equal sizes")
 

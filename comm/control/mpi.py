@@ -55,7 +55,7 @@ def load_mpi() -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
+            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki initialise it"
         )
     if finalizes:
         at_exit(_finalize_mpi)

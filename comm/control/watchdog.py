@@ -200,7 +200,7 @@ class Watchdog:
             except Exception:  # continue, because without the watchdog a hanging rank stays unnoticed
                 failed_in_a_row += 1
                 if failed_in_a_row == MAX_FAILURES:
-                    logger.exception("rank %d no longer checks for stalls, after too many errors", self._courier.rank)
+                    logger.exception("rank %d stopped checking for stalls: too many errors", self._courier.rank)
                     return
                 logger.warning("rank %d failed to check for stalls; trying again", self._courier.rank, exc_info=True)
             else:

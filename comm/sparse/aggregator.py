@@ -442,7 +442,7 @@ class AggregatorClient:
     ) -> None:
         if not addresses or not 0 <= rank < ranks <= MAX_RANKS:
             raise ConfigError(
-                f"rank {rank} of {ranks} at {len(addresses)} aggregators: rank, ranks or addresses are wrong"
+                f"rank {rank} of {ranks}, {len(addresses)} aggregators: need rank < ranks <= {MAX_RANKS}, 1 aggregator"
             )
         self._addresses = [parse_address(text) for text in addresses]
         self._names, self._connect, self._index = list(addresses), connect, 0
