@@ -105,7 +105,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     from sirtaki.comm.gradients.negotiation import agree
 
     everybody = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
-    everybody.failures.crowded = everybody.size > len(allowed_processors())  # as a job finds out
+    everybody.failures.oversubscribed = everybody.size > len(allowed_processors())  # as a job finds out
     own, samples = everybody.duplicate(), []
     bits = np.ones(ROUND_BITS, dtype=np.bool_)
 

@@ -160,8 +160,7 @@ class Router:
         """Create Gloo or MPI between all ranks, or, with `across`, between the ranks with this local rank."""
         control = self._control
         if kind is TransportKind.MPI:
-            duplicate = control.duplicate_cross if across else control.duplicate
-            return MpiTransport(lambda: mpi_of(duplicate()), control.agree_on_success)
+            return MpiTransport(lambda: mpi_of(control.duplicate(cross=across)), control.agree_on_success)
         store, address = control.store()
         group, rank, size = (
             (f"local{control.local_rank}", control.cross_rank, control.cross_size)

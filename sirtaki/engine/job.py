@@ -155,7 +155,7 @@ class JobObservers:
             "setting": "; ".join(dict.fromkeys(tuning.knobs.describe() for tuning in job.tunings)),
             "trials": totals.trials,
             "gain": gain if gain == gain else None,
-            **totals.now(),
+            **totals.recent_means(),
         }
 
     def close(self, *, for_good: bool) -> None:
@@ -233,7 +233,7 @@ class Job:
         self.joining = JoinProtocol(self.participants, self.rank_sets, self.courier, self.watchdog)
         self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier, self.joining)
         self.control.failures.listen(self._on_failure)
-        self.control.failures.while_waiting(self._attend)
+        self.control.failures.set_wait_callback(self._attend)
 
     @property
     def engine(self) -> EagerEngine:
@@ -322,7 +322,7 @@ class Job:
             method may be called again.
         """
         self._hide(for_good=True)
-        self.control.failures.while_waiting(None)
+        self.control.failures.set_wait_callback(None)
         all_ranks = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for participant in reversed(list(self.participants)):
             participant.close("by shutdown()")
@@ -360,7 +360,7 @@ class Job:
     def abandon(self) -> None:
         """End the job on this rank, after `give_up` or `wait_for_leave`. Not collective."""
         self._hide(for_good=self.elastic is None)
-        self.control.failures.while_waiting(None)
+        self.control.failures.set_wait_callback(None)
         if self.elastic is not None:
             self.elastic.tuning.going_on = True
         when = "when the job was left" if self.elastic is None else f"at the end of generation {self.elastic.number}"

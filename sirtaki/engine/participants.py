@@ -347,7 +347,7 @@ class JoinProtocol:
                     joined |= {rank for rank, number in self._joined.items() if number >= self._round}
                 if substitute.poll(joined):
                     moved_s = time.monotonic()
-                    engine.pending.moved_s = time.monotonic()
+                    engine.pending.last_progress_s = time.monotonic()
         finally:
             substitute.close()
         substitute.wait()
@@ -564,7 +564,7 @@ class BlockedRanks:
         ]
         if not waits:  # Reducers perform eager operations, too, so these waits count only if no reducer waits.
             waits = [
-                (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.concluded))
+                (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.completed))
                 for number, engine in self._rank_sets.engines()
                 if (awaited := engine.awaited) is not None
             ]
@@ -592,7 +592,7 @@ class BlockedRanks:
             engine = self._rank_sets[waited_for.process_set].engine
             return (
                 engine is not None
-                and engine.rounds.concluded == waited_for.concluded
+                and engine.rounds.completed == waited_for.concluded
                 and waited_for.name not in engine.pending
             )
         iteration, stage = waited_for.reached

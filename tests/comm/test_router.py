@@ -378,8 +378,7 @@ def job(
         **{
             "store": lambda: ("the store", "10.0.0.1"),
             "next_prefix": lambda: "sirtaki/7",
-            "duplicate": lambda: None,
-            "duplicate_cross": lambda: None,
+            "duplicate": lambda **_: None,
             **more,
         },
     )

@@ -19,7 +19,7 @@ class _Watchdog:
     def watch(self, *who: object) -> None:
         pass
 
-    def forget(self, *who: object) -> None:
+    def unwatch(self, *who: object) -> None:
         pass
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ class FakeOpener:
         control = self._control
         comm = {
             Scope.ALL: control.duplicate,
-            Scope.ACROSS: control.duplicate_cross,
+            Scope.ACROSS: partial(control.duplicate, cross=True),
             Scope.NODE: control.node.duplicate,
         }[key.scope]()
         self.opened.append(key)

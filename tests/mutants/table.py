@@ -448,17 +448,20 @@ MUTANTS = (
             ),
             "what comes for a communicator that was freed is kept": ("        self._freed.add(context)\n", ""),
             "a leave that is taken for a loss": (
-                "self._connections[source].said_bye = True",
-                "self._connections[source].said_bye = False",
+                "self._connections[source].received_bye = True",
+                "self._connections[source].received_bye = False",
             ),
             "a short silence that is never forgiven": (
                 "            self._silent_beats = 0\n            return",
                 "            return",
             ),
-            "a rank that ends without a word": ("        self._tell(self.rank, reason, FAULT if fault else 0)\n", ""),
+            "a rank that ends without a word": (
+                "        self._send_lost(self.rank, reason, FAULT if fault else 0)\n",
+                "",
+            ),
             "a rank that gives up and wakes nobody": (
-                "connection.stop_sending()  # which wakes",
-                "pass  # which wakes",
+                "connection.stop_sending()  # wakes",
+                "pass  # wakes",
             ),
             "a fault that is told as a leave": (
                 "kind = PeerFaultError if header.tag == FAULT else PeerLostError",
@@ -487,7 +490,7 @@ MUTANTS = (
         HANDSHAKE,
         f"{MEETING} the_slow_and_the_many",
         {
-            "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),
+            "who does not prove itself in time holds its place": ("            self.handshakes.drop_expired()\n", ""),
         },
     ),
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki import watch
-from sirtaki.watch.watchers import look, watching
+from sirtaki.watch.watchers import running_jobs, watching
 
 
 class Seen(watch.Watcher):
@@ -45,7 +45,7 @@ def train(steps: int) -> torch.optim.Optimizer:
 
 
 def mine() -> dict:
-    return next(job for job in look() if job["pid"] == os.getpid())
+    return next(job for job in running_jobs() if job["pid"] == os.getpid())
 
 
 def iterations_trials_and_the_decision_are_told() -> None:

@@ -84,7 +84,7 @@ class Mesh:
         if message["kind"] == "data":
             payload = memoryview(message["payload"])
             header = Header(FrameKind.DATA, 0, message["sequence"], 0, len(payload))
-            self._inboxes[other].take(header, payload)
+            self._inboxes[other].deliver(header, payload)
         elif message["kind"] == "lost":
             self.failure = self.failure or message["why"]
         elif message["kind"] == "bye":

@@ -237,7 +237,7 @@ class GradientHooks:
         this = weakref.ref(self)
         wait, progress = partial(_current_wait, this), partial(_progress_of, this, job.participants)
         job.watchdog.watch(wait, progress)
-        self._open.callback(job.watchdog.forget, wait, progress)
+        self._open.callback(job.watchdog.unwatch, wait, progress)
         self._open.callback(job.joining.forget, self.key)
         job.participants.add(self)
         in_forked_children(self, GradientHooks._leave_in_child)

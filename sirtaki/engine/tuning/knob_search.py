@@ -275,7 +275,7 @@ class KnobSearch:
                 communication_s=min(spans_s),
                 best_s=best_s,
             )
-            watchers.tell_all(lambda watcher: watcher.trial(event), iteration=iteration)
+            watchers.notify(lambda watcher: watcher.trial(event), iteration=iteration)
         self.times.pause()
 
     def _learn(
@@ -348,7 +348,7 @@ class KnobSearch:
                 n_trials=result.n_trials,
                 retune=self.retuning,
             )
-            watchers.tell_all(lambda watcher: watcher.decision(event), iteration=iteration)
+            watchers.notify(lambda watcher: watcher.decision(event), iteration=iteration)
         earlier = [] if self.stays is None else [self.stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self.stays = result.knobs

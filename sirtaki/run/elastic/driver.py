@@ -320,7 +320,7 @@ class Switchboard(Generic[Speaker]):
     @property
     def places(self) -> list[AgentAddress]:
         """Return the addresses at which the driver listens."""
-        return self._door.places
+        return self._door.addresses
 
     def wake(self) -> None:
         """Make `poll` return. Thread-safe."""
@@ -344,7 +344,7 @@ class Switchboard(Generic[Speaker]):
                     welcome(*found)
             else:
                 yield chosen.data
-        self._door.drop_late()
+        self._door.drop_expired()
 
     def close(self) -> None:
         """Stop listening. Connections of peers stay open."""

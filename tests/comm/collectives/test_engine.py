@@ -13,7 +13,7 @@ from fakes.meshes import among, at_once, until
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine as engine_module
-from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, tell_of_operations
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, trace_operations
 from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import CommError
@@ -59,7 +59,7 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
 
         at_once(some, [names[at::4] for at in range(4)], [False, False, True, True])
         assert found == {name: SIZE * float(name[1:]) for name in names}
-        assert engine.rounds.concluded == 40
+        assert engine.rounds.completed == 40
 
     on_engines(act)
 
@@ -148,7 +148,7 @@ def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
             assert first is not None
             assert first.what == "join()"
             time.sleep(0.01)
-            engine.pending.moved_s = time.monotonic()
+            engine.pending.last_progress_s = time.monotonic()
             second = engine.pending.oldest_wait()
             assert second is not None
             assert second.since_s >= first.since_s + 0.01
@@ -230,7 +230,7 @@ def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
     there = pending.snapshot(0.0)
     assert there is not None
     assert list(there[0]) == ["unable"]
-    pending.refuse("unable", "Rank 0 cannot take part")
+    pending.reject("unable", "Rank 0 cannot take part")
     assert len(pending) == 0
 
 
@@ -264,7 +264,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
     early = work("early")
     early.submitted_s = time.monotonic() - 5.0
     begin_s = other.perf_counter()
-    tell_of_operations([early.signature], [early], begin_s)
+    trace_operations([early.signature], [early], begin_s)
     ((name, submitted_s, negotiated_s, arguments),) = trace.overlaps
     assert (name, arguments) == ("NEGOTIATE_ALLREDUCE", {"operation": "early"})
     assert negotiated_s == begin_s
@@ -274,7 +274,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
 def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
     mine = work("a")
     others = Signature.of([torch.zeros(2)], name="b", kind=CollectiveKind.ALLREDUCE, op="sum")
-    tell_of_operations([mine.signature, others], [mine, None], 0.0)
+    trace_operations([mine.signature, others], [mine, None], 0.0)
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3
 
@@ -287,7 +287,7 @@ def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_c
     mine.submitted_s = time.monotonic() - 5.0
     agreed_s = time.perf_counter()
     monkeypatch.setattr(recorder, "current", SimpleNamespace(operation=heard.append))
-    tell_of_operations([mine.signature] * 2, [mine, None], agreed_s)
+    trace_operations([mine.signature] * 2, [mine, None], agreed_s)
     (told,) = heard
     assert (told.name, told.kind, told.agreed_s) == ("a", "ALLREDUCE", agreed_s)
     assert agreed_s - told.submitted_s == pytest.approx(5.0, abs=1.0)

@@ -24,7 +24,7 @@ class Watchdog:
     def watch(self, *who: Any) -> None:
         self.watched.append(who)  # type: ignore[arg-type]
 
-    def forget(self, *who: Any) -> None:
+    def unwatch(self, *who: Any) -> None:
         self.watched.remove(who)  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def test_a_set_in_use_is_not_removed() -> None:
             assert engine is not None
             tensor = torch.ones(1)
             work = engine.submit(Signature.of([tensor], name="x", kind=CollectiveKind.ALLREDUCE, op="sum"), [tensor])
-        with pytest.raises(CommError, match=r"process set 1 has operations under way on rank 2; synchronize\(\) them"):
+        with pytest.raises(CommError, match=r"process set 1 has operations in flight on rank 2; synchronize\(\) them"):
             sets.remove(1, lambda number: pytest.fail("nothing has ended"))
         if control.rank == 0:
             assert engine is not None

@@ -80,7 +80,7 @@ def test_what_all_have_pending_is_performed_in_one_round_and_without_an_exchange
         assert [value(works[name]) for name in "ab"] == [6.0, 6.0]
         assert rank.exchanges == 0
         assert len(rank.pending) == 0
-        assert rank.rounds.concluded == 2
+        assert rank.rounds.completed == 2
 
     on_ranks(act)
 
@@ -238,7 +238,7 @@ def test_a_disagreement_is_the_same_error_on_all_ranks_and_the_rest_goes_on() ->
         assert value(fine) == SIZE
         with pytest.raises(MismatchError, match="Mismatched data types") as caught:
             odd.wait(0.0)
-        assert rank.rounds.concluded == 2
+        assert rank.rounds.completed == 2
         assert len(rank.pending) == 0
         return str(caught.value)
 

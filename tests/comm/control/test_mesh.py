@@ -182,7 +182,7 @@ class Collected:
     def place(self, source: int, header: Header) -> memoryview:
         return memoryview(bytearray(header.length))
 
-    def take(self, source: int, header: Header, payload: memoryview) -> None:
+    def deliver(self, source: int, header: Header, payload: memoryview) -> None:
         self.frames.append((header.sequence, bytes(payload)))
 
 
@@ -251,7 +251,7 @@ def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connecti
 def test_what_is_no_frame_is_an_error(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     sender.send([memoryview(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")])
-    with pytest.raises(CommError, match="no frame"):
+    with pytest.raises(CommError, match="invalid mesh frame"):
         for _ in iter(lambda: reader.read(Collected()), "until it raises"):
             pass
 
@@ -358,7 +358,7 @@ def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
     links = connected(3, heartbeat_s=1.2)
     time.sleep(1.5)
     assert not any(each.failures.error for each in links)
-    with links[1].reading:  # as if stopped: it neither reads nor beats
+    with links[1].read_lock:  # as if stopped: it neither reads nor beats
         time.sleep(0.5)
         assert not any(each.failures.error for each in links)
         until(lambda: all(links[rank].failures.error for rank in (0, 2)), timeout_s=5.0)
@@ -378,7 +378,7 @@ def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_u
         late = Links(1, {0: theirs}, heartbeat_s=0.3)
         time.sleep(0.6)
         assert own.failures.error is None
-        with late.reading:  # from its first message on, the heartbeat counts
+        with late.read_lock:  # from its first message on, the heartbeat counts
             until(lambda: own.failures.error is not None, timeout_s=5.0)
         assert "SIRTAKI_HEARTBEAT_S" in str(own.failures.error)
         close([own, late])
@@ -393,11 +393,11 @@ def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_u
 def test_silences_that_are_forgiven_do_not_add_up() -> None:
     links = connected(2, heartbeat_s=30.0)
     for _ in range(3):
-        links[0]._connections[1].heard_s -= 100.0
+        links[0]._connections[1].last_read_s -= 100.0
         for _ in range(BEATS - 1):
-            links[0]._beat()
-        links[0]._connections[1].heard_s = time.monotonic()
-        links[0]._beat()
+            links[0]._exchange_heartbeat()
+        links[0]._connections[1].last_read_s = time.monotonic()
+        links[0]._exchange_heartbeat()
     assert links[0].failures.error is None
     close(links)
 
@@ -409,7 +409,7 @@ def test_an_idle_mesh_sends_next_to_nothing() -> None:
         for connection in each._connections.values():
             write = connection._write
             connection._write = lambda parts, w=write: sent.append(sum(map(len, parts))) or w(parts)
-        each._beat()
+        each._exchange_heartbeat()
     assert sent == [24] * 4  # one heartbeat to one other rank, whatever their number
     close(links)
 
@@ -438,7 +438,7 @@ def arrive(inbox: Inbox, sequence: int, data: bytes) -> None:
     header = Header(FrameKind.DATA, 0, sequence, 5, len(data))
     payload = inbox.place(header)
     payload[:] = data
-    inbox.take(header, payload)
+    inbox.deliver(header, payload)
 
 
 @pytest.mark.parametrize(("sequence", "data"), [(8, b"ab"), (7, b"too long")])
@@ -448,6 +448,6 @@ def test_ranks_at_different_operations_are_found_out(sequence: int, data: bytes)
     with pytest.raises(MismatchError):
         next(inbox.receive(memoryview(bytearray(2)), 7), None)
     other = Inbox()
-    other.post(memoryview(bytearray(2)), 7)
+    other.post_receive(memoryview(bytearray(2)), 7)
     with pytest.raises(MismatchError):
         arrive(other, sequence, data)

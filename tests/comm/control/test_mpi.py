@@ -23,7 +23,7 @@ def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", version_of)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert mpi.os.environ["OMPI_MCA_btl"] == "^ofi"
 
 
@@ -34,7 +34,7 @@ def test_a_clusters_mpi_is_left_as_its_administrator_has_set_it_up(monkeypatch: 
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", none)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert "OMPI_MCA_btl" not in mpi.os.environ
 
 
@@ -143,7 +143,7 @@ def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
 def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:
     survivors = Survivors()
     world.gate.clear()
-    with pytest.raises(CommError, match="did not agree on who is left within 0 s"):
+    with pytest.raises(CommError, match="did not agree on their members within 0 s"):
         survivors.shrink(0.05)
     world.gate.set()
 
@@ -151,5 +151,5 @@ def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> No
 def test_a_library_that_cannot_shrink_says_why(world: Communicator) -> None:
     survivors = Survivors()
     world.error = Gone("not supported")
-    with pytest.raises(CommError, match="without the ranks that were lost: not supported"):
+    with pytest.raises(CommError, match="without the lost ranks: not supported"):
         survivors.shrink(5.0)

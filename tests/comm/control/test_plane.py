@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard
-from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
+from sirtaki.comm.control.failure import WAIT_CALLBACK_PERIOD_S, FailureBoard
+from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, estimate_offset
 from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
@@ -85,7 +85,9 @@ def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
         (number, number + there + offset_s, number + there + back) for number, (there, back) in enumerate(delays)
     ]
     quickest = min(there + back for there, back in delays)
-    assert abs(offset_from(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
+    assert (
+        abs(estimate_offset(answers).offset_s - offset_s) <= quickest + 1e-9
+    )  # half for the way, half for "no difference"
 
 
 def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
@@ -170,17 +172,17 @@ def test_those_who_listen_hear_of_the_first_failure_only() -> None:
 
 def test_whoever_waits_does_what_it_owes_to_others_now_and_then_until_the_job_fails() -> None:
     board, calls_s = FailureBoard(), list[float]()
-    board.while_waiting(lambda: calls_s.append(time.monotonic()))
+    board.set_wait_callback(lambda: calls_s.append(time.monotonic()))
     end_s = time.monotonic() + 0.1
     wait_for(lambda: time.monotonic() > end_s, failures=board)
-    assert 3 <= len(calls_s) <= 0.1 / DUTY_PERIOD_S + 1
-    assert all(later - earlier > 0.9 * DUTY_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
-    board.while_waiting(None)
-    time.sleep(2 * DUTY_PERIOD_S)
+    assert 3 <= len(calls_s) <= 0.1 / WAIT_CALLBACK_PERIOD_S + 1
+    assert all(later - earlier > 0.9 * WAIT_CALLBACK_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
+    board.set_wait_callback(None)
+    time.sleep(2 * WAIT_CALLBACK_PERIOD_S)
     board.check()
-    board.while_waiting(lambda: calls_s.append(0.0))
+    board.set_wait_callback(lambda: calls_s.append(0.0))
     board.report(StallError("rank 3 did not come"))
-    board.attend()
+    board.run_wait_callback()
     assert 0.0 not in calls_s
 
 

@@ -142,10 +142,10 @@ def test_a_broken_connection_is_blamed_on_the_rank_that_has_left_unless_the_call
     board, broken = FailureBoard(), CommError("connection closed")
     with pytest.raises(MismatchError, match="shapes"):
         wait_for_work([Late(1, MismatchError("shapes"))], failures=board, blame_s=None)
-    assert not board.suspicious
+    assert not board.connection_broken
     with pytest.raises(CommError, match="connection closed"):
         wait_for_work([Late(1, broken)], failures=board, blame_s=0.01)
-    assert board.suspicious
+    assert board.connection_broken
     threading.Timer(2 * WAIT_SLICE_S, board.report, [PeerLostError("rank 1 has ended")]).start()
     with pytest.raises(PeerLostError, match="rank 1 has ended"):
         wait_for_work([Late(1, broken)], failures=board)
@@ -170,10 +170,10 @@ def test_ranks_leave_together_or_hear_that_one_stays() -> None:
 
 def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
     failures = FailureBoard()
-    assert not failures.suspicious
+    assert not failures.connection_broken
     threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
     assert "rank 1" in str(cause_of(TransportError("connection reset"), failures))
-    assert failures.suspicious
+    assert failures.connection_broken
 
 
 def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is() -> None:

@@ -13,7 +13,7 @@ from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MOST_FAILURES, MessageBoard, PendingWait, Watchdog
+from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MAX_FAILURES, MessageBoard, PendingWait, Watchdog
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 
@@ -42,7 +42,7 @@ def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytes
 
     with caplog.at_level(logging.WARNING, logger="sirtaki"):
         looks(dog, look, 0.5)
-    assert len(calls) > 2 * MOST_FAILURES
+    assert len(calls) > 2 * MAX_FAILURES
     assert "KeyError" in caplog.text
 
 
@@ -56,8 +56,8 @@ def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplo
 
     with caplog.at_level(logging.WARNING, logger="sirtaki"):
         looks(dog, look, 0.5)
-    assert len(calls) == MOST_FAILURES
-    assert "rank 0 does not watch for stalls any more" in caplog.text
+    assert len(calls) == MAX_FAILURES
+    assert "rank 0 stopped checking for stalls: too many errors" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["sirtaki", "torch", "project"])
@@ -189,7 +189,7 @@ def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
         until(lambda: bool(caplog.records))
     assert watchdog.ANSWER_S <= time.monotonic() - begin_s < watchdog.ANSWER_S + 3.0
     said = caplog.records[0].getMessage()
-    assert "missing: rank 1 does not answer: it is gone or stopped" in said
+    assert "missing: rank 1 does not answer: it has exited or is stopped" in said
     assert "missing: rank 2 has ended its script" in said
 
 
@@ -200,8 +200,8 @@ def test_waiting_for_a_rank_that_has_left_ends_after_a_while_or_at_once_where_a_
 ) -> None:
     pack = packs(shutdown_s=120.0 if broken else 1.0)
     assert not pack.dogs[2].leave(0.01)
-    until(lambda: 2 in pack.dogs[0]._left)
-    pack.boards[0].suspicious = broken
+    until(lambda: 2 in pack.dogs[0]._ended_ranks)
+    pack.boards[0].connection_broken = broken
     begin_s = time.monotonic()
     pack.waits[0] = since(0.0)
     until(lambda: all(board.error is not None for board in pack.boards))
@@ -235,7 +235,7 @@ def test_what_is_forgotten_is_neither_waited_for_nor_told_of(packs: Packs) -> No
     pack = packs(shutdown_s=1.0)
     pack.progress[0] = "is in iteration 3"
     assert pack.dogs[0].progress() == ["is in iteration 3"]
-    pack.dogs[0].forget(*pack.watched[0])
+    pack.dogs[0].unwatch(*pack.watched[0])
     pack.waits[0] = since(5.0)
     time.sleep(0.1)
     assert pack.boards[0].error is None

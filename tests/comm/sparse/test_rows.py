@@ -32,10 +32,10 @@ from sirtaki.errors import CommError, ConfigError, PlanError
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"path": SparsePath.HOT_COLD}, "has 0 of them"),
-        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 of them"),
+        ({"path": SparsePath.HOT_COLD}, "has 0 hot rows"),
+        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
-        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not by dense"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not dense"),
         ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_fails_is_told_and_so_is_all_behind_it(monkeypatch: pytest.MonkeyPa
         worker.begin("ab")
         works = [submitted(worker, name, 0) for name in "ab"]
         for work in works:
-            with pytest.raises(CommError, match=r"rows of a are not added up.*out of luck"):
+            with pytest.raises(CommError, match=r"failed to reduce the rows of a: .*out of luck"):
                 work.wait(10.0)
         until(lambda: control.failures.error is not None)
 

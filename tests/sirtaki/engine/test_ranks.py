@@ -124,4 +124,4 @@ def test_a_secret_of_the_users_is_told_to_nobody_and_all_or_none_must_have_one()
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
     assert all(b"of the user" not in store.get(f"{what}/{rank}") for what in ("host", "addresses") for rank in range(2))
     told = meet(HashStore(), ["of the user", None])
-    assert told == ["SIRTAKI_SECRET is set on one of the ranks 0 and 1 only; all need the same"] * 2
+    assert told == ["SIRTAKI_SECRET is set on only one of the ranks 0 and 1; set it to one value on all ranks"] * 2
