@@ -22,8 +22,8 @@ fits by quantile regression how far it is off, as `sirtaki.analysis.what_if.Mode
 over told is, beside what the steps asked from leave open (their scatter, and how much shorter they were than told), at
 most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of each job, had
 the fit not seen it. What is refused is shown beside it: by `refusal`, or since an interval would be wider than
-`WIDEST`. Each job is judged by what is fitted to the others; errors that are fitted to all are those that `what_if`
-has. By these are "unseen" jobs judged, which came when nothing was changed any more.
+`MAX_INTERVAL_RATIO`. Each job is judged by what is fitted to the others; errors that are fitted to all are those that
+`what_if` has. By these are "unseen" jobs judged, which came when nothing was changed any more.
 Bars: what is told is off by 8 % on average and 15 % at worst, and in nine of ten questions within the interval.
 """
 
@@ -56,13 +56,13 @@ from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import (
     CONFIDENCE,
-    WIDEST,
+    MAX_INTERVAL_RATIO,
     Answer,
     Baseline,
     ModelError,
     daydream,
+    half_width,
     knobs_of,
-    left_open,
     plan_refusal,
     refusal,
     with_knobs,
@@ -361,7 +361,7 @@ class Miss:
 SHIPPED = {"between hosts": what_if.BETWEEN_HOSTS, "on one host": what_if.ON_ONE_HOST}
 """The errors in `what_if`, by kind of job."""
 
-HALF_WIDEST = math.log(WIDEST) / 2
+HALF_MAX_INTERVAL = math.log(MAX_INTERVAL_RATIO) / 2
 LEAST_ERROR = 0.01
 """Smallest error of any question: two sweeps of the same setting differ by as much."""
 
@@ -400,7 +400,7 @@ def misses() -> Iterator[Miss]:
                             told=math.log((told_s[knobs] + rest_s) / (told_s[base] + rest_s)),
                             true=math.log(known[knobs] / known[base]),
                             units=abs(math.log(len(plans[knobs].units) / len(plans[base].units))),
-                            open=math.hypot(left_open(deviation, len(steps_s[base])), shorter),
+                            open=math.hypot(half_width(deviation, len(steps_s[base])), shorter),
                             refusal=refusal(
                                 [plans[base]],
                                 [plans[knobs]],
@@ -414,7 +414,7 @@ def misses() -> Iterator[Miss]:
 
 def answerable(some: Sequence[Miss]) -> list[Miss]:
     """Return the questions that are not refused, and whose steps alone do not make the interval too wide."""
-    return [one for one in some if one.refusal is None and one.open < HALF_WIDEST]
+    return [one for one in some if one.refusal is None and one.open < HALF_MAX_INTERVAL]
 
 
 def fitted(some: Sequence[Miss]) -> ModelError:
@@ -463,7 +463,7 @@ def fit_errors(args: Any) -> int:
             told.append(_told(report, [one for one in some if one.job == job], widened(others)))
         _bars(report, kind, told)
         error = widened(asked)
-        shipped = [one for one in asked if one.width(error) <= HALF_WIDEST]
+        shipped = [one for one in asked if one.width(error) <= HALF_MAX_INTERVAL]
         off = _off(shipped, "off")
         report.notes.append(
             f"{kind}, fitted to all: {error.any_question:.3f} + {error.step:.3f} × step + {error.units:.3f} × units; "
@@ -483,7 +483,7 @@ Told = tuple[list[Miss], ModelError]
 
 def _told(report: Report, of_job: Sequence[Miss], error: ModelError) -> Told:
     """Add a row of a job: its answers with intervals of that error, and its refused questions."""
-    known = [one for one in answerable(of_job) if one.width(error) <= HALF_WIDEST]
+    known = [one for one in answerable(of_job) if one.width(error) <= HALF_MAX_INTERVAL]
     refused = [one for one in of_job if one not in known]
     report.rows.append(
         {

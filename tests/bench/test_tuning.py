@@ -12,7 +12,7 @@ from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.landscape import Message, Physics, replay
 from bench.lib.landscapes.recorded import estimated, recorded, recordings
 from bench.registry_transfer import ROUTE, SCENARIOS, Luck, TransferJob, jobs, misjudged, run
-from bench.replay import HALF_WIDEST, SHIPPED, answerable, misses, widened
+from bench.replay import HALF_MAX_INTERVAL, SHIPPED, answerable, misses, widened
 from bench.sweep import model_rank_correlation
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
@@ -165,7 +165,7 @@ def test_errors_of_replays_are_those_of_the_kept_sweeps_and_hold_for_jobs_that_t
         inside, told = 0, 0
         for job in {one.job for one in asked}:
             error = widened([one for one in asked if one.job != job])
-            mine = [one for one in asked if one.job == job and one.width(error) <= HALF_WIDEST]
+            mine = [one for one in asked if one.job == job and one.width(error) <= HALF_MAX_INTERVAL]
             told += len(mine)
             inside += sum(one.error <= one.width(error) for one in mine)
         assert inside >= 0.9 * told > 0

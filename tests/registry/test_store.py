@@ -232,7 +232,9 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, monkeypatch: pyte
     open_store(str(path)).close()
     monkeypatch.setattr(store_module, "SCHEMAS", SCHEMAS[:1])
     for read_only in (False, True):
-        with pytest.raises(RegistryError, match=r"has schema 4, this release knows up to 1: upgrade .* SIRTAKI_REG"):
+        with pytest.raises(
+            RegistryError, match=r"has schema 4, but this release supports up to 1: upgrade .* SIRTAKI_REG"
+        ):
             open_store(str(path), read_only=read_only)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(len(SCHEMAS),)]
 
@@ -324,7 +326,7 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
     store.put(sound)
     assert store.get(JobRecord, damaged.key) is None
     assert list(store.all(JobRecord)) == [sound]
-    assert warnings_of(caplog)[0].startswith(f"entry {damaged.id} in the registry is left out: ")
+    assert warnings_of(caplog)[0].startswith(f"entry {damaged.id} in the registry is skipped: ")
     assert {summary.id for summary in store.summaries()} == {damaged.id, sound.id}
     with pytest.raises(RegistryError, match="is damaged"):
         store.find(JobRecord, damaged.id)
@@ -345,14 +347,14 @@ def test_lists_show_what_they_can(store: Store, path: Path) -> None:
     assert (summary.hosts, summary.fixed, summary.condition, summary.model_name) == ("?", (), "", "Réseau")
     assert store.shapes() == {}
     run_sql(path, "PRAGMA foreign_keys = OFF", "DELETE FROM topologies")
-    with pytest.raises(RegistryError, match="has lost its model or its cluster"):
+    with pytest.raises(RegistryError, match="the model or the cluster of"):
         store.find(JobRecord, entry.id)
 
 
 def test_an_entry_under_the_id_of_another_job_is_not_believed_and_ids_are_no_patterns(store: Store, path: Path) -> None:
     store.put(make_entry())
     run_sql(path, "UPDATE entries SET id = 'a%x'")
-    with pytest.raises(RegistryError, match="it is of another job"):
+    with pytest.raises(RegistryError, match="its id does not match its key"):
         store.find(JobRecord, "a%")
     with pytest.raises(RegistryError, match="no entry has an id"):
         store.find(JobRecord, "b%")
@@ -388,7 +390,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     store.put_all([way, other])
     run_sql(path, f"UPDATE row_ways SET body = '{body}' WHERE id = '{other.id}'")
     assert list(store.all(RowsRecord)) == [way]
-    assert f"way of rows {other.id} in the registry is left out" in caplog.text
+    assert f"way of rows {other.id} in the registry is skipped" in caplog.text
     with pytest.raises(RegistryError, match=r"is damaged \(.*\): forget it"):
         store.find(StoredSetting, other.id)
     assert store.put(other)
@@ -398,7 +400,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
 def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MOST_OF_A_KEY", 2)
+    monkeypatch.setattr(store_module, "MAX_PER_KEY", 2)
     ways = [structs.replace(make_way(created_s=1.7e9 - number), name=str(number)) for number in range(3)]
     store.put_all(ways)
     assert list(store.all(RowsRecord, ways[0].key)) == ways[:2]
@@ -450,7 +452,7 @@ def test_a_damaged_file_goes_with_what_another_job_has_written_beside_it(path: P
 
 
 def test_where_it_cannot_be_renamed_the_user_is_asked_to(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"nowhere/registry.db cannot be put aside: .*; move it away by hand"):
+    with pytest.raises(RegistryError, match=r"nowhere/registry.db cannot be renamed: .*; move it away by hand"):
         set_aside(tmp_path / "nowhere" / "registry.db")
 
 

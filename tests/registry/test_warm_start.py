@@ -234,9 +234,9 @@ def test_a_jobs_own_entry_is_explained_as_such() -> None:
     start = suited(make_entry(), distance=0.0)
     assert start.knobs == KNOBS
     assert start.explanation == (
-        "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00× faster (not proved) than the default"
+        "Net on 4 ranks on 2 hosts: starting from an earlier job's setting, 2.00× faster (not proved) than the default"
     )
-    assert "cut short" in suited(make_entry(complete=False)).explanation
+    assert "ended early" in suited(make_entry(complete=False)).explanation
 
 
 def test_a_similar_entry_is_explained(store: Store) -> None:
@@ -244,8 +244,8 @@ def test_a_similar_entry_is_explained(store: Store) -> None:
     (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
     assert 0 < start.distance < 0.6
     assert start.explanation.startswith(
-        f"Net on 8 ranks on 4 hosts: starting from what a similar job found, "
-        f"Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f} of 1"
+        f"Net on 8 ranks on 4 hosts: starting from a similar job's setting "
+        f"(Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f} of 1"
     )
 
 
@@ -367,7 +367,7 @@ def test_only_what_is_permitted_is_proposed() -> None:
     )
     start = suited(entry, space=permitted)
     assert start.knobs == UNIFORM.but(transport=TransportKind.MPI, streams=8, unit_bytes=1 << 18, threads=512)
-    assert "over mpi flat, as gloo flat is left out here" in start.explanation
+    assert "over mpi flat, because this job does not allow gloo flat" in start.explanation
     assert suited(entry, space=replace(permitted, threads=(None,))).knobs.threads is None
     unthreaded = structs.replace(entry, knobs=UNIFORM)
     assert suited(unthreaded, space=permitted).knobs.threads == 512
@@ -380,7 +380,7 @@ def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
     for permitted in (PERMITTED, replace(allowing, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),))):
         start = suited(entry, space=permitted)
         assert not start.knobs.lossy
-        assert "without int8, which is left out here" in start.explanation
+        assert "without int8, which this job does not allow" in start.explanation
 
 
 def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> None:
@@ -393,7 +393,7 @@ def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> N
     for permitted in (PERMITTED, replace(allowing, nccl=(NcclWays(small=NcclWay.RING_SIMPLE),))):
         start = suited(entry, space=permitted)
         assert not start.knobs.nccl
-        assert "as NCCL decides, which is not told here" in start.explanation
+        assert "with NCCL's own choice of algorithm" in start.explanation
 
 
 @given(

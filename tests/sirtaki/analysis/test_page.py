@@ -25,7 +25,7 @@ from sirtaki.analysis import page as module
 from sirtaki.analysis.global_graph import ms, parts, percent
 from sirtaki.analysis.job_model import histories
 from sirtaki.analysis.page import (
-    MOST_MOMENTS,
+    MAX_MOMENTS,
     findings,
     heading,
     memory_section,
@@ -92,7 +92,7 @@ def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp
 
     found = findings(written(tmp_path / "one", with_ranks(made(3), short, 1)))
     assert found.histories.ranks == (0, 2)
-    assert "rank 1 has no iteration that most others have recorded, and is left out" in found.problems
+    assert "rank 1 has no iteration in common with most ranks, and is omitted" in found.problems
     with pytest.raises(RecordingError, match="no iteration was recorded"):
         findings(written(tmp_path / "all", with_ranks(made(2), short)))
 
@@ -106,8 +106,8 @@ def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(module, "job_model", refuse)
     page = page_of(tmp_path, record(on_one_host()))
-    assert '<p class="note">What is here cannot be replayed: it goes round in a circle.</p>' in page
-    assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "What this rests on"]
+    assert '<p class="note">The recording cannot be replayed: it goes round in a circle.</p>' in page
+    assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "Data of this page"]
 
 
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     best = found.answers[0]
     assert best.is_sure
     assert waits == (
-        f"Training waits for the network: {ms(found.exposed_s)} of a step, {share}, are not hidden; most would help if "
-        f"{best.words}: {best.describe()}."
+        f"Training waits for the network: {ms(found.exposed_s)} of a step, {share}, are not hidden; the largest gain "
+        f"is predicted if {best.words}: {best.describe()}."
     )
     assert length == f"A step takes {ms(found.times.iteration_s)}."
     assert path == f"The largest part of the critical path: {parts(found.replay)[0].describe()}."
@@ -132,10 +132,10 @@ def test_the_first_sentence_says_so_where_nothing_is_waited_for_or_nothing_is_su
     found = findings(written(tmp_path / "job", record(on_one_host())))
     hidden = next(sentences(replace(found, exposed_s=0.0, answers=())))
     assert hidden == (
-        "Training does not wait for what its ranks exchange on one host (0.0 % of a step); nothing that was asked for "
-        "is sure to help."
+        "Training does not wait for communication on one host (0.0 % of a step); none of the simulated changes is sure "
+        "to help."
     )
-    assert next(sentences(replace(found, base=None))).endswith("cannot be told, as the replay does not fit.")
+    assert next(sentences(replace(found, base=None))).endswith("because the replay does not match the recording.")
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,10 +151,10 @@ def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: 
     assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
     assert all(f"<td>blocks.{block}</td>" in text for block in range(4))
     assert "passes over parts of the batch" in text
-    assert "How long a step then takes is not known until it is tried" in text
+    assert "Only a trial shows the step time with a remedy" in text
     (areas,) = figures(text)
     assert [one["name"] for one in areas.traces] == ["parameters", "flat buffers", "gradients", "activations", "other"]
-    assert all(len(one["x"]) == len(one["y"]) <= MOST_MOMENTS + 1 for one in areas.traces)
+    assert all(len(one["x"]) == len(one["y"]) <= MAX_MOMENTS + 1 for one in areas.traces)
     assert max(map(sum, zip(*(one["y"] for one in areas.traces), strict=True))) == pytest.approx(2.89 / 1024, rel=1e-2)
     several = section(tmp_path / "several", memories.recorded_job(of=(0, 1)))
     assert ("The peak of each rank" in text, "The peak of each rank" in several) == (False, True)
@@ -219,7 +219,7 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == [
         "Where each rank’s time goes", "The critical path", "Exposed communication",
-        "What would help", "What this rests on",
+        "What would help", "Data of this page",
     ]  # fmt: skip
     assert "is the link between hosts" in page
     assert "if the links were twice as fast" in page
@@ -296,7 +296,7 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
 def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Path) -> None:
     page = page_of(tmp_path, record(over_a_link(), detail=Detail.UNITS))
     read(page)
-    assert "told apart only where operators are recorded" in page
+    assert "divided only if operators are recorded" in page
     assert "Operators were not recorded on every rank" in page
     assert {"forward", "backward computation"} & set(bars(page)["rank 0"])
 
@@ -310,9 +310,9 @@ def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FAR", -1.0)
+    monkeypatch.setattr(module, "MAX_ERROR", -1.0)
     page = page_of(tmp_path, record(on_one_host()))
-    assert page.count("too much to be believed") == 2
+    assert page.count("so there are no predictions here") == 2
     assert "if gradients travelled" not in page
 
 
@@ -330,11 +330,11 @@ def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> N
 
 
 def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RANKS", 2)
-    monkeypatch.setattr(module, "MOST_ROWS", 2)
+    monkeypatch.setattr(module, "MAX_RANKS", 2)
+    monkeypatch.setattr(module, "MAX_ROWS", 2)
     job = on_one_host(ranks=4, slow={2: 1.5}, cuts=(1, 2, 3, 4), seconds_per_byte=1e-5)
     page = page_of(tmp_path, record(job))
-    assert "The 2 ranks with most to do are drawn, of 4." in page
+    assert "The plot shows the 2 busiest of 4 ranks." in page
     assert "rank 2" in bars(page)
     assert "Shown are the 2 ranks that wait longest, of 4." in page
     assert len(bars(page)) == 2

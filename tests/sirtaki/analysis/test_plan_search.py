@@ -20,12 +20,12 @@ from sirtaki.analysis.job_model import JobModel, Program
 from sirtaki.analysis.plan_search import (
     FEW_RANKS,
     INDIFFERENCE,
-    MOST_RIVALS,
+    MAX_RIVALS,
     STREAMS_ON_ONE_HOST,
     PlanSearch,
-    as_it_ran,
     optimize,
     planned,
+    recorded_knobs_of,
 )
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline, with_knobs, with_plans
 from sirtaki.autotune.knobs import Cut, Knobs
@@ -43,8 +43,8 @@ def test_knobs_that_ran_cut_a_buffer_as_it_was_cut(unit_bytes: int | None) -> No
     if unit_bytes is not None:
         knobs = Knobs(unit_bytes=unit_bytes, streams=2, transport=GLOO[0])
         buffer = replace(buffer, knobs=knobs, plan=knobs.to_plan(buffer.layout))
-    assert as_it_ran(buffer).to_plan(buffer.layout) == buffer.plan
-    assert (as_it_ran(buffer).cuts is None) is (unit_bytes is not None)
+    assert recorded_knobs_of(buffer).to_plan(buffer.layout) == buffer.plan
+    assert (recorded_knobs_of(buffer).cuts is None) is (unit_bytes is not None)
 
 
 @settings(max_examples=25, deadline=None)
@@ -187,7 +187,7 @@ def test_the_result_is_the_step_of_the_whole_job_beside_the_recorded_plan_at_the
     assert found.gain == pytest.approx(1 - times(best).iteration_s / base.priced_s)
     assert found.without_communication_s <= found.best.answer.times.iteration_s
     assert sum(part.share for part in parts(play(best))) == pytest.approx(1.0)
-    assert len(found.rivals) <= MOST_RIVALS
+    assert len(found.rivals) <= MAX_RIVALS
     assert all(one.answer.overlaps(found.best.answer) and one.knobs != found.best.knobs for one in found.rivals)
 
 

@@ -27,7 +27,7 @@ from sirtaki.analysis.operators import (
     ACCUMULATING,
     BACKWARD,
     LOADER,
-    UNSEEN,
+    UNLISTED,
     ZEROING,
     ClockMap,
     LiveStorage,
@@ -494,7 +494,7 @@ def test_a_trace_that_cannot_be_read_tells_nothing_but_why(caplog: pytest.LogCap
     with open(watch._path, "w") as file:
         file.write("{")
     assert watch.readers() == ()
-    assert "cannot be told" in caplog.text
+    assert "data dependencies of operators could not be read" in caplog.text
 
 
 # ── live tensors ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -654,7 +654,7 @@ def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
     }  # fmt: skip
 
 
-WEIGHT, UNKNOWN = LiveStorage("cpu", 3, 33, Holds.PARAMETERS), LiveStorage("cpu", UNSEEN, 100, Holds.OTHER)
+WEIGHT, UNKNOWN = LiveStorage("cpu", 3, 33, Holds.PARAMETERS), LiveStorage("cpu", UNLISTED, 100, Holds.OTHER)
 BEFORE = ((-3.0, 1, 10), (-2.0, 2, 20), (-1.0, 2, -20), (-0.5, 3, 33), (1.5, 1, -10))
 
 
@@ -743,7 +743,7 @@ for when in sys.argv[1:]:
         one = Kept(ProfileRequest(folder=""))
         if when == "with a handler of the script's":
             signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-        one.watch_for_termination()
+        one.handle_termination()
         one.stage = recorder.Stage.RECORDING
         if when in ("while it is written", "after it was written"):
             one.end()

@@ -366,7 +366,7 @@ def test_steps_and_phases_of_each_rank_are_told() -> None:
     shown = recordings.recording()
     assert lines(shown) == (
         "3 iterations of 2 ranks on 1 host, with operators",
-        "one clock; times of operators within 2.0 µs",
+        "one clock; operator times within 2.0 µs",
     )
     first, _ = rank_rows(shown)
     assert list(first) == ["rank", "step_s", "data_s", "forward_s", "backward_s", "update_s", "exposed_s"]
@@ -380,9 +380,9 @@ def test_steps_and_phases_of_each_rank_are_told() -> None:
 def test_how_clocks_were_found_is_said() -> None:
     apart = recordings.recording(2, ranks_per_host=1)
     assert "2 ranks on 2 hosts" in lines(apart)[0]
-    assert lines(apart)[1].startswith("clocks are aligned by the units, within ")
+    assert lines(apart)[1].startswith("clocks are aligned by units, within ")
     silent = recordings.with_iterations(apart, lambda one: replace(one, units=()), 1)
-    assert "what was asked for at the start, within 20 µs" in lines(silent)[1]
+    assert "the offsets measured at the start, within 20 µs" in lines(silent)[1]
 
 
 # ── trace file ────────────────────────────────────────────────────────────────────────────────────────────────────

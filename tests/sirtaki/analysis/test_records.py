@@ -83,7 +83,7 @@ def test_a_timeline_is_a_table_of_events(tmp_path: Path) -> None:
         ]
     }
     path.write_text("[1")
-    with pytest.raises(ConfigError, match="is no timeline"):
+    with pytest.raises(ConfigError, match="is not a timeline"):
         read(path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordingError, match="holds no recording"):

@@ -42,9 +42,9 @@ from sirtaki.analysis.what_if import (
     daydream,
     in_parts,
     knobs_of,
+    limitations,
     plan_refusal,
     sizes_worth_trying,
-    unanswered,
     unit_cost,
     with_batches,
     with_faster_loader,
@@ -106,7 +106,7 @@ def test_chains_become_one_and_take_as_long(parts: int, capacity: float, between
 def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
     job = finer(over_a_link(cuts=(4,)), 3)
     plan = plan_of(SIZES, (1, 2, 4), streams=2)
-    small = coarse(job, settled=False)
+    small = coarse(job, plan_is_fixed=False)
     assert len(small.iterations[0].programs[0]) < len(job.iterations[0].programs[0]) / 2
     asked = times(with_plans(small, {0: plan}))
     assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
@@ -197,7 +197,7 @@ def test_results_that_ranks_see_late_are_named() -> None:
         return tuple(replace(one, waits=tuple((key, 0.5 * rank) for key, _ in one.waits)) for one in program)
 
     found = parts(played(over_a_link(iterations=1).changed(program=late)))
-    assert (found[0].words, found[0].seconds) == ("is ranks that see results later than the first", pytest.approx(0.5))
+    assert (found[0].words, found[0].seconds) == ("is delays between ranks in receiving results", pytest.approx(0.5))
 
 
 # ── partial ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,12 +346,12 @@ def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() 
 
 def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> None:
     job = over_a_link()
-    with pytest.raises(ReplayError, match=r"nothing is known of mpi flat.*known: gloo flat"):
+    with pytest.raises(ReplayError, match=r"cost of mpi flat is unknown.*known: gloo flat"):
         with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
     with pytest.raises(ReplayError, match="plan is of 10 elements, buffer 0 has 6500"):
         with_plans(job, {0: plan_of((10,), (1,))})
     bare = job.changed(program=lambda _, mine: tuple(replace(piece, ready=()) for piece in mine))
-    with pytest.raises(ReplayError, match="gradients of buffer 0 come was not recorded"):
+    with pytest.raises(ReplayError, match="not every rank recorded when the gradients of buffer 0"):
         with_plans(bare, {0: plan_of(SIZES, (4,))})
 
 
@@ -389,13 +389,13 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
     [
         (lambda: with_link(on_one_host(), 1e9), "all ranks are on one host"),
         (lambda: with_link(over_a_link(), 0.0), "must be positive"),
-        (lambda: with_ranks(over_a_link(), 1), "two is the least"),
-        (lambda: with_faster_loader(over_a_link(), 0), "0 times as fast"),
-        (lambda: with_less_traffic(on_one_host(), 0), "0 times the bytes"),
-        (lambda: with_batches(on_one_host(), -1), "-1 times as large"),
+        (lambda: with_ranks(over_a_link(), 1), "must be at least 2"),
+        (lambda: with_faster_loader(over_a_link(), 0), "loader's speed must be positive, not 0"),
+        (lambda: with_less_traffic(on_one_host(), 0), "bytes of gradients must be positive, not 0"),
+        (lambda: with_batches(on_one_host(), -1), "batch size must be positive, not -1"),
         (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "no gradients were exchanged"),
         (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
-         r"nothing is known of nccl flat: .*\(known: gloo flat\)"),
+         r"cost of nccl flat is unknown: .*\(known: gloo flat\)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused_with_the_reason(ask: Callable[[], object], reason: str) -> None:
@@ -553,7 +553,7 @@ def test_on_one_host_what_hands_messages_on_costs_processor_time_for_each_unit()
 
 
 def remedies(job: JobModel) -> tuple[Answer, ...]:
-    return tuple(one for one in Baseline.of(job).single_remedies() if one.is_worth_saying)
+    return tuple(one for one in Baseline.of(job).single_remedies() if one.is_worth_reporting)
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
@@ -601,10 +601,10 @@ def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
 
 def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
     job = over_a_link()
-    assert unanswered(job) == ()
+    assert limitations(job) == ()
     idle = job.changed(program=lambda rank, mine: tuple(replace(one, ready=() if rank else one.ready) for one in mine))
     job = replace(job, iterations=(job.iterations[0], idle.iterations[-1]))
-    (sentence,) = unanswered(job)
+    (sentence,) = limitations(job)
     assert "a rank had no gradients of its own" in sentence
     words = [one.words for one in remedies(job)]
     assert words
@@ -638,15 +638,15 @@ SMALL_UNITS = Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO)
     [
         (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
         (replace(over_a_link(cuts=(4,)), links={}), SMALL_UNITS, "so much smaller units"),
-        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "handing such small units"),
+        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "passing such small units"),
         (
             over_a_link(cuts=(2, 4), link=replace(LINK, residual=0.13)),
             plan_of(SIZES, (4,)),
-            "not the same from one probe",
+            "contradict each other",
         ),
-        (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "take turns"),
+        (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "more compute threads"),
         (on_one_host(), replace(plan_of(SIZES, (4,)), transport=TransportKind.SHARED_MEMORY), "another transport"),
-        (on_one_host(), plan_of(SIZES, (4,)), "but through shared memory"),
+        (on_one_host(), plan_of(SIZES, (4,)), "only through shared memory"),
     ],
 )
 def test_what_replays_were_found_to_tell_nothing_of_is_refused(
@@ -672,7 +672,7 @@ def test_larger_units_through_shared_memory_and_between_hosts_are_told() -> None
 
 def test_units_that_are_handed_on_for_longer_than_they_move_are_refused_as_what_ran_too() -> None:
     job = over_a_link(link=replace(LINK, host_s=0.1))
-    assert "handing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
+    assert "passing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
     assert plan_refusal(job, job.plans) is None
 
 
@@ -730,8 +730,8 @@ def test_answers_are_told_with_their_interval_and_doubt() -> None:
     assert unsure.describe() == "320 ms a step (298 to 390), 2 % more, which is within the error"
     assert sure.overlaps(unsure)
     wide = replace(sure, low_s=0.2, high_s=0.5)
-    assert wide.describe() == "200 to 500 ms a step, so nothing that a replay can tell: only a trial does"
-    assert (sure.is_worth_saying, wide.is_worth_saying) == (True, False)
+    assert wide.describe() == "200 to 500 ms a step: too uncertain to predict, only a trial can show it"
+    assert (sure.is_worth_reporting, wide.is_worth_reporting) == (True, False)
     assert not sure.overlaps(replace(sure, low_s=0.4, high_s=0.5))
 
 

@@ -247,7 +247,7 @@ def test_a_bad_import_names_entry_and_field_and_changes_nothing(
         run("import", file)
     assert store.summaries() == []
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RegistryError, match="no text"):
+    with pytest.raises(RegistryError, match="must be UTF-8 text"):
         run("import", file)
     with pytest.raises(RegistryError, match="cannot be read"):
         run("import", tmp_path / "missing.json")

@@ -158,7 +158,7 @@ def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path
     assert again.look_up([layout], narrow).exact is None
     (proposal,) = again.first_proposals([layout], narrow, None)
     assert proposal.knobs == KNOBS.but(streams=2)
-    assert "what an earlier job found" in proposal.message
+    assert "an earlier job's setting" in proposal.message
     assert "streams 2 instead of 4" in proposal.message
 
 
@@ -170,7 +170,7 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, slow))
     assert proposal.message.startswith(
-        "Sequential on 4 ranks on 4 hosts: starting from what a similar job found, Sequential on 2 ranks on 2 hosts"
+        "Sequential on 4 ranks on 4 hosts: starting from a similar job's setting (Sequential on 2 ranks on 2 hosts"
     )
     assert "its latency × 16" in proposal.message
     assert proposal.knobs.unit_bytes > 3 * MIB

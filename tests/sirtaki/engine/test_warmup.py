@@ -100,7 +100,7 @@ def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: 
 
     deeper_log = tmp_path / "deeper.jsonl"
     deeper = run_ranks("tuning.py", 4, 50, 4, env={**env, "SIRTAKI_TRIAL_LOG": str(deeper_log)}, timeout_s=120).stderr
-    assert "what a similar job found, Sequential on 2 ranks" in deeper
+    assert "a similar job's setting (Sequential on 2 ranks" in deeper
     # What runs right after the default is what those jobs found, unless this job's own probes speak against it, or it
     # is what runs anyway.
     ran = read_records(deeper_log)
