@@ -79,7 +79,7 @@ class ResourceDemand:
     Attributes:
         server: index in `ReplayGraph.servers`.
         seconds: time of the work if no other node uses the server.
-        jobs: number of jobs that the work counts as, each of `seconds`. ResourceDemand that keeps a processor busy for a fraction
+        jobs: number of jobs that the work counts as, each of `seconds`. Work that keeps a processor busy for a fraction
             of the time counts as that fraction of a job.
         relieved_by: index of the node whose end shortens the remaining work; `NEVER` = no such node.
         relief: factor by which the remaining work is multiplied then.
