@@ -22,7 +22,7 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath
 from sirtaki.errors import RegistryError
 from sirtaki.fields import Count, Number, Positive, Text, Texts, checked, plain
-from sirtaki.measures import Gain, LinkModel, told_gain
+from sirtaki.measures import Gain, LinkModel, describe_gain
 
 from .cluster import MAX_RANKS, Ranks, Topology
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
@@ -341,7 +341,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def describe_gain(self) -> str:
         """Return the speedup over the default in words, with its confidence interval if it was proved."""
-        return told_gain(self.gain, self.default_span_s, self.best_span_s)
+        return describe_gain(self.gain, self.default_span_s, self.best_span_s)
 
     def describe(self) -> str:
         """Return the job in words, such as `ResNet on 8 ranks on 2 hosts`."""

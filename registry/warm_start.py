@@ -377,7 +377,7 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
         if not names <= set(space.lossy) or knobs.route != record.knobs.route:
             changes.append(f"without {', '.join(sorted(names))}, which this job does not allow")
             knobs = knobs.but(lossy=UNSET)
-    if space is not None and knobs.nccl and not space.may_tell(knobs.nccl):
+    if space is not None and knobs.nccl and not space.allows_nccl(knobs.nccl):
         changes.append("with NCCL's own choice of algorithm, because this job does not allow another one")
         knobs = knobs.but(nccl=UNSET)
     here = job.links.get(knobs.route) or _resized_link(record, job)

@@ -72,7 +72,7 @@ def _gain(kept: LoggedResult) -> Iterator[str]:
                 f"{in_ms(usual.exposed_s(after_s))} of its communication."
             )
         return
-    gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired turns"
+    gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired rounds"
     yield f"Communication takes {in_ms(after_s)}, {in_ms(before_s)} by default ({gain})."
     if usual is not None:
         yield (

@@ -113,13 +113,13 @@ class RowsTarget(TunableTarget[SparsePlan]):
         if self.told and self._learning is not None:
             self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
         elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
-            self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
+            self.counts.add_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
     def note_accesses(self, seen: AccessSample) -> None:
         """Learn from the accesses of an iteration, or compare them with those from which the plan follows."""
         if self._learning is not None:
             if seen.n_touched:  # an iteration without accesses teaches nothing
-                self._learning.note(seen.by_rank, seen.union)
+                self._learning.add(seen.by_rank, seen.union)
                 self._left -= 1
         elif self.kept and self._watch is not None and self._watch.changed(seen):
             self._patience *= 2

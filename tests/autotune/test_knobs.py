@@ -159,7 +159,7 @@ def test_settings_of_before_nccl_could_be_told_are_as_they_were() -> None:
     assert knobs.but(nccl=NcclWays()) == Knobs.from_json(knobs.to_json()) == knobs
     (unit,) = knobs.to_plan(GradientLayout(sizes=(4,))).to_json()["units"]
     assert "nccl" not in unit
-    with pytest.raises(PlanError, match="not knobs"):
+    with pytest.raises(PlanError, match="not valid knobs"):
         Knobs.from_json({**knobs.to_json(), "nccl": {"large": "ring/ll256"}})
 
 

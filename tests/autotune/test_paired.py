@@ -120,13 +120,13 @@ def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
     assert pairs.pooled.high - pairs.pooled.low < earlier.high - earlier.low
     slower = compared([-0.05 + luck for luck in LUCK], looks=(FEWEST_PAIRS_KNOWN,), earlier=earlier)
     assert slower.verdict is Verdict.SLOWER
-    with pytest.raises(TuningError, match="from 6 on, not at"):
+    with pytest.raises(TuningError, match="each at least 6, found"):
         PairedComparison(looks=(FEWEST_PAIRS_KNOWN,), earlier=Gain(times=1.05, low=0.99, high=1.1))
 
 
 @pytest.mark.parametrize("looks", [(), (5,), (12, 12), (12, 6), (6, 12, 24)])
 def test_looks_that_prove_luck_are_refused(looks: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="one or two ascending numbers of pairs from 6 on"):
+    with pytest.raises(TuningError, match="one or two ascending numbers of pairs, each at least 6"):
         PairedComparison(looks=looks)
 
 
@@ -136,7 +136,7 @@ def test_a_host_that_others_use_and_a_baseline_that_drifts_are_doubts() -> None:
         rough.add(math.exp(lead), 1.0)
     assert rough.gain.low > 1.0
     assert rough.verdict is Verdict.NOT_PROVED
-    assert "others seem to use the host" in rough.doubt
+    assert "other jobs seem to use the host" in rough.doubt
     drifting = PairedComparison(looks=(FEWEST_PAIRS,), noise_before=0.02)
     for number, luck in enumerate(LUCK[:FEWEST_PAIRS]):
         drifting.add(math.exp(0.1 * number + 0.05 + luck), math.exp(0.1 * number))

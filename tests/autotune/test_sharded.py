@@ -116,7 +116,7 @@ def test_where_an_earlier_job_has_found_nothing_faster_no_search_begins() -> Non
 def test_nothing_found_while_steps_scatter_is_no_answer() -> None:
     quiet, busy = (played(lambda knobs: 1.0, noise=noise, budget=100)[0] for noise in (0.01, 0.3))
     assert not quiet.result.doubt
-    assert "others seem to use the host" in busy.result.doubt
+    assert "other jobs seem to use the host" in busy.result.doubt
     assert not played(lambda knobs: 0.5 if knobs.kept else 1.0)[0].result.doubt, "a proved gain leaves none"
 
 

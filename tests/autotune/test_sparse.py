@@ -15,11 +15,11 @@ from sirtaki.autotune.sparse import (
     VolumeModel,
     coverage,
     dense_bytes,
+    elbow,
     horovod_bytes,
-    knee,
+    saturation_size,
     summarise,
     traffic,
-    until_little_is_gained,
 )
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
@@ -35,8 +35,8 @@ RANKS = 4
 
 def test_counts_are_exact() -> None:
     counts = TouchCounts()
-    counts.note([np.array([0, 2]), np.array([2, 5])], 3)
-    counts.note([np.array([2]), np.array([], dtype=np.int64)], 1)
+    counts.add([np.array([0, 2]), np.array([2, 5])], 3)
+    counts.add([np.array([2]), np.array([], dtype=np.int64)], 1)
     assert (counts.rows.tolist(), counts.counts.tolist()) == ([0, 2, 5], [1, 3, 1])
     assert counts.of([1, 2, 5, 9]).tolist() == [0, 3, 1, 0]
     assert TouchCounts().of([0, 7]).tolist() == [0, 0]
@@ -45,16 +45,16 @@ def test_counts_are_exact() -> None:
 
 
 def test_the_knee_is_farthest_above_the_chord() -> None:
-    assert knee(coverage(np.array([50, 40, 4, 3, 2, 1]))) == 2
-    assert knee(coverage(np.ones(8, dtype=np.int32))) == 0  # all are alike
-    assert knee(np.array([])) == 0
+    assert elbow(coverage(np.array([50, 40, 4, 3, 2, 1]))) == 2
+    assert elbow(coverage(np.ones(8, dtype=np.int32))) == 0  # all are alike
+    assert elbow(np.array([])) == 0
 
 
 def test_the_hot_set_grows_until_a_step_gains_little() -> None:
     curve = coverage(np.array([400, 300, 200, *[1] * 100]))
-    assert until_little_is_gained(curve, step=1, least=0.01) == 3
-    assert until_little_is_gained(curve, step=1000, least=0.01) == len(curve)
-    assert until_little_is_gained(np.array([])) == 0
+    assert saturation_size(curve, step=1, least=0.01) == 3
+    assert saturation_size(curve, step=1000, least=0.01) == len(curve)
+    assert saturation_size(np.array([])) == 0
 
 
 # ── bytes and rows of a reduction, against what is counted by hand ────────────────────────────────────────────────────
@@ -66,7 +66,7 @@ def by_hand() -> TouchCounts:
     """Rows 0 to 9 by all ranks in both iterations, and ten rows that a rank has for itself."""
     found = TouchCounts()
     for _ in range(2):
-        found.note([np.r_[0:10, 100 + 10 * rank : 110 + 10 * rank] for rank in range(RANKS)], 50)
+        found.add([np.r_[0:10, 100 + 10 * rank : 110 + 10 * rank] for rank in range(RANKS)], 50)
     return found
 
 
@@ -109,7 +109,7 @@ def test_dense_costs_all_rows_and_a_little_more_than_without_flags() -> None:
 
 def test_totals_alone_are_enough_for_ways_without_hot_rows() -> None:
     totals = TouchCounts()
-    totals.note_totals(80, 20, 50)
+    totals.add_totals(80, 20, 50)
     for path in (SparsePath.GATHER, SparsePath.OWNER, SparsePath.BLOCKS, SparsePath.DENSE):
         assert traffic(SparsePlan(path=path), FORM, RANKS, totals) == of(SparsePlan(path=path))
 
@@ -121,7 +121,7 @@ def model(chances: np.ndarray, *, width: int = 64, ranks: int = RANKS) -> Volume
     drawn, counts = np.random.default_rng(3), TouchCounts()
     for _ in range(8):
         by_rank = [np.flatnonzero(drawn.random(len(chances)) < chances) for _ in range(ranks)]
-        counts.note(by_rank, len(np.unique(np.concatenate(by_rank))))
+        counts.add(by_rank, len(np.unique(np.concatenate(by_rank))))
     shape = RowFormat(len(chances), width, torch.float32)
     return VolumeModel(shape, ranks, counts, PACE)
 
@@ -192,13 +192,13 @@ def of_two() -> TouchCounts:
     """Rows 0 to 9 by both ranks, and rows of their own, thirty each."""
     found = TouchCounts()
     for _ in range(3):
-        found.note([np.r_[0:10, 100:130], np.r_[0:10, 200:230]], 70)
+        found.add([np.r_[0:10, 100:130], np.r_[0:10, 200:230]], 70)
     return found
 
 
 def told(decision: SparseDecision) -> SparseSummary:
     totals = TouchCounts()
-    totals.note_totals(60, 30, 55)
+    totals.add_totals(60, 30, 55)
     return summarise(decision, FORM, name="table", ranks=2, looked_up=55.0, counts=totals)
 
 
@@ -227,7 +227,7 @@ def test_ways_have_their_times_and_bytes_and_the_chosen_ones_are_compared() -> N
     ]
     assert found.n_bytes == pytest.approx(10 * 36 + 30 * 36)  # a ring of two brings a tensor once
     assert (found.dense_bytes, found.horovod_bytes) == (32_000, 55 * 40)
-    assert "7.00% of rows in an iteration, 10 of them are 25% of touches; by hot_cold (10 hot rows" in found.describe()
+    assert "7.00% of rows in an iteration, 10 of them get 25% of accesses; by hot_cold (10 hot rows" in found.describe()
 
 
 def test_without_hot_rows_the_popular_ones_are_those_before_the_knee() -> None:

@@ -134,7 +134,7 @@ def test_any_document_is_a_registry_error(kind: type[StoredSetting], data: Any) 
         (("knobs", "transport"), "carrier pigeon", r"knobs\.transport"),
         (("knobs", "transport"), ["gloo"], r"knobs\.transport"),
         (("knobs", "cuts"), [[5, 0, None], [5, 0, None]], r"knobs: cuts must ascend"),
-        (("knobs", "cuts"), [[5, 4, None]], r"knobs: a cut's stream is none of 4"),
+        (("knobs", "cuts"), [[5, 4, None]], r"knobs: a cut's stream must be below 4"),
         (("knobs", "cuts"), [[5, 0, None, 1]], r"knobs\.cuts\[0\]"),
         (("knobs", "surprise"), 1, "knobs: object contains unknown field surprise"),
         (

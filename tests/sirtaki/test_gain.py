@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sirtaki.errors import TuningError
-from sirtaki.measures import Gain, faster, told_gain
+from sirtaki.measures import Gain, describe_gain, faster
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_two_times_are_compared_by_a_factor(before_s: float, after_s: float, wor
 
 
 def test_what_nobody_has_proved_is_told_as_such() -> None:
-    assert told_gain(None, 2.0, 1.0) == "2.00× faster (not proved)"
-    assert told_gain(None, 1.0, 1.001) == "as fast"
-    assert told_gain(Gain(times=1.07, low=1.05, high=1.09), 2.0, 1.0) == "7 % faster, ± 2"
+    assert describe_gain(None, 2.0, 1.0) == "2.00× faster (not proved)"
+    assert describe_gain(None, 1.0, 1.001) == "as fast"
+    assert describe_gain(Gain(times=1.07, low=1.05, high=1.09), 2.0, 1.0) == "7 % faster, ± 2"
 
 
 @pytest.mark.parametrize(

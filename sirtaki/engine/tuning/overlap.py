@@ -13,7 +13,7 @@ import numpy as np
 
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
-from sirtaki.autotune.model.simulator import put_off_iteration_s
+from sirtaki.autotune.model.simulator import deferred_iteration_s
 from sirtaki.autotune.trial import Everything, Proposal, Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -313,7 +313,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
 
             def expected_s(knobs: Knobs) -> float:
                 units, ready_s = sync.reordered_units(plans_for(knobs, sync.layouts), known[0])
-                return put_off_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
+                return deferred_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
 
             arm.expect(expected_s)
         return session_of(arm, self.default)

@@ -157,7 +157,7 @@ def test_overlap_samples_give_libras_functions_back(noise, tolerance):
 
 def test_one_thread_count_is_too_little():
     compute, transmissions = samples_of(CONTENTION)
-    with pytest.raises(TuningError, match="computation with at least two thread counts"):
+    with pytest.raises(TuningError, match="computation with at least two numbers of threads"):
         fit_contention(compute[:1], transmissions, alpha_s=0.0)
     with pytest.raises(TuningError, match="transmission alone"):
         fit_contention(compute, [sample for sample in transmissions if sample.overlapped], alpha_s=0.0)

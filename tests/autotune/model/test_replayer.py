@@ -62,7 +62,7 @@ def test_an_end_relieves_what_is_under_way_and_what_comes_later() -> None:
 
 
 def test_nodes_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ReplayError, match="2 of 3 nodes wait for each other"):
+    with pytest.raises(ReplayError, match="2 of 3 nodes have a cycle"):
         replay(graph([node(0, 1.0), node(1, 1.0), node(2, 1.0)], [(1, 2, 0.0), (2, 1, 0.0)]))
 
 
@@ -72,7 +72,7 @@ def test_nodes_that_wait_for_each_other_are_refused() -> None:
         ([node(0, -1.0)], [], "finite time that is not negative"),
         ([node(0, 1.0)], [(0, 0, 0.0)], "edge from node 0 to 0"),
         ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "gap of nan"),
-        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server that is not there"),
+        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server that does not exist"),
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:
@@ -136,17 +136,17 @@ def test_parts_of_jobs_leave_nothing_behind() -> None:
     share = FairShare(SharedResource(name="processors", totals=(1.0, 2.0)))
     for turn in range(100):
         for job in range(7):
-            share.begin(float(turn), job, 0.1, 0.1 * (job + 1))
-        share.take_ended(share.next_s)
-    share.begin(200.0, 1, 1.0, 0.3)
+            share.add(float(turn), job, 0.1, 0.1 * (job + 1))
+        share.pop_ended(share.next_s)
+    share.add(200.0, 1, 1.0, 0.3)
     assert share.next_s == 201.0
 
 
 def test_rounding_late_in_a_job_holds_nothing_up() -> None:
     share = FairShare(SharedResource(name="processors", totals=(1.0,)))
     now_s = 1e6 + 1 / 3
-    share.begin(now_s, 1, 0.1, 3)
-    assert share.take_ended(share.next_s) == [1]
+    share.add(now_s, 1, 0.1, 3)
+    assert share.pop_ended(share.next_s) == [1]
 
 
 def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:

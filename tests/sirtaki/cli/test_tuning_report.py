@@ -174,7 +174,7 @@ def test_the_terminal_says_it_too_also_where_all_gradients_are_sparse(log_with, 
         assert main(["report", str(log_with(*records))]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "Sparse gradients: a rank receives 2.34 MB" in said
-        assert "table (200000 × 64): 4.50% of rows in an iteration, 300 of them are 40% of touches; by gather" in said
+        assert "table (200000 × 64): 4.50% of rows in an iteration, 300 of them get 40% of accesses; by gather" in said
     assert said.startswith("No settings were tried: this optimizer's gradients are all sparse.")
 
 

@@ -202,7 +202,7 @@ def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tun
         assert (len(units), forward_s, link) == (len(come_s), 0.0, LINK)
         return 10.0 + abs(len(units) - 12) / (1 + len({unit.stream for unit in units}))
 
-    monkeypatch.setattr(forward_overlap, "put_off_iteration_s", replayed_s)
+    monkeypatch.setattr(forward_overlap, "deferred_iteration_s", replayed_s)
     played = Played(monkeypatch, link=LINK)
     played.search()
     tried = list(dict.fromkeys(played.pipeline.applied))[:3]
@@ -365,5 +365,5 @@ def test_the_log_says_what_is_proved_or_how_fast_it_was_at_best() -> None:
     assert ": 800 ms instead of 1000 ms; 2 MiB units on 4 streams" in describe_overlap(faster, TUNED)
     _, slower = play(lambda choice: 1.2 if choice.puts_off else 1.0)
     said = describe_overlap(slower, TUNED)
-    assert said.startswith("overlap_forward: not used, because nothing ")
+    assert said.startswith("overlap_forward: not used, because no setting ")
     assert said.endswith("(1000 ms an iteration without it, 1200 ms with it at best)")

@@ -461,7 +461,7 @@ def counts(n: int = 40, *, shift: int = 0) -> TouchCounts:
     found, random = TouchCounts(), np.random.default_rng(1)
     for _ in range(8):
         by_rank = [np.unique((random.random(n) ** 3 * TABLE_ROWS).astype(np.int64) + shift) for _ in range(2)]
-        found.note(by_rank, len(np.unique(np.concatenate(by_rank))))
+        found.add(by_rank, len(np.unique(np.concatenate(by_rank))))
     return found
 
 
@@ -471,7 +471,7 @@ def counts_by_turns(popular: int) -> TouchCounts:
     for iteration in range(8):
         others = popular + (np.arange(40 - popular) + iteration * (40 - popular)) % (TABLE_ROWS - popular)
         rows = np.sort(np.concatenate([np.arange(popular), others]))
-        found.note([rows[::2], rows[1::2]], 40)
+        found.add([rows[::2], rows[1::2]], 40)
     return found
 
 
