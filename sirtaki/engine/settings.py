@@ -180,8 +180,8 @@ class Settings:
     """All settings of one process. None means "not set": the value is tuned or chosen. A time limit of None never ends.
 
     Attributes:
-        tune: search for a faster setting in the first iterations. Off: the default runs, with the values that the remaining
-            settings fix.
+        tune: search for a faster setting in the first iterations. Off: the default runs, with the values
+            that the remaining settings fix.
         warmup_iterations: number of training iterations in which settings may be tried.
         plan: plan file of `sirtaki optimize`, or its folder. The warm-up tries the plan first. Without tuning, the plan
             runs. Rank 0's value applies to all ranks.
