@@ -185,7 +185,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         session.record(spans_s)
 
     def keep(self) -> None:
-        """Keep the current plan. If gathering beat the plan of an earlier job, let the model choose next. Collective."""
+        """Keep the current plan. If gathering beat a plan of an earlier job, let the model choose next. Collective."""
         decision = self.decision
         measured = [statistics.median(self._spans_s.get(plan, [float("nan")])) for plan in decision.candidates]
         decision.measured_s = self._control.broadcast(measured)

@@ -60,7 +60,7 @@ def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is not possible here" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "is not possible on this machine" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
