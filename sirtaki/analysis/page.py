@@ -487,7 +487,9 @@ def _lower(found: Findings) -> Iterator[str]:
     remedies = [one.remedy for fitting in found.fittings for one in fitting.remedies]
     rows = {one.words: [one.words, format_bytes(one.peak_bytes)] for one in remedies}
     if rows:
-        yield paragraph("What would lower it, by replay. How long a step then takes is not known until it is tried.")
+        yield paragraph(
+            "Changes that would lower it, by replay. The step time with a change is unknown until it is tried."
+        )
         yield table(["remedy", "peak"], rows.values(), text=(0,))
         words = "<code>sirtaki optimize --memory-budget</code> chooses for a budget, and prints the lines of code."
         yield paragraph(Markup(words), "quiet")

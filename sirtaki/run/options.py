@@ -338,7 +338,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.jsrun:
         parser.error("--jsrun: LSF's jsrun is not supported; give the hosts with -H or --hostfile")
     if options.hosts and options.hostfile:
-        parser.error("-H and --hostfile exclude each other")
+        parser.error("-H and --hostfile cannot be used together")
     if options.host_discovery_script and (options.hosts or options.hostfile):
         parser.error("--host-discovery-script excludes -H and --hostfile")
     for flag in (

@@ -480,7 +480,7 @@ class Output:
 
     @property
     def begins_with(self) -> list[str]:
-        """Return lines for the beginning of the script that disable output on other ranks."""
+        """Return lines for the beginning of the script that disable output on ranks above 0."""
         lines = []
         if "print" in self._source.names():
             lines.append(f"print = {self._ranks}.on_root(print)")
@@ -696,7 +696,7 @@ class HandCut:
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Divide the data, and tell `values` which expressions are parts of batches."""
+        """Divide the data, and mark in `values` which expressions are parts of batches."""
         flows = self._training.flows
         read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
         for site in flows.made(TrackedKind.LOADER):
@@ -1137,7 +1137,7 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Begin passes in an endless generator. For other generators, the consuming loop begins them."""
+    """Begin passes in an endless generator. The consuming loop begins passes of finite generators."""
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):
         return
@@ -1160,7 +1160,7 @@ def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
 
 
 def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
-    """Handle the batch size in other training code: a tensor with so many rows does not match a rank's part."""
+    """Handle uses of the batch size outside the data loader, because a rank's part of a batch has fewer rows."""
     source = training.source
     text = source.code(size)
     if isinstance(size, cst.Integer):

@@ -151,7 +151,7 @@ def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: 
     assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
     assert all(f"<td>blocks.{block}</td>" in text for block in range(4))
     assert "passes over parts of the batch" in text
-    assert "How long a step then takes is not known until it is tried" in text
+    assert "The step time with a change is unknown until it is tried" in text
     (areas,) = figures(text)
     assert [one["name"] for one in areas.traces] == ["parameters", "flat buffers", "gradients", "activations", "other"]
     assert all(len(one["x"]) == len(one["y"]) <= MOST_MOMENTS + 1 for one in areas.traces)

@@ -114,7 +114,12 @@ def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest
             SPACE,
             "is for other gradients: 3 of 100002 elements in all, but this model has 2 of 100002",
         ),
-        (LAYOUTS, 4, replace(SPACE, streams=(1,)), "is not possible on this machine or with the fixed settings: gloo flat"),
+        (
+            LAYOUTS,
+            4,
+            replace(SPACE, streams=(1,)),
+            "is not possible on this machine or with the fixed settings: gloo flat",
+        ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
 )
