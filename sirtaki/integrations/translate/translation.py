@@ -1105,7 +1105,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
             edits.refuse(call, "batches of one sample cannot be divided among ranks")
         edits.wrap(call, f"{ranks}.divided({{it}})")
         if size is not None:
-            _look_at_size(training, edits, size)
+            _refuse_batch_size(training, edits, size)
     for loop in training.loops:
         for name in training.loader_names(loop.iter):
             if name not in training.flows.sites:
@@ -1159,8 +1159,8 @@ def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
         edits.after(loop, f"{name} = {ranks}.agreed({name})")
 
 
-def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
-    """Handle uses of the batch size outside the data loader, because a rank's part of a batch has fewer rows."""
+def _refuse_batch_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
+    """Refuse uses of the batch size outside the data loader, because a rank's part of a batch has fewer rows."""
     source = training.source
     text = source.code(size)
     if isinstance(size, cst.Integer):
