@@ -24,7 +24,7 @@ LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 CELLS = 5
 
 NO_LOG = "; no trial log is written"
-"""End of a log line of a job that was asked to write a trial log."""
+"""Suffix of a log line if the user asked for a trial log that the job does not write."""
 
 _BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, saves the cursor position, moves there
 _BACK, _CLEAR = "\x1b8", "\x1b[J"

@@ -329,7 +329,7 @@ class Generations:
     def join_next(self, settings: Settings) -> Communicator:
         """Join the next generation and connect to its members. Collective over the members.
 
-        If a generation loses a member before all have connected, the rank joins the one after it.
+        If a generation loses a member before all have connected, the rank joins the following generation.
 
         Raises:
             Dismissed: the job does not need this process any more.

@@ -93,7 +93,7 @@ _ELSEWHERE = {
     "--nproc-per-node": "-np", "--nproc_per_node": "-np", "--nproc": "-np", "--n": "-np", "--nnodes": "-H",
     "--host": "-H", "--env": "-x",
 }  # fmt: skip
-"""Names of these options in other launchers."""
+"""Options of torchrun and mpiexec, with the corresponding options of sirtakirun."""
 
 
 class RankSetting(NamedTuple):

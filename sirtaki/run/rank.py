@@ -66,7 +66,7 @@ def main() -> None:
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # a process forked by the script is not the rank
+        if os.getpid() != pid:  # because a process forked by the script is not the rank
             raise
         _fail(err)
     if os.getpid() == pid:

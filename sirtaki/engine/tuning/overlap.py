@@ -170,7 +170,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
 
 
 class Deferrable(Protocol):
-    """Interface of a gradient pipeline to deferred updates; see `PipelineTarget`."""
+    """Part of `PipelineTarget` that deferred updates use."""
 
     controller: TuningController
     synchroniser: GradientPipeline

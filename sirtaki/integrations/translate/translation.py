@@ -312,7 +312,7 @@ class Optimizers:
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # a closure, after each call of which gradients are reduced
+                continue  # the argument is a closure, and the optimizer reduces gradients after each of its calls
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))

@@ -269,7 +269,7 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
                 f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
                 "'kubectl exec -i {host} -- {command}'"
             )
-        # `{command}` as a separate word becomes the agent's words, within a word their quoted form.
+        # Replace `{command}` by the agent's words if it is a separate word. Otherwise insert them quoted.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
             for word in shlex.split(job.agent_command)

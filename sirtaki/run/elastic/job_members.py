@@ -457,7 +457,7 @@ class GenerationAck(Struct, tag=True, frozen=True):
 
 
 class Relayed(Struct, tag=True, frozen=True):
-    """Report to a driver: a message of a rank."""
+    """Report to a driver that contains a message of a rank."""
 
     worker: int
     message: FromRank
