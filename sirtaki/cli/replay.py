@@ -190,8 +190,8 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
     )
     print_table(titles, cells)
     print(
-        "\nPasses are taken to last as much longer as the batch is larger; what of them does not grow with it makes "
-        "larger batches faster than told, and smaller ones slower."
+        "\nThe prediction assumes that passes scale with the batch. If a part of them does not, larger batches are "
+        "faster than predicted, and smaller ones slower."
     )
     return 0
 

@@ -465,7 +465,7 @@ def test_with_a_remedy_no_time_is_told_that_nobody_has_proved(
     with_memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K")
-    assert "How long a step then takes is not known until it is tried." in out
+    assert "The step time with a change is unknown until it is tried." in out
     assert " ms" not in out.split("\nNote: ")[0]
     assert "% of the step" not in out
     found = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])

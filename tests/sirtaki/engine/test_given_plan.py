@@ -60,7 +60,7 @@ def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is not possible here" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "is not possible on this machine" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
@@ -80,11 +80,11 @@ def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "is a plan of version 2, and this Sirtaki reads version 1"),
-        ({"format": "other"}, "is no plan that `sirtaki optimize` has written"),
-        ({"knobs": {}}, "is no whole plan"),
-        ({"sizes": [["many"]]}, "is no whole plan"),
-        ({"ranks": None}, "is no whole plan"),
+        ({"version": 2}, "is a plan of version 2, but this release reads version 1"),
+        ({"format": "other"}, "is not a plan written by `sirtaki optimize`"),
+        ({"knobs": {}}, "is not a complete plan"),
+        ({"sizes": [["many"]]}, "is not a complete plan"),
+        ({"ranks": None}, "is not a complete plan"),
     ],
 )
 def test_what_is_no_plan_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
@@ -96,10 +96,10 @@ def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest
     with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
-    with pytest.raises(ConfigError, match="is no plan: it is not JSON"):
+    with pytest.raises(ConfigError, match="is not a plan: it is not JSON"):
         given_to_all(ranks(), str(tmp_path / "broken"))
     assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
-    assert "nowhere cannot be read: No such file or directory; it is left alone" in caplog.text
+    assert "nowhere cannot be read: No such file or directory; the plan is ignored" in caplog.text
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
 
@@ -107,14 +107,19 @@ def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("layouts", "size", "space", "words"),
     [
-        (LAYOUTS, 2, SPACE, "is for 4 ranks, and here are 2"),
+        (LAYOUTS, 2, SPACE, "is for 4 ranks, but this job has 2"),
         (
             [GradientLayout(sizes=(30_000, 70_000, 2))],
             4,
             SPACE,
-            "is for other gradients: 3 of 100002 elements in all, and here are 2 of 100002",
+            "is for other gradients: 3 of 100002 elements in all, but this model has 2 of 100002",
         ),
-        (LAYOUTS, 4, replace(SPACE, streams=(1,)), "is not possible here, or not with what settings fix: gloo flat"),
+        (
+            LAYOUTS,
+            4,
+            replace(SPACE, streams=(1,)),
+            "is not possible on this machine or with the fixed settings: gloo flat",
+        ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
 )
@@ -127,7 +132,7 @@ def test_what_does_not_fit_is_left_alone_or_if_it_must_run_an_error(
         assert GIVEN.accepted(layouts, ranks(rank, size), space, must_run=False) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert words in caplog.text
-    assert "it is left alone" in caplog.text
+    assert "the plan is ignored" in caplog.text
 
 
 def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ class Rank:
         self.sparse.start(name, gradient, gradient._version)
 
     def finish(self, *, joined: bool = False) -> None:
-        self.sparse.put_in_missing(joined=joined)
+        self.sparse.fill_missing(joined=joined)
         assert self.sparse.reduce(None)
         self.sparse.end_iteration()
 
@@ -528,14 +528,14 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
     assert [skew for skew, *_ in told] == skews
     for first, second in ((0, 1), (2, 3)):
         assert told[first][2] == "probed"
-        assert "are touched like those" not in logs[first]
-        assert f"are touched like those of weight in an earlier job, which went by {told[first][3]}" in logs[second]
+        assert "are skewed like those" not in logs[first]
+        assert f"are skewed like those to weight in an earlier job, which used {told[first][3]}" in logs[second]
         if "is clearly faster than" in logs[second]:  # trials are short, and the machine may be busy
             assert told[second][2] == "probed"
         else:
             # In the first iteration gradients travel dense; it is found out then which are sparse.
             assert told[second][2] == "not probed"
             assert int(told[second][1]) - LEARNING_ITERATIONS in recalled
-    assert "are accessed like those of weight" in logs[4]
+    assert "are skewed like those to weight" in logs[4]
     ways = open_store(str(registry)).all(RowsRecord)
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}

@@ -84,7 +84,7 @@ def test_two_optimizers_that_write_one_log_are_told_apart(tmp_path: Path) -> Non
 
 def test_a_log_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(json.dumps({"version": 3, "event": "trial"}) + "\n")
-    with pytest.raises(ConfigError, match="its version is 3, this Sirtaki knows 2"):
+    with pytest.raises(ConfigError, match="its version is 3, but this release reads up to 2"):
         read_log(tmp_path / "log")
 
 

@@ -186,7 +186,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     deeper, layout = job(path, layers=7)
     deeper.look_up([layout], SPACE)
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, replace(LINK, residual=100.0)))
-    assert "planned anew by libra" in proposal.message
+    assert "planned again for this job by libra" in proposal.message
     assert proposal.knobs.cuts is not None
     assert proposal.knobs.cuts[-1].stop == layout.numel
     assert deeper.keep(replace(WINNER, knobs=proposal.knobs, arm="registry"), TRIALS, complete=True, links={})
@@ -210,7 +210,7 @@ def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
     assert found.history == tuple(TRIALS)
-    assert "going on after 3 trials" in found.message
+    assert "continuing after 3 trials" in found.message
     assert again.first_proposals([layout], SPACE, None) == []
 
 
@@ -307,7 +307,7 @@ def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.L
             [start(POOR, name="Poor"), start(plan, name="Good")], layouts=[LAYOUT], space=SPACE, model=MODEL
         )
     assert [proposal.knobs for proposal in found] == [plan]
-    assert "not tried, as" in caplog.text
+    assert "not tried, because" in caplog.text
     assert "the best plan: Poor" in caplog.text
 
 
