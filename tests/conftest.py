@@ -61,7 +61,7 @@ def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[..., int]]:
-    """Return `reserve(count=1, host="127.0.0.1")`. It returns the first of consecutive free ports and keeps them reserved."""
+    """Return `reserve(count=1, host="127.0.0.1")`. It returns the first of consecutive free ports, and keeps them."""
     with ExitStack() as held:
         yield lambda *args, **options: held.enter_context(ReservedPorts(*args, **options)).first
 

@@ -46,7 +46,7 @@ _SENT.done = True
 
 
 class Mesh:
-    """Connections of one rank in one generation. It forwards each loss that it detects to all ranks, as `Links` does."""
+    """Connections of one rank in one generation. It forwards each loss that it detects to all ranks, like `Links`."""
 
     def __init__(self, rank: Rank, number: int, own: int, size: int) -> None:
         self._process, self.number, self.rank, self.size = rank, number, own, size

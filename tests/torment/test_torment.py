@@ -1,4 +1,4 @@
-"""Whatever a script may do between two steps, ranks train as one process does on the joined batch."""
+"""Ranks that run random programs train like one process on the joined batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
 from torment.tormentor import BrokenError, Ranks, compare, torment
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what PyTorch and Sirtaki warn of
+pytestmark = pytest.mark.filterwarnings("ignore")  # because programs do things of which PyTorch and Sirtaki warn
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.json"))
 
@@ -150,7 +150,7 @@ TRAINED = Program(
 
 
 def changed(trace: list[list[Entry]], rank: int, change: float) -> list[list[Entry]]:
-    """A trace in which one element of the last values of one rank is another."""
+    """Return a trace in which one element of the last values of one rank is changed."""
     number, label, values = trace[rank][-1]
     name, value = list(values.items())[-1]
     assert value is not None
@@ -180,7 +180,7 @@ def test_a_gradient_that_should_be_none_is_found() -> None:
 
 
 def test_the_reference_is_training_on_the_joined_batch() -> None:
-    """By hand: one model, the mean of both ranks' losses, one plain optimizer."""
+    """Compare the reference with a model that is trained by hand on the mean of both ranks' losses."""
     from torment.replica import Replica
 
     reference = Reference(replace(TRAINED, actions=TRAINED.actions * 3))
@@ -199,7 +199,7 @@ def test_the_reference_is_training_on_the_joined_batch() -> None:
 
 
 def test_the_reference_changes_gradients_as_hooks_do_in_one_process() -> None:
-    """Both kinds of hooks on a parameter, and one on its block: by autograd itself, on each rank, before the mean."""
+    """Compare the reference with hooks of autograd itself: both kinds on a parameter, and one on its block."""
     from torment.replica import Replica
 
     hooks = (
