@@ -64,7 +64,7 @@ def trains_alike(
     steps: int = STEPS,
     **options: object,
 ) -> None:
-    """Train `model` under DDP on all ranks and a copy in one process. Compare parameters after each step. Collective."""
+    """Train `model` under DDP on all ranks and a copy in one process. Compare them after each step. Collective."""
     alone = copy.deepcopy(model)
     wrapped, reference, optimizer = attached(model, **options), sgd(alone), sgd(model)
     for step in range(steps):

@@ -198,7 +198,7 @@ def train_two(streams: Streams, iterations: int, goes_on: GoesOn = always) -> in
 
 
 def ways(streams: Streams) -> dict[str, str]:
-    """Check sums with all of NCCL's algorithms. All ranks must reject the same ones. The environment stays unchanged."""
+    """Check sums with NCCL's algorithms. All ranks must reject the same ones. The environment stays unchanged."""
     control, router, before = streams.control, streams.router(), dict(os.environ)
     became = {}
     for way in router.nccl_ways():

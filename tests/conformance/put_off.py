@@ -72,7 +72,7 @@ def assert_same(
     puts_off: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Train two copies, with and without deferred updates. Compare only now and then, because reads wait. Collective."""
+    """Train copies with and without deferred updates. Compare only now and then, because reads wait. Collective."""
     trained = []
     with counted_put_off() as results:
         for overlaps in (False, True):
