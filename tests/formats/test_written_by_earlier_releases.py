@@ -41,7 +41,9 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(request.param, tmp_path / "written"))
 
 
-def test_a_registry_is_read_and_what_it_remembers_travels(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_registry_of_an_earlier_release_is_read_exported_and_imported(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["registry", "--registry", str(written / "registry.sqlite"), "list"]) == 0
     assert "Sequential" in capsys.readouterr().out
     assert main(["registry", "--registry", str(written / "new.sqlite"), "import", str(written / "registry.json")]) == 0

@@ -42,7 +42,7 @@ def test_the_table_is_of_lines_that_are_there_once(mutant: Mutant) -> None:
     assert (ROOT / "tests" / mutant.tests.partition(" ")[0]).is_file()
 
 
-def test_the_table_says_nothing_twice() -> None:
+def test_the_table_has_no_duplicates() -> None:
     assert max(Counter(mutant.what for mutant in MUTANTS).values()) == 1
 
 

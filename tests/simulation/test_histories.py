@@ -24,7 +24,7 @@ def check(seeds: range) -> int:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("block", range(2))
-def test_random_histories_keep_what_was_committed_and_come_to_rest(block: int) -> None:
+def test_random_histories_keep_commits_and_reach_a_stable_state(block: int) -> None:
     assert check(range(20 * block, 20 * block + 20)) < 18  # some jobs must still train
 
 
@@ -102,7 +102,7 @@ MET = {"number": 2, "members": (1, 2), "rank": 0}
         ),
     ],
 )  # fmt: skip
-def test_the_judge_sees_what_must_not_be(notes: list, expected: str) -> None:
+def test_the_judge_detects_violations(notes: list, expected: str) -> None:
     assert expected in "; ".join(wrongs(history(*notes)))
     assert bool(expected) == bool(wrongs(history(*notes)))
 

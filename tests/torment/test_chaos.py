@@ -60,7 +60,7 @@ KILLED = {"returncode": 137, "message": "rank 1 was killed; rank 0 waits for the
         ("disk full", {"weights": GOOD, "output": "Traceback"}, "a traceback though nothing ended the job"),
     ],
 )
-def test_what_is_wrong_with_an_end_is_said(fault: str, ended: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_end_is_described(fault: str, ended: dict[str, Any], complaint: str) -> None:
     strike = Strike(fault=fault, rank=1, step=60, delay_s=0.0)
     outcome = replace(Outcome(returncode=0, struck=[(strike, 60)], end_s=1.0), **ended)
     found = judge(outcome, WEIGHTS.astype(np.float64))

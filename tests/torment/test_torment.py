@@ -114,7 +114,7 @@ def test_many_drawn_programs_train_as_one_process_does(world: int, environment: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(transport: str, ranks: Ranks) -> None:
+def test_drawn_programs_over_tcp_with_compressed_gradients_train_alike(transport: str, ranks: Ranks) -> None:
     drawn = programs(3, environment={"transport": transport})
     draw_and_torment(ranks, drawn.filter(lambda program: any(spec.lossy for spec in program.optimizers)), 50)
 
@@ -123,7 +123,7 @@ def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(tran
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=programs(3, compiles=True) | programs(3))
-def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+def test_programs_survive_json_and_valid_ones_stay_valid(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = Reference(program).played
     assert Reference(played).played == played
@@ -133,7 +133,7 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=attached_programs(3, compiles=True) | attached_programs(3))
-def test_programs_over_ddp_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+def test_programs_over_ddp_survive_json_and_valid_ones_stay_valid(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = AttachedReference(program).played
     assert AttachedReference(played).played == played
@@ -221,7 +221,7 @@ def test_the_reference_changes_gradients_as_hooks_do_in_one_process() -> None:
     assert not np.allclose(trace[0][-1][2]["0.weight.grad"], Reference(TRAINED).trace[0][-1][2]["0.weight.grad"])
 
 
-def test_a_rank_that_raises_is_told_of_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
+def test_a_rank_that_raises_is_reported_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
     illegitimate = replace(TRAINED, actions=(Backward(inputs=("0.bias",)), ZeroGrad(optimizer=0), Wait()))
     torment(TRAINED, ranks)
     starts = ranks.starts
