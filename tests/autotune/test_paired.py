@@ -62,7 +62,7 @@ def test_the_interval_leaves_out_no_gain_exactly_where_scipys_test_rejects_it(n_
 
 
 @pytest.mark.parametrize("n_pairs", [6, 12, 24])
-def test_the_interval_holds_the_true_lead_as_often_as_it_says_whatever_the_noise(n_pairs: int) -> None:
+def test_the_interval_contains_the_true_lead_as_often_as_promised_under_any_noise(n_pairs: int) -> None:
     rng = np.random.default_rng(0)
     missed = np.zeros(2)
     for _ in range(2000):
@@ -103,12 +103,12 @@ def test_one_surprising_measurement_decides_nothing(surprise: float, place: int)
     assert found.gain.times == pytest.approx(math.exp(0.05), abs=0.003)
 
 
-def test_what_is_slower_in_each_of_a_few_pairs_is_given_up() -> None:
+def test_a_candidate_that_is_slower_in_each_of_a_few_pairs_is_given_up() -> None:
     pairs = compared([-0.05 + luck for luck in LUCK])
     assert (pairs.verdict, pairs.n_pairs) == (Verdict.SLOWER, GUESS_PAIRS)
 
 
-def test_what_gains_too_little_is_given_up_and_not_called_slower() -> None:
+def test_a_candidate_that_gains_too_little_is_given_up_and_not_called_slower() -> None:
     pairs = compared([0.005 + luck for luck in LUCK], least_gain=0.01)
     assert (pairs.verdict, pairs.n_pairs) == (Verdict.NOT_PROVED, GUESS_PAIRS)
 

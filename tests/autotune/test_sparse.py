@@ -131,7 +131,7 @@ def zipf_chances(rows: int, looked_up: int, exponent: float) -> np.ndarray:
     return 1.0 - np.exp(-looked_up * share / share.sum())
 
 
-def test_dense_costs_the_same_whoever_touches_what() -> None:
+def test_dense_costs_the_same_for_all_access_patterns() -> None:
     few, many = model(np.full(10_000, 0.001)), model(np.full(10_000, 0.9))
     plan = SparsePlan(path=SparsePath.DENSE)
     assert few.seconds(plan) == pytest.approx(1e-4 + 10_000 * 65 * 4 / (1e8 / 1.5), rel=0.02)
@@ -179,7 +179,7 @@ def test_blocks_are_larger_where_neighbours_are_touched_together() -> None:
     assert alone.block_rows == 1
 
 
-def test_what_would_not_fit_is_not_tried_dense() -> None:
+def test_dense_is_not_tried_if_it_does_not_fit_into_memory() -> None:
     huge = VolumeModel(RowFormat(1 << 30, 64, torch.float32), RANKS, model(np.full(100, 0.5)).counts, PACE)
     assert huge.best_of(SparsePath.DENSE) is None
     assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
@@ -212,7 +212,7 @@ def tried() -> SparseDecision:
     )
 
 
-def test_it_says_what_was_touched_and_which_part_of_it_hot_rows_are() -> None:
+def test_the_summary_reports_touched_rows_and_the_share_of_frequent_rows() -> None:
     found = told(tried())
     assert (found.density, found.touched, found.popular_rows) == (0.07, 80, 10)
     assert found.popular_share == pytest.approx(20 / 80)
@@ -236,7 +236,7 @@ def test_without_hot_rows_the_popular_ones_are_those_before_the_knee() -> None:
     assert told(decision).popular_rows == 10
 
 
-def test_a_fixed_way_is_told_without_a_curve() -> None:
+def test_a_fixed_algorithm_is_reported_without_a_curve() -> None:
     found = told(FIXED)
     assert (found.plan, found.curve, found.popular_share) == ("owner", (), 0.0)
     assert (found.density, len(found.ways), found.ways[0].measured_s) == (0.055, 1, None)
@@ -253,6 +253,6 @@ def test_it_can_be_written_down_and_read_again() -> None:
     "wrong",
     [{"n_rows": 0}, {"union": -1}, {"plan": "by air"}, {"ways": [1]}, {"curve": [[1]]}, {"dense_bytes": float("nan")}],
 )
-def test_what_is_wrong_with_a_log_is_refused(wrong: dict[str, object]) -> None:
+def test_an_invalid_log_of_accesses_is_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         SparseSummary.from_json({**told(tried()).to_json(), **wrong})

@@ -125,7 +125,7 @@ def valley() -> dict[Knobs, float]:
     return {knobs(*place): math.exp(0.1 * height**2) * (1.3 if place[1] > 6 else 1.0) for place, height in at.items()}
 
 
-def test_luck_is_taken_out_of_what_was_measured_a_few_times() -> None:
+def test_luck_is_removed_from_settings_measured_a_few_times() -> None:
     true_s = valley()
     errors: dict[str, list[float]] = {"raw": [], "estimated": []}
     for seed in range(10):
@@ -135,7 +135,7 @@ def test_luck_is_taken_out_of_what_was_measured_a_few_times() -> None:
     assert np.mean(errors["estimated"]) < 0.75 * np.mean(errors["raw"])
 
 
-def test_what_is_kept_of_real_jobs_can_be_read() -> None:
+def test_recordings_of_real_jobs_can_be_read() -> None:
     for path in recordings():
         job = recorded(path)
         assert job.default in job.space
@@ -143,7 +143,7 @@ def test_what_is_kept_of_real_jobs_can_be_read() -> None:
     assert sum(path.stat().st_size for path in recordings()) <= 500 * KIB
 
 
-def test_what_planners_predict_is_held_against_what_was_recorded() -> None:
+def test_planners_predictions_are_compared_with_recordings() -> None:
     path = next(path for path in recordings() if path.stem == "cluster-400-100")
     data = json.loads(path.read_text())
     assert model_rank_correlation(data) > 0.9

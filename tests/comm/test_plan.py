@@ -156,7 +156,7 @@ def test_impossible_layouts_are_refused() -> None:
         GradientLayout(sizes=(1, 2), names=("a",))
 
 
-def test_a_range_is_told_by_the_names_of_its_gradients() -> None:
+def test_a_range_is_described_by_the_names_of_its_gradients() -> None:
     layout = GradientLayout(sizes=(10, 0, 5, 3), names=("a", "b", "c", "d"))
     assert layout.describe(0, 4) == "a"
     assert layout.describe(0, 18) == "a … d (4)"

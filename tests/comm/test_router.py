@@ -143,7 +143,7 @@ def test_units_go_straight_only_where_packets_between_more_than_two_ranks_take_l
     assert isinstance(router.transports[GLOO, FLAT], DirectTransport) is direct
 
 
-def test_routes_that_cannot_be_made_are_left_out_and_told_by_rank_0(
+def test_routes_that_cannot_be_created_are_left_out_and_logged_by_rank_0(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -223,7 +223,7 @@ def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_
     assert len(gloo.opened) == 2
 
 
-def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
+def test_resources_that_some_rank_lacks_are_not_opened(make: Make) -> None:
     router = make(stream_descriptors=5)
     asked: list[str] = []
 
@@ -266,7 +266,7 @@ def test_a_wait_ends_with_the_last_work_or_when_it_is_interrupted(make: Make) ->
     assert router.wait_for([])
 
 
-def test_who_has_left_is_to_blame_for_a_connection_that_broke(make: Make) -> None:
+def test_a_rank_that_has_left_is_blamed_for_a_broken_connection(make: Make) -> None:
     router = make()
     router._control.failures.report(PeerLostError("rank 1 has ended"))
     with pytest.raises(PeerLostError, match="rank 1 has ended"):

@@ -1,4 +1,4 @@
-"""Jobs whose ranks are threads of this process: what `hvd.something()` needs of one."""
+"""Jobs whose ranks are threads of this process, for tests of `hvd` functions."""
 
 import itertools
 import threading
@@ -24,7 +24,7 @@ class _Watchdog:
 
 
 def on_jobs(size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What `act` returns on each of so many ranks, for which `job.current()` is that rank's own."""
+    """Call `act(rank)` in one thread per rank, where `job.current()` is this rank's job. Return the results by rank."""
     here = threading.local()
 
     def run(control: ControlPlane) -> Any:

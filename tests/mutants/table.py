@@ -1,14 +1,14 @@
-"""Lines of Sirtaki that are made wrong on purpose, and the tests that notice."""
+"""Deliberate errors in lines of Sirtaki, and the tests that must detect them."""
 
 from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """What is made wrong: text that is there once, what stands there instead, and who notices.
+    """One deliberate error: a text that occurs once, its replacement, and the tests that must fail.
 
     Attributes:
-        file: below `sirtaki/`.
-        tests: below `tests/`; a part of tests' names may follow, as for `pytest -k`.
+        file: path below `sirtaki/`.
+        tests: path below `tests/`, optionally followed by a part of test names, as for `pytest -k`.
     """
 
     what: str
@@ -35,7 +35,7 @@ TRAINING = "sirtaki/torch/test_optimizer.py"
 
 
 def wrong_in(file: str, tests: str, lines: dict[str, tuple[str, str]]) -> list[Mutant]:
-    """Mutants of one file that the same tests notice, by what is made wrong: the right text and the wrong one."""
+    """Return mutants of one file that the same tests detect. `lines`: right text and wrong text by description."""
     return [Mutant(what, file, *line, tests) for what, line in lines.items()]
 
 

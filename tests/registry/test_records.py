@@ -51,7 +51,7 @@ def test_old_entries_keep_their_ids() -> None:
     assert structs.replace(make_entry().key, gradients="", fixed={}).digest() == "f2386e8d0859c78f54b693320cbdc438"
 
 
-def test_in_whatever_order_three_are_saved_a_complete_one_stays() -> None:
+def test_of_three_records_saved_in_any_order_a_complete_one_stays() -> None:
     entries = [make_entry(), make_entry(complete=False, n_trials=99), make_entry(best_span_s=0.4, streams=8)]
     for order in permutations(entries):
         kept = order[0]
@@ -77,7 +77,7 @@ def test_text_is_printable() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", b"\xff", None, "[" * 100_000, "\ud800", '{"a": ' * 100_000])
-def test_what_is_no_json_is_an_error_of_the_registry(text: Any) -> None:
+def test_invalid_json_is_a_registry_error(text: Any) -> None:
     with pytest.raises(RegistryError):
         parsed(dict, text)
 
@@ -167,7 +167,7 @@ def test_any_document_is_a_registry_error(kind: type[StoredSetting], data: Any) 
         (("surprise",), 1, "unknown field surprise"),
     ],
 )
-def test_what_is_invalid_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_an_invalid_record_is_rejected_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         JobRecord.from_json(changed_in(GOOD, path, value))
 
@@ -231,7 +231,7 @@ DOCUMENT = exported([*JOBS, *ROWS, *SHARDS])
 
 
 @pytest.mark.parametrize("records", [[], JOBS[:1], [*JOBS, *ROWS, *SHARDS]], ids=len)
-def test_what_was_exported_comes_back(records: list[StoredSetting]) -> None:
+def test_exported_records_can_be_imported(records: list[StoredSetting]) -> None:
     assert read_document(io.StringIO(exported(records))) == records
 
 
@@ -298,7 +298,7 @@ def with_second_way(of: str = "row_ways", **fields: Any) -> str:
         (with_second_entry(model={"directed": True, "nodes": [], "edges": []}), r"entry 2: key\.model"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_entry_and_field(text: str, message: str) -> None:
+def test_a_record_that_does_not_fit_is_rejected_with_entry_and_field(text: str, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         read_document(io.StringIO(text))
 
@@ -438,6 +438,6 @@ def skew(**changes: Any) -> dict[str, Any]:
         ({"more": 1}, "unknown field more"),
     ],
 )
-def test_what_is_wrong_is_refused(wrong: dict[str, object], message: str) -> None:
+def test_a_wrong_record_is_rejected(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         RowsRecord.from_json({**way().to_json(), **wrong})

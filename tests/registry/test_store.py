@@ -81,7 +81,7 @@ def test_two_deployments_share_a_server(postgresql_url: str) -> None:
         ("/dev/null/registry.db", "SIRTAKI_REGISTRY"),
     ],
 )
-def test_what_cannot_be_opened_is_refused_with_a_remedy(url: str, message: str) -> None:
+def test_a_file_that_cannot_be_opened_is_rejected_with_a_remedy(url: str, message: str) -> None:
     with pytest.raises(RegistryError, match=message) as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_what_cannot_be_opened_is_refused_with_a_remedy(url: str, message: str) 
         (PermissionError(13, "Permission denied"), "cannot be used ([Errno 13] Permission denied): name another one"),
     ],
 )
-def test_what_went_wrong_is_told_in_one_line_with_what_to_do(
+def test_an_error_is_reported_in_one_line_with_a_remedy(
     error: Exception, words: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -265,7 +265,7 @@ def test_the_journal_fits_the_file_system_and_can_be_changed(
         ("/my share/x", True),
     ],
 )
-def test_the_innermost_mount_says_what_lies_below_a_file(
+def test_the_innermost_mount_determines_the_file_system(
     folder: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = "server:/home /home nfs4 rw 0 0\n/dev/a / ext4 rw 0 0\n/dev/b /home/me/data xfs rw 0 0\n"
@@ -276,7 +276,7 @@ def test_the_innermost_mount_says_what_lies_below_a_file(
 
 
 @pytest.mark.parametrize("mounts", [None, ""])
-def test_where_nobody_knows_the_mounts_the_disk_is_local(
+def test_with_unknown_mounts_the_disk_counts_as_local(
     mounts: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def read(self: Path) -> str:
@@ -336,7 +336,7 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
     assert store.get(JobRecord, damaged.key) == worse
 
 
-def test_lists_show_what_they_can(store: Store, path: Path) -> None:
+def test_lists_show_the_readable_part_of_damaged_entries(store: Store, path: Path) -> None:
     entry = structs.replace(make_entry(n_trials=33), arm="libra")
     store.put(entry)
     (summary,) = store.summaries()
@@ -420,7 +420,7 @@ def test_a_garbage_file_is_named_and_left_alone(content: bytes, path: Path) -> N
     assert path.read_bytes() == content
 
 
-def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_distinguished_from_missing_and_busy_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.05)
     assert not is_damaged(path)
     assert not path.exists()
@@ -432,7 +432,7 @@ def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path, mo
     holds.close()
 
 
-def test_a_damaged_file_goes_with_what_another_job_has_written_beside_it(path: Path) -> None:
+def test_a_damaged_file_is_moved_with_the_files_beside_it(path: Path) -> None:
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE kept (x)")
     other.executemany("INSERT INTO kept VALUES (?)", [("y" * 900,)] * 100)

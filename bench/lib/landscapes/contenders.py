@@ -1,4 +1,4 @@
-"""The contenders on a landscape: Sirtaki, its parts, and optimisers without a model of gradients."""
+"""Contenders on a landscape: Sirtaki, its parts, and general optimisers without a model of gradients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sirtaki.autotune.trial import Arm
 from .landscape import Landscape
 
 CLOSE = 0.03
-"""A setting counts as found if it is within this share of the best."""
+"""A setting counts as found if its regret is at most this share."""
 
 SEED = 0
-"""Number of settings that a warm-up draws."""
+"""Seed of the settings that a warm-up draws at random."""
 
 MEASURED = 2
-"""Measured iterations of a trial, after an unmeasured one, unless a contender chooses another number."""
+"""Measured iterations of a general optimiser's trial. One discarded iteration precedes them."""
 
 
 @dataclass(kw_only=True)
@@ -37,12 +37,12 @@ class Course:
 
     Attributes:
         landscape: the job.
-        noise: noise of a measurement.
-        rng: random generator.
-        iterations: iterations so far.
-        spent_s: time of these iterations.
-        default_s: time of these iterations with the untuned default.
-        found_at: first iteration at which the kept setting would be close to the best; infinite if never.
+        noise: relative noise of a measurement.
+        rng: generator of the noise.
+        iterations: number of finished iterations.
+        spent_s: true time of the finished iterations.
+        default_s: true time of as many iterations with the untuned default.
+        found_at: number of iterations after which the setting to keep is close to the best; infinite if never.
     """
 
     landscape: Landscape
@@ -54,7 +54,7 @@ class Course:
     found_at: float = math.inf
 
     def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
-        """Return measured spans of a setting."""
+        """Run a setting for some iterations. Return the spans of the measured ones in seconds."""
         spans_s = []
         for number in range(discarded + measured):
             self.spent_s += self.landscape.span_s(knobs, self.iterations)
@@ -65,7 +65,7 @@ class Course:
         return spans_s
 
     def observed(self, knobs: Knobs, span_s: float) -> Observation:
-        """Return a measured span with its backward pass, which has the same noise."""
+        """Return a measured span with the duration of its backward pass, which has the same relative noise."""
         scape = self.landscape
         if scape.backward_s is None:
             return Observation(knobs=knobs, span_s=span_s)
@@ -110,7 +110,7 @@ def in_session(
     planners: bool,
     learns: bool = True,
 ) -> dict[str, Any]:
-    """Run a warm-up session as a job does."""
+    """Run a warm-up session, as in a job."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     space, plans, learner = landscape.space, list[Planner](), None
     if planners:
@@ -173,7 +173,7 @@ def _ensemble(
 
 
 class EqualShares(AUCBandit):
-    """A bandit without credit: the least used arm is next."""
+    """A bandit without credit: it chooses the least used arm."""
 
     def auc(self, arm: str) -> float:
         """Return no credit."""
@@ -187,15 +187,15 @@ def _alone(
         if planner.name == name:
             return planner
     if name not in OUR_ARMS:
-        return None  # a planner where there is no model
+        return None  # a planner cannot run without a model
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
 
 
-# ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── general optimisers ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Searcher(Protocol):
-    """An optimiser."""
+    """A general optimiser."""
 
     def ask(self) -> Knobs:
         """Return the next setting to measure."""
@@ -209,7 +209,7 @@ class Searcher(Protocol):
 def search(
     landscape: Landscape, budget: int, noise: float, seed: int, *, make: Callable[[Landscape, int], Searcher]
 ) -> dict[str, Any]:
-    """Run the default, then the optimiser's proposals. The setting with the fastest mean is kept."""
+    """Measure the default, then the optimiser's proposals. Keep the setting with the shortest mean span."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     searcher = make(landscape, seed)
     seen: dict[Knobs, list[float]] = {}
@@ -288,7 +288,7 @@ class Optuna:
 
 
 class Skopt:
-    """scikit-optimize's Gaussian process; also over the size alone, on one stream of the default's route."""
+    """scikit-optimize's Gaussian process. With `size_only`, it varies only the unit size, on one stream."""
 
     def __init__(self, landscape: Landscape, seed: int, *, size_only: bool = False) -> None:
         import skopt
@@ -311,7 +311,7 @@ class Skopt:
         return _knobs(self._space, log2_bytes, int(streams), int(route))
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """Record the logarithm, as for the other optimisers."""
+        """Record the logarithm, as for optuna."""
         place = self._asked
         if place is None:
             log2_bytes, streams, route = _values(self._space, knobs)

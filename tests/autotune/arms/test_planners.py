@@ -557,7 +557,7 @@ def simulator_of(sizes_mb, durations_s, *, alpha_s=1.0, throughput_mb=(1.0,)):
     )
 
 
-def test_the_coarsened_view_joins_what_hooks_saw_a_moment_apart():
+def test_the_coarsened_view_merges_gradients_that_hooks_saw_at_nearly_the_same_time():
     durations_s = [1.0, 0.004, 1.0, 0.004, 0.004]
     assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.01)) == [2, 5]
     assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.0)) == [1, 2, 3, 4, 5]  # nothing to be saved

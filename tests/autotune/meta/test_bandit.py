@@ -192,7 +192,7 @@ def test_an_arm_that_raises_is_left_out_and_the_others_go_on(fault: str, caplog:
     assert len(good.told) == 8
 
 
-def test_what_is_left_to_gain_is_the_most_that_any_arm_expects() -> None:
+def test_the_expected_improvement_is_the_largest_of_all_arms() -> None:
     none = bandit(ListListArm("a", []), ListListArm("b", []))
     some = bandit(ListListArm("a", [], expected=0.1), ListListArm("b", [], expected=0.3), ListListArm("c", []))
     assert not none.ask()
@@ -201,7 +201,7 @@ def test_what_is_left_to_gain_is_the_most_that_any_arm_expects() -> None:
     assert some.expected_improvement() == 0.3
 
 
-def test_nobody_says_what_is_left_to_gain_before_all_arms_have_had_their_turn() -> None:
+def test_no_expected_improvement_is_reported_before_all_arms_had_a_turn() -> None:
     arms = bandit(ListListArm("a", [1, 2], expected=0.1), ListListArm("b", [3], expected=0.1))
     for expected in (None, 0.1):
         (proposal,) = arms.ask()
@@ -252,13 +252,13 @@ class Judge(ListListArm):
         return [self._promises[candidate.streams] for candidate in candidates]
 
 
-def test_the_surrogate_picks_among_what_an_arm_proposes() -> None:
+def test_the_surrogate_selects_among_an_arms_proposals() -> None:
     arm = bandit(ListListArm("one", [1, 2, 3]), Judge("judge", {1: 0.01, 2: 0.2, 3: 0.0}))
     (proposal,) = arm.ask()
     assert (proposal.arm, proposal.knobs.streams) == ("one", 2)
 
 
-def test_an_arm_whose_every_proposal_is_hopeless_is_passed_over() -> None:
+def test_an_arm_with_only_hopeless_proposals_is_skipped() -> None:
     hopeless, good = ListListArm("hopeless", [1, 2]), ListListArm("good", [3])
     arm = bandit(hopeless, good, Judge("judge", {1: 0.0, 2: 0.0005, 3: 0.01}))
     assert {arm.ask()[0].arm for _ in range(20)} == {"good"}

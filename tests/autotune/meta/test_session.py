@@ -128,7 +128,7 @@ def test_only_a_lead_beyond_the_noise_is_a_new_best() -> None:
     assert bests == {BEST, streams(4)}
 
 
-def test_the_arm_is_told_the_default_and_every_trial() -> None:
+def test_the_arm_gets_the_results_of_the_default_and_every_trial() -> None:
     arm = ListArm(streams(2), BEST)
     job = Job(session(arm)).run()
     assert [(trial.arm, trial.knobs) for trial in arm.told][:3] == [
@@ -139,7 +139,7 @@ def test_the_arm_is_told_the_default_and_every_trial() -> None:
     assert list(job.session.trials) == arm.told
 
 
-def test_a_duplicate_is_not_run_again_but_told_with_what_is_known() -> None:
+def test_a_duplicate_is_not_run_again_and_gets_the_known_result() -> None:
     arm = ListArm(BEST, BEST, DEFAULT, streams(2))
     job = Job(session(arm)).run()
     assert job.run_for(Purpose.TRIAL) == [BEST, BEST, streams(2)]  # BEST twice for its two measured iterations
@@ -162,14 +162,14 @@ def test_settings_with_the_same_identity_are_not_run_twice() -> None:
     assert set(job.run_for(Purpose.TRIAL)) == {streams(2)}
 
 
-def test_an_arm_may_ask_for_more_iterations_of_what_it_knows() -> None:
+def test_an_arm_may_ask_for_more_iterations_of_a_measured_setting() -> None:
     arm = ListArm(BEST, Proposal(arm="list", knobs=BEST, iterations=5), Proposal(arm="list", knobs=BEST, iterations=4))
     job = Job(session(arm)).run()
     assert job.run_for(Purpose.TRIAL).count(BEST) == 5
     assert [trial.iterations for trial in arm.told if trial.arm == "list"] == [2, 5, 5]
 
 
-def test_a_proposal_outside_the_space_is_refused_and_told_as_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proposal_outside_the_space_is_rejected_and_counts_as_failed(caplog: pytest.LogCaptureFixture) -> None:
     arm = ListArm(OUTSIDE, BEST)
     job = Job(session(arm)).run()
     assert OUTSIDE not in [now.knobs for now in job.assignments]
@@ -189,7 +189,7 @@ def test_a_setting_that_cannot_be_run_is_a_failed_trial_and_never_kept(span_s: f
     assert job.result.knobs == BEST
 
 
-def test_if_even_the_default_fails_what_runs_is_kept() -> None:
+def test_if_even_the_default_fails_the_current_setting_is_kept() -> None:
     job = Job(session(ListArm(BEST)), span_of=lambda knobs: math.inf if knobs == DEFAULT else 0.1).run()
     assert job.result.knobs == BEST
 
@@ -267,7 +267,7 @@ def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_chan
 
 
 @pytest.mark.parametrize("exact", [BEST, None])
-def test_what_cannot_be_expanded_to_a_plan_is_refused_wherever_it_comes_from(
+def test_a_setting_without_a_valid_plan_is_rejected_from_every_source(
     exact: Knobs | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def identity(knobs: Knobs) -> Knobs:
@@ -304,7 +304,7 @@ def test_a_registry_that_knows_the_default_as_best_ends_the_warm_up() -> None:
     assert job.result.iterations_used == 3
 
 
-def test_what_similar_jobs_found_counts_as_better_by_any_lead_and_what_an_arm_proposes_by_a_clear_one() -> None:
+def test_settings_of_similar_jobs_win_by_any_lead_and_proposals_of_arms_by_a_clear_one() -> None:
     slightly_better = {DEFAULT: 1.0, BEST: 0.98}
     for options, kept in (({"arm": ListArm(), "seeds": [BEST]}, BEST), ({"arm": ListArm(BEST)}, DEFAULT)):
         job = Job(session(**options), span_of=lambda knobs: slightly_better[knobs]).run(records=2)  # type: ignore[arg-type]
@@ -445,7 +445,7 @@ PACES: list[Callable[[int], float]] = [lambda _: 1.0, lambda n: 1.01**n, lambda 
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.2, 0.8])
-def test_where_nothing_is_faster_the_default_stays_whatever_noise_and_drift_there_is(noise: float) -> None:
+def test_where_nothing_is_faster_the_default_stays_under_any_noise_and_drift(noise: float) -> None:
     found = [
         result
         for pace in PACES
@@ -469,7 +469,7 @@ def test_a_gain_of_ten_per_cent_is_proved_at_a_noise_of_five_and_its_interval_ho
         assert result.default_span_s / result.best_span_s == pytest.approx(result.gain.times)
 
 
-def test_many_pairs_prove_a_gain_by_what_they_scatter_themselves_however_noisy_the_search_was() -> None:
+def test_many_pairs_prove_a_gain_by_their_own_scatter_after_a_noisy_search() -> None:
     luck = np.random.default_rng(0)
 
     def calmer(knobs: Knobs, iteration: int) -> float:
@@ -481,7 +481,7 @@ def test_many_pairs_prove_a_gain_by_what_they_scatter_themselves_however_noisy_t
     assert all(result.gain is not None and result.gain.low > 1.0 for result in kept)
 
 
-def test_on_a_host_that_others_use_in_the_final_comparison_the_default_stays_and_that_is_said() -> None:
+def test_on_a_busy_host_the_default_stays_after_the_final_comparison_and_the_log_reports_it() -> None:
     luck = np.random.default_rng(0)
 
     def busy(knobs: Knobs, iteration: int) -> float:
@@ -492,7 +492,7 @@ def test_on_a_host_that_others_use_in_the_final_comparison_the_default_stays_and
     assert any("other jobs seem to use the host" in result.reason and result.doubt for result in found)
 
 
-def test_a_default_that_drifts_by_more_than_what_is_gained_stays_and_that_is_said() -> None:
+def test_a_default_whose_drift_exceeds_the_gain_stays_and_the_log_reports_it() -> None:
     (found,) = proofs(lambda knobs, n: FASTER.get(knobs, 1.05) * 1.05**n, noise=0.0, seeds=1)
     assert not found.tuned
     assert "the default itself became" in found.reason
@@ -527,7 +527,7 @@ def test_a_remembered_setting_whose_gain_was_never_proved_is_proved_before_it_is
 BUDGET = 31
 
 
-def test_what_runs_stays_if_nothing_beats_it() -> None:
+def test_the_current_setting_stays_if_nothing_beats_it() -> None:
     arm = ListArm(streams(2), streams(3), BEST.but(unit_bytes=8 * MIB))
     job = Job(session(arm, default=BEST, retune=True, budget_iterations=BUDGET, seeds=[DEFAULT])).run()
     assert job.result.knobs == BEST
@@ -639,7 +639,7 @@ class SameAgain(ListArm):
 
 
 @pytest.mark.parametrize("arm", [SameAgain(), ListArm()])
-def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm: ListArm) -> None:
+def test_where_few_settings_differ_unproposed_ones_are_tried_too(arm: ListArm) -> None:
     span_s = {(1, 1): 1.0, (2, 1): 1.1, (2, 2): 0.5}
     job = Job(
         session(arm, space=TINY, default=UNTUNED, identity=of_two_units),
@@ -649,7 +649,7 @@ def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm:
     assert of_two_units(job.result.knobs) == (2, 2)
 
 
-def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:
+def test_neighbours_of_a_plan_are_uniform_units_of_its_size_and_their_neighbours() -> None:
     assert list(SPACE.around(BEST.but(cuts=(Cut(stop=5),)), ())) == [BEST, *SPACE.around(BEST, ())]
 
 
@@ -757,7 +757,7 @@ def test_a_compressor_that_makes_iterations_faster_is_kept() -> None:
         assert "beat the fastest lossless setting in" in job.result.reason or lossless_s == landscape(DEFAULT)
 
 
-def test_what_is_slower_than_the_fastest_that_loses_nothing_is_not_kept_though_it_beats_the_default() -> None:
+def test_a_lossy_setting_slower_than_the_fastest_lossless_one_is_not_kept() -> None:
     compressed = BEST.but(lossy=Lossy.all_by("int8"))
     arm = ListArm(BEST, compressed, streams(2))
     job = Job(

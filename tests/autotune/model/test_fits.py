@@ -50,7 +50,7 @@ def test_exact_probes_give_the_link_back():
         ({1: 24e6, 4: 18e6}, [24e6, 22e6, 20e6, 18e6]),
     ],
 )
-def test_streams_between_those_that_were_measured_carry_what_flows_with_a_cap_do(
+def test_streams_between_measured_ones_carry_as_much_as_capped_flows(
     measured: dict[int, float], expected: list[float]
 ) -> None:
     probes = [

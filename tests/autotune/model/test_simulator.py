@@ -174,7 +174,7 @@ def test_more_messages_than_a_host_gets_through_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_units_on_one_stream_take_what_a_recurrence_says(seed: int) -> None:
+def test_units_on_one_stream_take_as_long_as_the_recurrence_predicts(seed: int) -> None:
     rng = random.Random(seed)
     count, forward_s, alpha_s, rate = rng.randint(1, 9), rng.uniform(0.0, 3.0), rng.uniform(0.0, 0.3), rng.uniform(1, 9)
     ready_s = sorted(rng.uniform(0.0, 4.0) for _ in range(count))
@@ -266,7 +266,7 @@ def test_json_keeps_the_model(model):
         {"contention": {"alpha_1": 1.0}},
     ],
 )
-def test_what_is_no_saved_model_is_refused(damage):
+def test_an_invalid_saved_model_is_rejected(damage):
     with pytest.raises(TuningError):
         PlanningModel.from_json({**MODEL.to_json(), **damage})
 
@@ -321,11 +321,11 @@ def test_a_model_is_believed_until_trials_have_run() -> None:
     assert told(0.2).believed
 
 
-def test_the_order_of_near_equals_says_little() -> None:
+def test_the_order_of_nearly_equal_plans_counts_little() -> None:
     assert told(0.4, 0.2, 0.201, 0.2015).believed
 
 
-def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
+def test_failed_and_unpredictable_trials_are_ignored() -> None:
     forecast = told(float("inf"), 0.1)
     elsewhere = streams(1).but(transport=TransportKind.MPI)
     other_layout = streams(1).but(cuts=(Cut(stop=3),))
@@ -335,7 +335,7 @@ def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
     assert forecast.believed
 
 
-def test_what_is_promised_is_measured_by_the_best_so_far() -> None:
+def test_a_promise_is_compared_with_the_best_measured_so_far() -> None:
     forecast = told(0.4, 0.2)
     assert forecast.promises(streams(4), gain=0.01)
     assert not forecast.promises(streams(1), gain=0.01)
@@ -469,7 +469,7 @@ def worst_miss(model: PlanningModel) -> float:
     )
 
 
-def test_what_trials_speak_against_is_fitted_to_them_and_nothing_else() -> None:
+def test_only_contention_that_trials_contradict_is_fitted_to_them() -> None:
     probed = planning_model(PROBED)
     fitted = fitted_to_trials(probed, trials_on(TRIALS_LINK, noise=0.03)[:7])
     assert worst_miss(fitted) < worst_miss(probed) / 2
@@ -569,13 +569,13 @@ def test_contention_is_learnt_from_the_default_and_three_draws(noise: float, tol
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("truth", "noise"), [(None, 0.03), (None, 0.2), (ON_PROCESSORS, 0.9)])
-def test_what_noise_would_explain_is_not_learnt(truth: ContentionModel | None, noise: float) -> None:
+def test_a_difference_within_the_noise_is_not_learnt(truth: ContentionModel | None, noise: float) -> None:
     model = planning_model(TRIALS_LINK)
     assert all(learnt_from(model, truth, noise=noise, seed=seed) == model for seed in range(5))
 
 
 @pytest.mark.lengthy
-def test_training_corrects_what_probes_beside_another_computation_have_shown() -> None:
+def test_training_corrects_probes_that_were_taken_beside_another_computation() -> None:
     """Probes of a matrix product had shown computation that hardly notices; spans and backward passes tell."""
     probed = threads_model(replace(CONTENTION, alpha_2=1e-5))
     job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=TRIALS_LINK, contention=CONTENTION)

@@ -64,7 +64,7 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
     on_engines(act)
 
 
-def test_what_was_submitted_quietly_is_performed_though_another_one_was_waited_for() -> None:
+def test_a_silently_submitted_operation_runs_when_another_one_is_awaited() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
             left = submit(engine, "left", wake=False)
@@ -117,7 +117,7 @@ def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
     on_engines(act, size=2)
 
 
-def test_who_waits_is_known_with_the_name_and_since_when() -> None:
+def test_a_waiting_operation_is_known_with_its_name_and_start() -> None:
     def act(engine: EagerEngine) -> None:
         assert engine.awaited is None
         if engine.rank == 0:
@@ -161,7 +161,7 @@ def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
     on_engines(act, size=2)
 
 
-def test_what_is_pending_when_a_rank_takes_leave_fails_there_and_nothing_new_begins() -> None:
+def test_pending_operations_fail_when_a_rank_leaves_and_no_new_ones_begin() -> None:
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
         work = submit(engine, "alone") if comm.rank == 0 else None
@@ -221,7 +221,7 @@ def work(name: str) -> EagerWork:
     return EagerWork(Signature.of(tensors, name=name, kind=CollectiveKind.ALLREDUCE, op="sum"), tensors)
 
 
-def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
+def test_the_reason_why_a_rank_cannot_take_part_is_reported_although_it_leaves() -> None:
     pending = Pending("")
     unable = EagerWork(Signature(name="unable", kind=CollectiveKind.ALLREDUCE, problem="no such rows"), [])
     pending.add(unable, wake=False)
@@ -279,7 +279,7 @@ def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
     assert len(trace.spans) == 3
 
 
-def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock(
+def test_a_recorder_gets_this_ranks_operations_with_times_on_one_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[Any] = []

@@ -62,7 +62,7 @@ def test_members_get_a_control_plane_once_and_only_they() -> None:
     on_sets(act)
 
 
-def test_a_set_that_is_removed_ends_with_what_uses_it_and_its_number_is_not_used_again() -> None:
+def test_a_removed_set_ends_its_operations_and_its_number_is_not_reused() -> None:
     def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
         sets.add([0, 1])
         ended: list[tuple[int, bool]] = []
@@ -78,7 +78,7 @@ def test_a_set_that_is_removed_ends_with_what_uses_it_and_its_number_is_not_used
     on_sets(act)
 
 
-def test_ranks_that_remove_different_sets_all_hear_of_it() -> None:
+def test_ranks_that_remove_different_sets_all_get_an_error() -> None:
     def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
         for member in range(2):
             sets.add([member])

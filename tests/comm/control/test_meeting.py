@@ -121,7 +121,7 @@ def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
         expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "each job a port of its own")
 
 
-def test_two_processes_of_one_rank_are_told_so() -> None:
+def test_two_processes_of_one_rank_get_an_error() -> None:
     places = meetings(2)
 
     class Uncounted(dict):  # both are this process here, which would count its meetings
@@ -138,7 +138,7 @@ def test_two_processes_of_one_rank_are_told_so() -> None:
     leave(results)
 
 
-def test_ranks_of_different_worlds_are_told_so() -> None:
+def test_ranks_of_different_worlds_get_an_error() -> None:
     two = meetings(2)
     odd = Meeting(rank=1, size=3, host=two[0].host, port=two[0].port, name=two[0].name)
     expect(together([two[0], odd], timeout_s=10.0), ConfigError, "WORLD_SIZE is 2 on rank 0 and 3 on rank 1")
@@ -152,7 +152,7 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
         (["a", None], ["SIRTAKI_SECRET is set on only one"]),
     ],
 )
-def test_ranks_with_different_secrets_are_told_so(
+def test_ranks_with_different_secrets_get_an_error(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
 ) -> None:
     monkeypatch.setattr(members, "WRONG_SECRET_S", 0.2)
@@ -213,7 +213,7 @@ def test_ranks_meet_and_their_ports_are_closed(size: int) -> None:
     close([rank._links for rank in ranks])
 
 
-def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
+def test_ranks_that_the_launcher_knows_to_have_exited_are_not_awaited() -> None:
     gone = threading.Event()
     membership, listeners = known(3)
     for listener in listeners[1]:
@@ -234,7 +234,7 @@ def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
 
 
 @pytest.mark.lengthy
-def test_who_comes_from_another_generation_is_refused() -> None:
+def test_a_rank_of_another_generation_is_rejected() -> None:
     membership, listeners = known(2)
     other = replace(membership, generation=2)
     first, second = at_once(
@@ -300,7 +300,7 @@ def test_a_wrong_secret_is_noticed_by_the_connector(acceptor: Acceptor, key: byt
     assert acceptor.missing == [1, 2]
 
 
-def test_who_cannot_answer_the_challenge_is_refused(acceptor: Acceptor) -> None:
+def test_a_peer_that_cannot_answer_the_challenge_is_rejected(acceptor: Acceptor) -> None:
     with socket.create_connection(acceptor.handshakes.addresses[0]) as sock:
         sock.sendall(handshake._HELLO.pack(handshake.MAGIC, 1, 0, bytes(32)))
         assert len(sock.recv(64)) == 64
@@ -362,7 +362,7 @@ def test_garbage_is_hung_up_on(acceptor: Acceptor, said: bytes) -> None:
     connect(acceptor.handshakes.addresses[0], key=KEY, own=1, other=0).close()
 
 
-def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_numerous_strangers_delay_no_rank(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
     monkeypatch.setattr(handshake, "MAX_UNPROVED", 8)
     with contextlib.ExitStack() as strangers:
@@ -403,7 +403,7 @@ def test_hostile_connections_leave_nothing_behind(acceptor: Acceptor, count: int
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - own_kb < 20_000
 
 
-def test_it_listens_where_it_is_told_only(acceptor: Acceptor) -> None:
+def test_it_listens_only_at_the_given_address(acceptor: Acceptor) -> None:
     ((host, port),) = acceptor.handshakes.addresses
     assert host == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):

@@ -142,7 +142,7 @@ def test_a_subset_needs_nothing_of_the_others(links: list[Links]) -> None:
     assert worlds[0].subset([0, 1])._context != worlds[0].subset([1, 0])._context
 
 
-def test_what_comes_early_is_kept_and_what_comes_late_is_dropped(links: list[Links]) -> None:
+def test_early_messages_are_kept_and_late_ones_dropped(links: list[Links]) -> None:
     worlds = [MeshCommunicator(each) for each in links]
     ahead = worlds[0].duplicate()
     test = ahead.broadcast(np.arange(3.0), 0)
@@ -217,7 +217,7 @@ def test_frames_of_all_lengths_arrive_in_order(ends: tuple[Connection, Connectio
     assert not sender.backlogged
 
 
-def test_a_header_may_come_in_two_pieces_wherever_it_lies_in_what_was_read(
+def test_a_header_may_be_split_at_any_position_of_a_read(
     ends: tuple[Connection, Connection],
 ) -> None:
     sender, reader = ends
@@ -232,7 +232,7 @@ def test_a_header_may_come_in_two_pieces_wherever_it_lies_in_what_was_read(
     assert received.frames == [(number, bytes([number % 256]) * 41) for number in range(700)]
 
 
-def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connection]) -> None:
+def test_short_messages_do_not_need_their_memory_after_the_send(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     while not sender.backlogged:
         sender.send(frame(0, bytes(MAX_PAYLOAD_BYTES)))
@@ -248,7 +248,7 @@ def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connecti
     assert received.frames[-1] == (1, b"x" * 100)
 
 
-def test_what_is_no_frame_is_an_error(ends: tuple[Connection, Connection]) -> None:
+def test_an_invalid_frame_is_an_error(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     sender.send([memoryview(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")])
     with pytest.raises(CommError, match="invalid mesh frame"):
@@ -286,7 +286,7 @@ def test_leaving_together_is_no_failure_and_leaves_nothing() -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_all_learn_at_once_who_is_gone_without_looking() -> None:
+def test_all_ranks_learn_at_once_of_an_exit_without_polling() -> None:
     links = connected(4)
     begin_s = time.monotonic()
     die(links[2])
@@ -298,7 +298,7 @@ def test_all_learn_at_once_who_is_gone_without_looking() -> None:
     close(links)
 
 
-def test_a_rank_that_ends_says_why() -> None:
+def test_a_rank_that_aborts_sends_the_reason() -> None:
     links = connected(3)
     links[1].abort("rank 1 raised ValueError: boom")
     die(links[1])
@@ -308,7 +308,7 @@ def test_a_rank_that_ends_says_why() -> None:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_all_hear_at_once_and_without_looking_why_a_rank_gives_up(fault: bool) -> None:
+def test_all_ranks_learn_at_once_and_without_polling_why_a_rank_aborts(fault: bool) -> None:
     links = connected(3)
     begin_s = time.monotonic()
     links[1].abort("rank 1: a broken transport", fault=fault)  # its process lives, and keeps its sockets

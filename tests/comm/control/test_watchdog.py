@@ -47,7 +47,7 @@ def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytes
 
 
 @pytest.mark.lengthy
-def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watchdog_that_always_fails_logs_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 
     def look() -> None:
@@ -132,7 +132,7 @@ def since(seconds: float, what: str = WHAT) -> PendingWait:
     return PendingWait(what=what, since_s=time.monotonic() - seconds)
 
 
-def test_a_long_wait_is_a_warning_once_that_names_who_is_missing_and_where(
+def test_a_long_wait_is_one_warning_that_names_missing_ranks_and_their_positions(
     packs: Packs, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = packs(warning_s=2.0)
@@ -177,7 +177,7 @@ def test_the_limit_may_change_while_a_rank_waits(packs: Packs) -> None:
 
 
 @pytest.mark.lengthy
-def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
+def test_silent_ranks_and_ranks_that_have_ended_are_distinguished(
     packs: Packs, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = packs(warning_s=1.0)
@@ -221,7 +221,7 @@ def test_leaving_ends_when_all_have_left_and_may_be_tried_again(packs: Packs) ->
     assert time.monotonic() - begin_s < 5.0
 
 
-def test_leaving_waits_for_nobody_once_the_job_has_failed(packs: Packs) -> None:
+def test_leaving_waits_for_no_rank_once_the_job_has_failed(packs: Packs) -> None:
     pack = packs()
     pack.waits[1] = PeerLostError("rank 2 is lost")
     until(lambda: all(board.error is not None for board in pack.boards))
@@ -231,7 +231,7 @@ def test_leaving_waits_for_nobody_once_the_job_has_failed(packs: Packs) -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
-def test_what_is_forgotten_is_neither_waited_for_nor_told_of(packs: Packs) -> None:
+def test_forgotten_operations_are_neither_awaited_nor_reported(packs: Packs) -> None:
     pack = packs(shutdown_s=1.0)
     pack.progress[0] = "is in iteration 3"
     assert pack.dogs[0].progress() == ["is in iteration 3"]

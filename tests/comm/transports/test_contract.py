@@ -68,7 +68,7 @@ def test_a_parcel_for_all_is_there_once() -> None:
     assert parcels.largest_outgoing_bytes == 9
 
 
-def test_nobody_sends_anything() -> None:
+def test_parcels_are_empty_if_no_rank_sends() -> None:
     assert Parcels.to_all([0, 0]).empty
 
 
@@ -100,7 +100,7 @@ def test_streams_fit_into_the_descriptors_and_one_is_always_tried() -> None:
     assert streams_within(0, StreamCost(threads=1), most=24) == 24
 
 
-def test_what_is_held_is_given_back() -> None:
+def test_held_descriptors_are_released() -> None:
     before = in_use()
     with reserved(StreamCost(descriptors=5, threads=3)) as problem:
         assert not problem
@@ -112,7 +112,7 @@ def test_what_is_held_is_given_back() -> None:
     assert "sirtaki-reserved" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_descriptors_that_cannot_be_had_are_told_and_those_that_could_are_given_back(limits: tuple[int, int]) -> None:
+def test_unavailable_descriptors_are_reported_and_available_ones_released(limits: tuple[int, int]) -> None:
     before = in_use()
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
     with reserved(StreamCost(descriptors=1000)) as problem:
@@ -121,7 +121,7 @@ def test_descriptors_that_cannot_be_had_are_told_and_those_that_could_are_given_
     assert in_use() == before
 
 
-def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_already(
+def test_unavailable_threads_are_reported_unless_descriptors_are_scarce_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
@@ -172,7 +172,7 @@ def test_streams_may_take_half_of_the_descriptors_that_are_free(limits: tuple[in
         assert descriptors_for_streams() == before - 20
 
 
-def test_where_nobody_can_count_them_half_are_taken_to_be_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_descriptors_cannot_be_counted_half_count_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_proc(path: str) -> list[str]:
         raise FileNotFoundError(path)
 

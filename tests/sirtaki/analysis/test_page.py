@@ -42,7 +42,7 @@ from sirtaki.errors import ConfigError, RecordingError, ReplayError
 
 
 @pytest.mark.parametrize("detail", Detail)
-def test_the_parts_of_each_rank_are_what_the_job_was_made_of_and_add_up_to_its_mean_step(detail: Detail) -> None:
+def test_the_parts_of_each_rank_add_up_to_its_mean_step(detail: Detail) -> None:
     recording = record(over_a_link(ranks=3, iterations=3), detail=detail)
     found = step_parts(histories(recording))
     assert [one.rank for one in found] == [0, 1, 2]
@@ -58,7 +58,7 @@ def test_the_parts_of_each_rank_are_what_the_job_was_made_of_and_add_up_to_its_m
 # ── exposure ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_waiting_for_a_late_rank_is_told_from_waiting_for_units() -> None:
+def test_waiting_for_a_late_rank_is_distinguished_from_waiting_for_units() -> None:
     job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     quick, slow = exposures(histories(record(job)))
     unit_s = 4 * sum(SIZES) * 1e-6
@@ -77,7 +77,7 @@ def test_units_that_end_after_the_backward_pass_are_late() -> None:
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_and_the_others_are_shown(tmp_path: Path) -> None:
     folder = written(tmp_path, record(over_a_link(ranks=3)))
     rank_path(folder, 2).write_bytes(rank_path(folder, 2).read_bytes()[:100])
     found = findings(folder)
@@ -100,7 +100,9 @@ def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_cannot_be_replayed_is_shown_without_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise ReplayError("it goes round in a circle")
 
@@ -128,7 +130,7 @@ def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     assert list(problems(found)) == []
 
 
-def test_the_first_sentence_says_so_where_nothing_is_waited_for_or_nothing_is_sure(tmp_path: Path) -> None:
+def test_the_first_sentence_reports_that_nothing_is_waited_for_or_certain(tmp_path: Path) -> None:
     found = findings(written(tmp_path / "job", record(on_one_host())))
     hidden = next(sentences(replace(found, exposed_s=0.0, answers=())))
     assert hidden == (
@@ -145,7 +147,7 @@ def section(folder: Path, recording: Recording) -> str:
     return "\n".join(memory_section(findings(written(folder, recording))))
 
 
-def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: Path) -> None:
+def test_the_peak_is_reported_with_its_uses_and_remedies(tmp_path: Path) -> None:
     text = section(tmp_path / "one", memories.recorded_job())
     assert "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step" in text
     assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
@@ -214,7 +216,7 @@ def bars(page: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
+def test_the_page_reports_all_known_facts(tmp_path: Path) -> None:
     page = page_of(tmp_path / "job", record(over_a_link(ranks=3)))
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == [
@@ -259,7 +261,7 @@ def test_a_page_loads_nothing_and_allows_no_script_but_its_own(tmp_path: Path) -
     assert re.findall("'sha256-(.*?)'", unescape(policy[1])) == digests
 
 
-def test_the_command_for_the_timeline_is_told(tmp_path: Path) -> None:
+def test_the_command_for_the_timeline_is_shown(tmp_path: Path) -> None:
     folder = written(tmp_path / "a job", record(over_a_link()))
     assert f"<code>sirtaki trace {escape(shlex.quote(str(folder)))}</code>" in render(findings(folder))
 
@@ -316,7 +318,7 @@ def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: py
     assert "if gradients travelled" not in page
 
 
-def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> None:
+def test_a_value_smaller_than_its_error_is_grey_and_marked(tmp_path: Path) -> None:
     found = findings(written(tmp_path, record(over_a_link())))
     unsure = tuple(
         replace(one, gain=share, is_sure=False) for one, share in zip(found.answers, (0.2, 0.0), strict=False)
@@ -340,7 +342,7 @@ def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(bars(page)) == 2
 
 
-def test_the_command_writes_the_page_and_says_the_most_important(
+def test_the_command_writes_the_page_and_prints_the_main_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = written(tmp_path / "job", record(over_a_link(ranks=3)))
@@ -355,7 +357,9 @@ def test_the_command_writes_the_page_and_says_the_most_important(
     assert (tmp_path / "other.html").exists()
 
 
-def test_what_cannot_be_read_or_written_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
     assert "the report cannot be written" in capsys.readouterr().err

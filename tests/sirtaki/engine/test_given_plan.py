@@ -52,7 +52,7 @@ def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> N
         assert GivenPlan.read(path) == replace(GIVEN, source=str(tmp_path / "plan.json"))
 
 
-def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
+def test_a_plan_file_with_nccl_settings_needs_nccl() -> None:
     told = NcclWays(small=NcclWay.RING_LL)
     given = replace(GIVEN, knobs=KNOBS.but(transport=TransportKind.NCCL, nccl=told))
     data = json.loads(json.dumps(given.to_json()))
@@ -64,7 +64,7 @@ def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
-def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> None:
+def test_the_part_on_compiled_graphs_is_read_separately(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for part_bytes in (None, 0, 3_000_000):
         path.write_text(json.dumps(replace(GIVEN, part_bytes=part_bytes).to_json()))
@@ -87,12 +87,12 @@ def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> No
         ({"ranks": None}, "is not a complete plan"),
     ],
 )
-def test_what_is_no_plan_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GivenPlan.from_json({**GIVEN.to_json(), **changes}, source="x")
 
 
-def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
 )
-def test_what_does_not_fit_is_left_alone_or_if_it_must_run_an_error(
+def test_a_plan_that_does_not_fit_is_ignored_or_an_error_if_it_is_required(
     layouts: list[GradientLayout], size: int, space: KnobSpace, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match=f"SIRTAKI_PLAN: the plan plan.json {words}"):

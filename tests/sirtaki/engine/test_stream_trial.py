@@ -93,10 +93,10 @@ def test_where_two_are_not_possible_one_is_tried() -> None:
         ),
     ],
 )
-def test_the_result_is_told_in_words(one_s: float, two_s: float, words: str) -> None:
+def test_the_result_is_described_in_words(one_s: float, two_s: float, words: str) -> None:
     assert StreamTrial(transport="nccl", max_streams=2, one_s=one_s, two_s=two_s).describe() == words
 
 
-def test_ranks_that_nccl_does_not_join_are_told_so() -> None:
+def test_ranks_that_nccl_cannot_connect_get_an_error() -> None:
     trial = StreamTrial(transport="staged", max_streams=2, one_s=1.0, two_s=1.0)
     assert "NCCL does not connect these GPUs" in trial.describe()

@@ -98,7 +98,7 @@ def planning_model(layout: GradientLayout, link: LinkModel) -> PlanningModel:
     return PlanningModel(layout=layout, profile=profile, links={ROUTE: link})
 
 
-def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
+def test_hosts_and_devices_are_distinguished_by_their_kind(path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
     for name in ("small", "large"):
@@ -127,7 +127,7 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
 
 
 @pytest.mark.parametrize(("times", "condition"), [(4.0, "0.25×"), (0.5, "2×"), (1.1, None)])
-def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, condition: str | None) -> None:
+def test_a_setting_found_on_another_link_is_stored_separately(path: Path, times: float, condition: str | None) -> None:
     keep_winner(path)
     again, layout = job(path)
     again.look_up([layout], SPACE)
@@ -151,7 +151,7 @@ def test_an_entry_tells_the_gain_that_its_job_proved_and_more_is_forgiven_within
     assert OTHER_TIMES < OTHER_TIMES_ON_ONE_HOST
 
 
-def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:
+def test_if_the_user_fixes_a_knob_the_jobs_own_entry_becomes_a_proposal(path: Path) -> None:
     keep_winner(path)
     again, layout = job(path)
     narrow = replace(SPACE, streams=(2,))
@@ -194,7 +194,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     assert {entry.arm for entry in store.all(JobRecord)} == {"libra"}
 
 
-def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
+def test_an_error_in_entries_of_other_jobs_never_reaches_the_user(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep_winner(path)
@@ -224,7 +224,7 @@ def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path:
     assert not off.keep(WINNER, TRIALS, complete=True, links={})
 
 
-def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: Path) -> None:
+def test_a_setting_found_on_a_changed_link_does_not_replace_the_jobs_own_entry(path: Path) -> None:
     memory, layout = keep_winner(path)
     slower = LinkModel(alpha_s=1e-3, throughput=(1e8, 1.1e8))
     other = replace(WINNER, knobs=KNOBS.but(streams=1), default_span_s=4.0, best_span_s=3.9)
@@ -244,7 +244,7 @@ def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: 
     ("ratio", "condition"),
     [(1.0, ""), (1.3, ""), (1.6, "2×"), (4.4, "4×"), (0.3, "0.25×"), (math.nan, ""), (math.inf, ""), (0.0, "")],
 )
-def test_conditions_are_told_apart_by_powers_of_two(ratio: float, condition: str) -> None:
+def test_conditions_are_distinguished_by_powers_of_two(ratio: float, condition: str) -> None:
     assert condition_of(ratio) == condition
 
 
@@ -300,7 +300,7 @@ def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() ->
     assert found[0].message == "starting from a job like this; scaled"
 
 
-def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_proposals_that_the_model_predicts_to_be_slow_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     plan = best_plan()
     with caplog.at_level(logging.INFO):
         found = first_proposals(

@@ -61,7 +61,7 @@ def _nobody_watches() -> None:
     watchers.end(for_good=True)
 
 
-def test_who_comes_later_hears_that_the_ranks_are_together() -> None:
+def test_a_late_watcher_learns_that_the_ranks_are_connected() -> None:
     watchers.begin(TOGETHER)
     seen = Seen()
     watchers.add(seen)
@@ -77,7 +77,7 @@ def test_who_comes_later_hears_that_the_ranks_are_together() -> None:
     assert watchers.watching == []
 
 
-def test_one_that_raises_is_removed_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watcher_that_raises_is_removed_and_the_others_are_notified(caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
     watchers.add(Failing())
     watchers.add(seen)
@@ -102,7 +102,7 @@ def test_iterations_are_added_up_and_the_last_ones_averaged() -> None:
     assert totals.recent_means() == pytest.approx({"step_s": 0.2, "communication_s": 0.1, "exposed_s": 0.05})
 
 
-def test_a_decision_tells_what_it_gains() -> None:
+def test_a_decision_reports_its_gain() -> None:
     totals = Totals()
     assert math.isnan(totals.gain)
     totals.decision(DECISION)
@@ -122,7 +122,7 @@ class Writer:
         self.texts.append((tag, text, step))
 
 
-def test_what_is_known_is_written_at_its_iteration() -> None:
+def test_values_are_written_at_their_iteration() -> None:
     writer = Writer()
     board = TensorBoard(writer=writer, every=2)
     board.iteration(iteration(1, 0.1))
@@ -142,7 +142,7 @@ def test_what_is_known_is_written_at_its_iteration() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is here")
-def test_where_it_is_missing_the_remedy_is_told() -> None:
+def test_a_missing_package_is_reported_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         TensorBoard()
 
@@ -179,7 +179,7 @@ def test_a_port_answers_with_each_metric_until_it_is_closed() -> None:
     }
 
 
-def test_a_job_that_is_to_serve_metrics_without_the_package_is_told_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_metrics_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRTAKI_METRICS_PORT", "9400")
     monkeypatch.setattr(sys, "path", [])  # nothing can be imported that has not been yet
     monkeypatch.delitem(sys.modules, "prometheus_client", raising=False)
@@ -251,7 +251,7 @@ def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
     assert capfd.readouterr().err == ""
 
 
-def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
+def test_a_job_reports_its_state_until_it_ends(tmp_path: Path) -> None:
     presence = JobBeacon(lambda: {"iteration": 7}, folder=tmp_path)
     assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
     assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
@@ -261,7 +261,7 @@ def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "strange").touch()
     job = (
         "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
@@ -273,7 +273,7 @@ def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path) -> None:
+def test_a_job_is_not_alive_because_its_data_loader_is(tmp_path: Path) -> None:
     job = (
         "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
         "presence = JobBeacon(lambda: {}, folder=pathlib.Path(sys.argv[1]))\n"
@@ -292,7 +292,7 @@ def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path)
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> None:
+def test_a_job_that_does_not_answer_is_left_out_and_asked_again(tmp_path: Path) -> None:
     answers = iter([None, {"iteration": 1}])
 
     def answer() -> dict[str, int]:
